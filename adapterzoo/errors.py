@@ -3,7 +3,8 @@
 ```
 AdapterZooError(Exception)
 ├── ConfigError(ValueError)                  a value, field or config string is not legal
-│   └── FieldError(TypeError)                there is no such field, or a value has the wrong type
+│   ├── FieldError(TypeError)                there is no such field, or a value has the wrong type
+│   └── MissingEntryError(KeyError)          a mapping has no value for a layer
 ├── SiteError(LookupError, ValueError)       the model has no place of the kind that was asked for
 ├── UnknownNameError(KeyError, ValueError)   no adapter, head or registry entry has this name
 ├── DuplicateNameError(ValueError)           the name is taken
@@ -54,7 +55,11 @@ class ConfigError(AdapterZooError, ValueError):
 
 
 class FieldError(ConfigError, TypeError):
-    """A config has no such field, or a value has the wrong type."""
+    """A config has no such field, or a value or the config has the wrong type."""
+
+
+class MissingEntryError(ConfigError, KeyError):
+    """A mapping in a config has no value for a layer, and no default."""
 
 
 class SiteError(AdapterZooError, LookupError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 from torch import nn
 
@@ -14,9 +15,9 @@ FUSION = "fusion:"
 _LENGTH = 128
 # file systems count bytes, 255 of them, and a temporary sibling has a longer name
 _BYTES = 200
-# a name is a folder name, a part of a state-dict key, which transformers reads as a regular
-# expression, and an element of a comma-joined list
-_FORBIDDEN = r"./\\,:;|()\[\]*?\"'<>\x00-\x1f\x7f\ud800-\udfff"
+# a name is a part of a state-dict key, where dots separate parts, and the name of a folder, on
+# Windows too
+_FORBIDDEN = r"./\\:|()*?\"<>\x00-\x1f\x7f\ud800-\udfff"
 _LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
 
 # transformers finds modules by getattr
@@ -27,8 +28,8 @@ def check_name(name: object) -> str:
     """Return the name if it is legal for an adapter or a head.
 
     Args:
-        name: 1 to 128 characters, at most 200 bytes in UTF-8; no dot, slash, comma or other
-            character that has a meaning in paths, keys or lists; no blank at either end.
+        name: 1 to 128 characters, at most 200 bytes in UTF-8; no dot, slash or other character
+            that has a meaning in keys or paths; no blank at either end.
 
     Raises:
         ConfigError: the name is not legal.
@@ -43,12 +44,31 @@ def check_name(name: object) -> str:
             f"an attribute of this name. Write {name + '_task'!r}."
         )
     if len(name) <= _LENGTH and _LEGAL.fullmatch(name) and len(name.encode()) <= _BYTES:
-        return name
-    legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
-    legal = legal.encode()[:_BYTES].decode(errors="ignore")
-    legal = f"{legal}_task" if legal in _TAKEN else legal
+        if not (wrong := _as_expression(name)):
+            return name
+        raise ConfigError(
+            f"the name {name!r} cannot be used: transformers reads the names of parameters as "
+            f"regular expressions, and this is not one: {wrong}. Write {_legal(name)!r}."
+        )
     raise ConfigError(
         f"the name {name!r} cannot be used: it becomes a folder and a part of parameter "
         f"names. Legal are 1 to {_LENGTH} characters, at most {_BYTES} bytes in UTF-8, without "
-        f"blanks at the ends and without . / \\ , : ; | ( ) [ ] * ? quotes < >. Write {legal!r}."
+        f'blanks at the ends and without . / \\ : | ( ) * ? " < >. Write {_legal(name)!r}.'
     )
+
+
+def _as_expression(name: str) -> str:
+    """Return what is wrong with a name inside a regular expression; empty if nothing is."""
+    try:
+        with warnings.catch_warnings(action="error"):
+            re.compile(f".{name}.")
+    except (re.error, FutureWarning) as error:
+        return str(error)
+    return ""
+
+
+def _legal(name: str) -> str:
+    """Return a legal name that is like another one."""
+    legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
+    legal = legal.encode()[:_BYTES].decode(errors="ignore")
+    return f"{legal}_task" if legal in _TAKEN else legal

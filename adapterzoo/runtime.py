@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import Composition, Joined, Prompts, RowMap, Step
+from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
 from .kernels import mode
@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         setup: the composition it was compiled from; None for the base model.
-        heads: the heads that run; empty if the plan selects none.
+        heads: the heads that run; without names if the plan selects none.
         steps: path of a site → what it evaluates; sites without active adapters are absent.
         captures: path of a module → the sites that read its input.
         shared_inputs: path of a module → those of its layers that read one input.
@@ -57,7 +57,7 @@ class Plan:
     """
 
     setup: Composition | None = None
-    heads: tuple[str, ...] = ()
+    heads: ActiveHeads = field(default_factory=ActiveHeads)
     steps: Mapping[str, Step] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_inputs: Mapping[str, SharedLayers] = field(default_factory=dict)
@@ -360,7 +360,7 @@ class ActiveState(threading.local):
         return held.plan
 
     @property
-    def heads(self) -> tuple[str, ...]:
+    def heads(self) -> ActiveHeads:
         """The active heads, even if an adapter of the block was deleted."""
         held = self._held() if self.override is None else None
         return self.plan.heads if held is None else held.plan.heads

@@ -207,7 +207,8 @@ class AdapterTrainer(Trainer):
         if unknown or not batches:
             return None
         own_loss = self.compute_loss_func is not None
-        if own_loss or (self._heads() and self.label_smoother is None):
+        averages = any(head.averages_itself for head in self._heads().values())
+        if own_loss or (self._heads() and self.label_smoother is None and not averages):
             items = super()._get_num_items_in_batch(
                 [{"labels": labels} for labels in known], device
             )

@@ -1,16 +1,19 @@
 """`adapters.utils`: names of files, and adapters of the Hub.
 
-The names are those of AdapterHub's format, which `save_adapter(…, format="adapterhub")` writes; the
-native format has `CONFIG_NAME` and `SAFE_WEIGHTS_NAME`.
+`WEIGHTS_NAME`, `HEAD_WEIGHTS_NAME` and `ADAPTERFUSION_WEIGHTS_NAME` are the files that
+`save_adapter`, `save_head` and `save_adapter_fusion` write by default; `SAFE_…` are those that they
+write with `use_safetensors=True`. All are in safetensors. The configs have the same names in both.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from .checkpoint.adapterhub import names_of_files
+from .checkpoint import adapterhub, fusions, native
 from .checkpoint.adapterhub.hashes import get_adapter_config_hash
+from .checkpoint.setup_files import SETUP as SETUP_CONFIG_NAME
 from .hub import AdapterInfo, adapter_info, list_adapters
+from .interface import FILE as INTERFACE_CONFIG_NAME
 
 __all__ = [
     "ADAPTERFUSION_CONFIG_NAME",
@@ -18,9 +21,11 @@ __all__ = [
     "CONFIG_NAME",
     "HEAD_CONFIG_NAME",
     "HEAD_WEIGHTS_NAME",
+    "INTERFACE_CONFIG_NAME",
     "SAFE_ADAPTERFUSION_WEIGHTS_NAME",
     "SAFE_HEAD_WEIGHTS_NAME",
     "SAFE_WEIGHTS_NAME",
+    "SETUP_CONFIG_NAME",
     "WEIGHTS_NAME",
     "AdapterInfo",
     "AdapterType",
@@ -29,11 +34,13 @@ __all__ = [
     "list_adapters",
 ]
 
-CONFIG_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME = names_of_files("adapter")
-HEAD_CONFIG_NAME, SAFE_HEAD_WEIGHTS_NAME, HEAD_WEIGHTS_NAME = names_of_files("head")
-ADAPTERFUSION_CONFIG_NAME, SAFE_ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_WEIGHTS_NAME = (
-    names_of_files("fusion")
-)
+WEIGHTS_NAME, CONFIG_NAME = native.names_of_files("adapter")
+HEAD_WEIGHTS_NAME, HEAD_CONFIG_NAME = native.names_of_files("head")
+ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_CONFIG_NAME = native.names_of_files(fusions.KIND)
+
+SAFE_WEIGHTS_NAME = adapterhub.names_of_files("adapter")[1]
+SAFE_HEAD_WEIGHTS_NAME = adapterhub.names_of_files("head")[1]
+SAFE_ADAPTERFUSION_WEIGHTS_NAME = adapterhub.names_of_files("fusion")[1]
 
 get_adapter_info = adapter_info
 

@@ -13,19 +13,21 @@ import gc
 import inspect
 import json
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import tiny_config
+from families import tiny_config, tiny_inputs
+from snapshots import stir
 from transformers import BertForSequenceClassification, BertModel
 
 import adapterzoo
 from adapterzoo import (
     AdapterConfig,
     AdapterFusionConfig,
-    AdapterZooError,
+    AdapterSetup,
     BertAdapterModel,
     Fuse,
     LoRAConfig,
@@ -35,6 +37,7 @@ from adapterzoo import (
     init,
     utils,
 )
+from adapterzoo.errors import StateError
 
 RECORD = json.loads((Path(__file__).parent / "data" / "adapters_signatures.json").read_text())
 
@@ -203,14 +206,44 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
 
 # of theirs: config, tensors in safetensors, pickled tensors
 NAMES = {
-    "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME),
-    "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME, utils.HEAD_WEIGHTS_NAME),
+    "adapter": ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin"),
+    "head": ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin"),
     "fusion": (
-        utils.ADAPTERFUSION_CONFIG_NAME,
-        utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME,
-        utils.ADAPTERFUSION_WEIGHTS_NAME,
+        "adapter_fusion_config.json",
+        "model_adapter_fusion.safetensors",
+        "pytorch_model_adapter_fusion.bin",
     ),
 }
+# what their scripts look for: by default, and with use_safetensors=True
+LOOKED_FOR = {
+    None: {
+        "adapter": (utils.CONFIG_NAME, utils.WEIGHTS_NAME),
+        "head": (utils.HEAD_CONFIG_NAME, utils.HEAD_WEIGHTS_NAME),
+        "fusion": (utils.ADAPTERFUSION_CONFIG_NAME, utils.ADAPTERFUSION_WEIGHTS_NAME),
+    },
+    True: {
+        "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME),
+        "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME),
+        "fusion": (utils.ADAPTERFUSION_CONFIG_NAME, utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME),
+    },
+}
+
+
+@pytest.mark.parametrize("safe", [None, True])
+def test_the_constants_of_utils_name_the_files_that_are_written(tmp_path, tiny, safe):
+    model = tiny("bert")
+    for name in ("a", "b"):
+        model.add_adapter(name)
+    model.add_tagging_head("a")
+    model.add_adapter_fusion(["a", "b"])
+    options = {} if safe is None else {"use_safetensors": safe}
+    model.save_adapter(tmp_path / "adapter", "a", with_head=False, **options)
+    model.save_head(tmp_path / "head", "a", **options)
+    model.save_adapter_fusion(tmp_path / "fusion", "a,b", **options)
+    model.save_adapter_setup(tmp_path / "setup", Fuse("a", "b"), **options)
+    for kind, names in LOOKED_FOR[safe].items():
+        assert {p.name for p in (tmp_path / kind).iterdir()} == set(names)
+    assert (tmp_path / "setup" / utils.SETUP_CONFIG_NAME).is_file()
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -303,11 +336,64 @@ def test_a_plain_model_has_its_own_class_again(tiny):
     assert type(model) is BertForSequenceClassification
 
 
-def test_a_base_model_without_its_model_says_so(tiny):
-    base = tiny("bert").base_model
+def cycle(model):
+    """As a trainer and its callbacks, which refer to each other."""
+    model.myself = [model]
+    return model.base_model
+
+
+@pytest.mark.parametrize("cls", [None, BertForSequenceClassification])
+@pytest.mark.parametrize(
+    "kept", [lambda m: m.base_model, lambda m: copy.deepcopy(m.base_model), cycle,
+             lambda m: pickle.loads(pickle.dumps(m.base_model))],
+    ids=["itself", "a copy", "of a cycle", "a pickle"],
+)  # fmt: skip
+def test_a_base_model_outlives_its_model(tmp_path, tiny, kept, cls):
+    whole = tiny("bert") if cls is None else init(cls(tiny_config("bert")).eval())
+    whole.add_adapter("a", "lora", set_active=True)
+    stir(whole, "a")
+    inputs = tiny_inputs("bert")
+    expected, order = whole.base_model(**inputs)[0], [n for n, _ in whole.named_modules()]
+    base = kept(whole)
+    del whole
     gc.collect()
-    with pytest.raises(AdapterZooError, match="Keep the whole model"):
-        base.add_adapter("a")
+    assert type(base).__name__ == "BertModel"
+    assert torch.equal(base(**inputs)[0], expected)
+    base.save_adapter(tmp_path / "a", "a")
+    base.load_adapter(tmp_path / "a", load_as="b")
+    for name in "ab":
+        base.set_active_adapters(name)
+        assert torch.equal(base(**inputs)[0], expected)
+    base.set_active_adapters(None)
+    assert not torch.equal(base(**inputs)[0], expected)
+    with AdapterSetup("a"):
+        assert torch.equal(base(**inputs)[0], expected)
+    base.delete_adapter("b")
+    owner = vars(base)["_adapter_owner"].model()
+    assert [n for n, _ in owner.named_modules()] == order
+    assert copy.deepcopy(base).adapters_config["a"] == base.adapters_config["a"]
+
+
+@pytest.mark.parametrize("cls", [None, BertForSequenceClassification])
+def test_models_are_freed_at_once(tiny, cls):
+    gc.collect()
+    gc.disable()
+    try:
+        whole = tiny("bert") if cls is None else init(cls(tiny_config("bert")))
+        whole.add_adapter("a", "lora", set_active=True)
+        whole(**tiny_inputs("bert"))
+        freed = [weakref.ref(whole), weakref.ref(whole.base_model)]
+        del whole
+        assert [each() for each in freed] == [None, None]
+        # with a base model that was kept, once that is dropped too
+        base = (tiny("bert") if cls is None else init(cls(tiny_config("bert")))).base_model
+        freed = [weakref.ref(vars(base)["_adapter_owner"].model()), weakref.ref(base)]
+        assert all(each() is not None for each in freed)
+        del base
+        gc.collect()
+        assert [each() for each in freed] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_the_config_of_a_model_shows(tiny):
@@ -349,6 +435,8 @@ def test_smaller_methods_of_theirs(tmp_path, tiny):
     assert [*blocks] == [0, 1]
     assert blocks[1] is model.base_model.encoder.layer[1]
     assert {*model.invertible_adapters} == {"i"}
+    with pytest.raises(StateError, match=r"del invertible_adapters\['i'\].*delete_adapter\('i'\)"):
+        del model.invertible_adapters["i"]
     assert model.get_invertible_adapter() is None
     model.set_active_adapters(Stack("i", "a"))
     assert model.get_invertible_adapter() is model.invertible_adapters["i"]
@@ -431,3 +519,29 @@ def test_the_comparison_bites():
     assert differences("f", theirs, [["name"], ["rank", "8"]]) == ["f(**kwargs): missing"]
     assert misread(theirs, ["name", "other"]) == ["rank is other"]
     assert misread(theirs, ["name"]) == []
+
+
+def test_the_labels_of_a_static_head():
+    labels = {0: "bad", 1: "good"}
+    config = tiny_config("bert")
+    config.id2label = labels
+    model = init(BertForSequenceClassification(config))
+    assert model.get_labels_dict() == labels
+    assert model.get_labels() == ["bad", "good"]
+
+
+@pytest.mark.parametrize("setup", ["a", Parallel("a", "b")], ids=repr)
+def test_tokens_without_a_batch_are_one_row(tiny, setup):
+    model = tiny("bert")
+    for name in "ab":
+        model.add_adapter(name, "lora")
+        stir(model, name)
+        model.add_classification_head(name)
+    model.set_active_adapters(setup)
+    row = {key: value[:1] for key, value in tiny_inputs("bert").items()}
+    flat = {key: value[0] for key, value in row.items()}
+    label = torch.tensor([1])
+    found, expected = model(**flat, labels=label), model(**row, labels=label)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(model(flat["input_ids"]).logits, model(row["input_ids"]).logits)

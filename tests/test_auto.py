@@ -75,14 +75,22 @@ def test_a_static_checkpoint_keeps_its_head(auto, family, tmp_path):
         assert model.get_labels() == ["bad", "so-so", "good"]
 
 
-def test_a_head_without_an_equivalent_is_left_out_with_the_reason(tmp_path, caplog):
+def test_tensors_that_a_task_class_does_not_have_do_not_hide_its_head(tmp_path):
     static = transformers.DebertaV2ForMaskedLM(tiny_config("deberta-v2"))
     static.lm_predictions = torch.nn.Linear(3, 3)
+    static.save_pretrained(tmp_path)
+    model, info = AutoAdapterModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert model.get_head("default").config.head_type == "masked_lm"
+    assert {*info["unexpected_keys"]} == {"lm_predictions.weight", "lm_predictions.bias"}
+
+
+def test_a_head_around_another_base_model_is_left_out_with_the_reason(tmp_path, caplog):
+    static = transformers.T5ForTokenClassification(tiny_config("t5"))
     static.save_pretrained(tmp_path)
     model = AutoAdapterModel.from_pretrained(tmp_path)
     assert model.active_head is None
     assert "left out" in caplog.text
-    assert "lm_predictions" in caplog.text
+    assert "encoder" in caplog.text
 
 
 def test_classes_are_made_once_and_belong_to_the_family():

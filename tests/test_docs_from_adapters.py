@@ -19,7 +19,6 @@ from adapterzoo import (
     Average,
     DoRAConfig,
     LoRAConfig,
-    PrefixTuningConfig,
     SeqBnConfig,
     Stack,
     errors,
@@ -172,17 +171,6 @@ def conventions(model, folder):
     assert DoRAConfig(convention="adapterhub") != DoRAConfig()
 
 
-@row("averages of prefixes")
-def prefixes(model, folder):
-    for name in ("a", "b"):
-        model.add_adapter(name, PrefixTuningConfig(prefix_length=3))
-    with pytest.raises(ValueError, match="share tensors"):
-        model.average_adapter("c", ["a", "b"])
-    for name in ("a", "b"):
-        model.eject_prefix_tuning(name)
-    model.average_adapter("c", ["a", "b"])
-
-
 @row("a `PredictionHead` of your own")
 def own_heads(model, folder):
     class Mine(adapterzoo.PredictionHead):
@@ -289,6 +277,14 @@ def another_base(model, folder):
 def no_hub(model, folder):
     with pytest.raises(OSError, match="not completely, in the cache"):
         model.load_adapter("user/no-such-repository", local_files_only=True)
+
+
+@row("`task_ids` while no")
+def no_tasks(model, folder):
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = model(tokens).last_hidden_state
+    with pytest.warns(UserWarning, match="task_ids=… has no effect"):
+        assert torch.equal(model(tokens, task_ids=[1]).last_hidden_state, expected)
 
 
 @row("adapters but none active")

@@ -125,7 +125,7 @@ def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_w
         save("hot", format="adapterhub")
     for family, method, words in (
         ("gpt_neox", "seq_bn", ("no names for models of type 'gpt_neox'", "'bert'")),
-        ("albert", "double_seq_bn", ("placement='albert'", "format='native'")),
+        ("albert", "double_seq_bn", ("site_convention='albert'", "format='native'")),
         ("gpt2", "par_bn", ("adds_input=True", "adds_input=False", "format='native'")),
     ):
         other = tiny(family)

@@ -54,9 +54,12 @@ PATHS = {
     "trainer": ("AdapterTrainer", "Seq2SeqAdapterTrainer"),
     "loading": ("WeightsLoader",),
     "training": ("AdapterArguments", "setup_adapter_training"),
-    "utils": ("ADAPTERFUSION_WEIGHTS_NAME", "SAFE_HEAD_WEIGHTS_NAME", "WEIGHTS_NAME"),
+    "utils": (
+        "ADAPTERFUSION_WEIGHTS_NAME", "INTERFACE_CONFIG_NAME", "SAFE_HEAD_WEIGHTS_NAME",
+        "SETUP_CONFIG_NAME", "WEIGHTS_NAME",
+    ),
     "wrappers": ("init", "load_model"),
-}
+}  # fmt: skip
 
 # exported there, and absent here: the reasons are in docs/from-adapters.md
 ABSENT = {

@@ -24,7 +24,7 @@ from .sites import (
     part_names,
 )
 from .token_input import TokenInput
-from .tokens import input_embeddings_of, token_site
+from .tokens import input_embeddings_of, token_site, usual_joins, why_no_token_site
 
 __all__ = [
     "ATTENTION_ROLES",
@@ -44,4 +44,6 @@ __all__ = [
     "input_embeddings_of",
     "part_names",
     "token_site",
+    "usual_joins",
+    "why_no_token_site",
 ]

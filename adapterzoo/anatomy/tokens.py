@@ -10,7 +10,7 @@ from torch import nn
 
 from .closed import NO_TOKENS, reason
 from .names import below, joined, parent
-from .sites import Block, Site
+from .sites import Block, Role, Site
 from .token_input import TokenInput
 from .tree import Tree, number
 
@@ -44,13 +44,33 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
 
 
 def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
-    """Return the site of tokens that join "inputs" or "embeddings"; None if there is none."""
+    """Return the site of tokens that join "inputs" or "embeddings"; None if there is none.
+
+    Its role is "embedding" for the former, and "other" for the latter.
+    """
     if tokens is None:
         return None
+    role: Role = "embedding"
     path, d = tokens.table, tokens.table_width
     if joins == "embeddings":
-        path, d = None if tokens.closed else tokens.embeddings, tokens.width
-    return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
+        role, path, d = "other", None if tokens.closed else tokens.embeddings, tokens.width
+    return None if path is None else Site(path, role, -1, "", "output", d, d)
+
+
+def usual_joins(tokens: TokenInput | None) -> str:
+    """Return what tokens join by default: "embeddings" in a model without a table of tokens."""
+    return "embeddings" if tokens is not None and tokens.table is None else "inputs"
+
+
+def why_no_token_site(tokens: TokenInput | None, joins: str) -> str:
+    """Return why a model has no site of such tokens, as the end of a sentence."""
+    if joins == "inputs":
+        return "reads no tokens"
+    why = "has no module that embeds with positions"
+    if tokens is not None and tokens.closed:
+        why = f"takes no tokens behind its embeddings: {tokens.closed}"
+    reads = tokens is None or tokens.table is not None
+    return why if reads else f"reads no tokens, and {why}"
 
 
 def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:

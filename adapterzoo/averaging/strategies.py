@@ -30,12 +30,15 @@ class Strategy:
         prunes: which entries to keep: largest "magnitude", "random", or None for all.
         elects: whether signs are elected, as in TIES.
         needs_rank: whether `svd_rank` is required.
+        keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
+            scaling that follows.
     """
 
     target: Target
     prunes: Literal["magnitude", "random"] | None = None
     elects: bool = False
     needs_rank: bool = False
+    keeps_alpha: bool = False
 
 
 LINEAR_OF_PEFT = "lora_linear_sqrt"
@@ -45,7 +48,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     # as adapters defines them
     "linear": Strategy("parameters"),
     "lora_linear_only_negate_b": Strategy("only_b"),
-    "lora_delta_w_svd": Strategy("change", needs_rank=True),
+    "lora_delta_w_svd": Strategy("change", needs_rank=True, keeps_alpha=True),
     # as PEFT defines them
     LINEAR_OF_PEFT: Strategy("factors"),
     "cat": Strategy("ranks"),
@@ -184,7 +187,7 @@ class Combination:
 
     @property
     def keeps_scaling(self) -> bool:
-        """Whether the result keeps the scaling of the adapters, instead of 1."""
+        """Whether the factors are combined without the scaling of the adapters, which stays."""
         return self.target in ("parameters", "only_b")
 
     def drawing(self, source: torch.Generator | None) -> Combination:

@@ -13,7 +13,7 @@ from .adapterhub import fusion as adapterhub
 from .formats import Checkpoint, ModelInfo, inexpressible
 
 KIND = "adapter_fusion"
-_NATIVE = f"{KIND}.safetensors"
+_NATIVE = native.names_of_files(KIND)
 FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
 
@@ -58,7 +58,7 @@ def write(
     else:
         contents = adapterhub.encode(info, checkpoint, fused, safe=format != "adapterhub")
     with folders.saving(folder):
-        stale = (_NATIVE, f"{KIND}_config.json", *adapterhub.TENSORS)
+        stale = (*_NATIVE, *adapterhub.TENSORS)
         folders.replace_files(folder, contents, stale)
 
 
@@ -81,6 +81,6 @@ def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig
 
 def _of(folder: Path) -> str | None:
     # a folder with both was mixed by hand: prefer the file that cannot hold code
-    if (folder / _NATIVE).is_file():
+    if (folder / _NATIVE[0]).is_file():
         return "native"
     return "adapterhub" if adapterhub.recognizes(folder) else None

@@ -53,19 +53,25 @@ class NativeFormat:
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return both files."""
-        return f"{kind}.safetensors", f"{kind}_config.json"
+        return names_of_files(kind)
 
 
 formats.register("native")(NativeFormat())
 
 
+def names_of_files(kind: str) -> tuple[str, str]:
+    """Return the names of the tensors' file and of the config."""
+    return f"{kind}.safetensors", f"{kind}_config.json"
+
+
 def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
-    """Return the contents of `<kind>.safetensors` and `<kind>_config.json`."""
+    """Return the contents of the two files."""
     tensors = keyed(checkpoint)
     metadata = hashed({"format": FORMAT, "version": VERSION, **checkpoint.metadata}, tensors)
     written = files.tensor_bytes(tensors, {files.NATIVE: metadata})
     del metadata[_HASH]
-    return {f"{kind}.safetensors": written, f"{kind}_config.json": files.json_bytes(metadata)}
+    tensors_file, config = names_of_files(kind)
+    return {tensors_file: written, config: files.json_bytes(metadata)}
 
 
 def hashed(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

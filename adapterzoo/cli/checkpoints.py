@@ -15,6 +15,7 @@ from adapterzoo import hub
 from adapterzoo.checkpoint import adapterhub, files, folders, formats, native, peft
 from adapterzoo.checkpoint.digest import fingerprint
 from adapterzoo.errors import CheckpointError
+from adapterzoo.heads import STATIC
 from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
 
 from .early import no_adapter
@@ -88,7 +89,7 @@ class CheckpointFolder:
             return None
         config = self.head.get("config")
         own = config.get("head_type") if isinstance(config, Mapping) else None
-        return _text(own or self.head.get("static") or self.head.get("model_class"))
+        return _text(own or self.head.get(STATIC) or self.head.get("model_class"))
 
     @property
     def labels(self) -> list[str] | None:

@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 from adapterzoo.checkpoint import formats
 from adapterzoo.checkpoint.formats import KINDS
 from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.heads import HeadConfig
+from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
 
@@ -133,7 +133,7 @@ def merge(
     if with_head:
         found = fitted(checkpoint, base, name=_NAME)
         target = _target(found, own, architecture)
-    own_head = target.head is not None and "static" in target.head
+    own_head = target.head is not None and STATIC in target.head
     if target.head is not None and not own_head:
         config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
     cls: Any = AutoModel if target.name is None else task_class(target.name)
@@ -203,8 +203,8 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
         return _Target(name)
     if architecture is not None and not is_task(architecture):
         return _Target(name, lost=f"a {name} has no head. {_HINT}")
-    if "static" in head:
-        return _Target(architecture or str(head["static"]), head)
+    if STATIC in head:
+        return _Target(architecture or str(head[STATIC]), head)
     info = info_of(found.model)
     if architecture is not None:
         return _Target(name, head, info.to_static(architecture, head, found.stored.head))

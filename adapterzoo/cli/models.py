@@ -17,7 +17,7 @@ from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.checkpoint import formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
-from adapterzoo.heads import head_types
+from adapterzoo.heads import STATIC, head_types
 from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.heads.output_layers import FIELD
@@ -244,7 +244,7 @@ def _class_of(checkpoint: CheckpointFolder) -> Any:
     """Return `AutoAdapterModel`, or the class of a static head."""
     static = None
     if checkpoint.format == "native" and checkpoint.head is not None:
-        static = checkpoint.head.get("static")
+        static = checkpoint.head.get(STATIC)
     return AutoAdapterModel if static is None else task_class(str(static))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
+from ._heads import ActiveHeads, heads_of_rows, parse_heads
 from ._inverses import inverse_of
 from ._node import Composition
 from ._prefixes import prefix_of
@@ -38,6 +39,7 @@ AdapterCompositionBlock = Composition
 parse_composition = parse
 
 __all__ = [
+    "ActiveHeads",
     "AdapterCompositionBlock",
     "Around",
     "Average",
@@ -63,12 +65,14 @@ __all__ = [
     "fusions_of",
     "has_rows",
     "has_tokens",
+    "heads_of_rows",
     "inverse_of",
     "join_rows",
     "last_adapter",
     "numbered",
     "parse",
     "parse_composition",
+    "parse_heads",
     "parts_of",
     "prefix_of",
     "prompts_of",

@@ -70,8 +70,21 @@ class Fuse(Node):
     @property
     def name(self) -> str:
         """The name of the fusion layers."""
-        lasts = (c.last() if isinstance(c, Node) else c for c in self.children)
-        return self.fusion or ",".join(str(last) for last in lasts)
+        return self.fusion or ",".join(self._lasts)
+
+    @property
+    def _lasts(self) -> list[str]:
+        return [str(c.last() if isinstance(c, Node) else c) for c in self.children]
+
+    def _check_children(self) -> None:
+        super()._check_children()
+        # Fuse("a,b", "c") and Fuse("a", "b,c") would have the same layers
+        comma = [name for name in self._lasts if "," in name and self.fusion is None]
+        if comma:
+            raise CompositionError(
+                f"{self!r}: the layers are named like the adapters, joined by commas, and the name "
+                f"{comma[0]!r} has a comma. Write Fuse(…, name='my_fusion')."
+            )
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from .language_modeling import (
 )
 from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
 from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
+from .static import STATIC, StaticConfig, TaskHead
 from .tagging import TaggingConfig, TaggingHead
 
 # their names in `adapters`, which has a class for each task
@@ -36,6 +37,7 @@ ClassificationHead = ImageClassificationHead = MultiLabelClassificationHead = Po
 __all__ = [
     "IGNORED",
     "POOLINGS",
+    "STATIC",
     "Backbone",
     "BertStyleMaskedLMHead",
     "BiaffineParsingHead",
@@ -65,9 +67,11 @@ __all__ = [
     "Seq2SeqLMHead",
     "Shapes",
     "Static",
+    "StaticConfig",
     "StaticHead",
     "TaggingConfig",
     "TaggingHead",
+    "TaskHead",
     "add_methods",
     "adds_head",
     "head_types",

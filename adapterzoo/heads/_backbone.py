@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +29,8 @@ class Backbone:
         encoder_decoder: whether the hidden states come from the decoder of an encoder–decoder.
         lm_scale: factor of the hidden states before a language modeling head whose config does
             not set it.
+        task_head: makes the head of a task class of transformers, from its config and this
+            backbone; None if the model is not one of transformers.
     """
 
     hidden_size: int
@@ -40,6 +44,7 @@ class Backbone:
     pooling: Pooling = "cls"
     encoder_decoder: bool = False
     lm_scale: float | None = None
+    task_head: Callable[[Any, Backbone], Any] | None = None
 
     def linear(self, d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
         """Return a fresh linear layer with normal weights and zero bias."""

@@ -212,9 +212,11 @@ class PredictionHead(Head):
             mask `forward` gets. None for heads on tokens.
         has_exit: whether `forward` takes `at_exit`, a function that is applied to the input of
             the last layer, with which invertible adapters undo their change of the embeddings.
+        averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
     """
 
     has_exit: ClassVar[bool] = False
+    averages_itself: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
         """Keep the config.

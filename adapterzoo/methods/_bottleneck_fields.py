@@ -14,7 +14,7 @@ from torch import nn
 from adapterzoo.activations import ActivationName
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import InvertibleAdapter, SharedModules
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError, MissingEntryError, listing
 from adapterzoo.fields import (
     FACTOR,
     MAX_WIDTH,
@@ -31,7 +31,7 @@ from adapterzoo.fields import (
 )
 from adapterzoo.registry import Registry
 
-from ._bottleneck_places import PLACEMENT, PLACES
+from ._bottleneck_places import PLACES, SITE_CONVENTION
 from ._hypercomplex import HypercomplexFields, projections
 from ._init import DTYPE, DTYPES, generator
 from ._sublayers import LOCATIONS
@@ -123,8 +123,8 @@ class PlainFields(AdapterConfig):
         cross_adapter: adapters after cross-attention.
         leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
         dropout: probability, 0 to below 1, of dropping a feature of the result.
-        placement: "paper"; or a model type of `adapters` (`_bottleneck_places`), for its files:
-            there it puts bottlenecks elsewhere than it documents.
+        site_convention: "paper"; or a model type of `adapters` (`_bottleneck_places`), for its
+            files: there it puts bottlenecks elsewhere than it documents.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
@@ -154,7 +154,7 @@ class PlainFields(AdapterConfig):
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
     stochastic_depth: float = field(0.0, Share())
-    placement: str = field("paper", PLACEMENT)
+    site_convention: str = field("paper", SITE_CONVENTION)
     dtype: str | None = field(None, DTYPE)
 
 
@@ -218,16 +218,17 @@ class BottleneckFields(HypercomplexFields, PlainFields):
             d_model: width of its residual stream.
 
         Raises:
-            ConfigError: the mapping has no number for this block, or the width is too large.
+            MissingEntryError: the mapping has no number for this block.
+            ConfigError: the width is too large.
         """
         factor = self.reduction_factor
         if isinstance(factor, Mapping):
             factors, factor = factor, factor.get(str(layer), factor.get("default", 0))
             if not factor:
-                raise self._error(
-                    f"reduction_factor={dict(factors)!r}",
-                    f"there is no number for block {layer} and no default",
-                    f"reduction_factor={ {**factors, 'default': 16}!r}",
+                raise MissingEntryError(
+                    f"{type(self).__name__}(reduction_factor={dict(factors)!r}): there is no "
+                    f"number for block {layer} and no default. Write "
+                    f"reduction_factor={ {**factors, 'default': 16}!r}."
                 )
         width = d_model // factor
         if width > MAX_WIDTH:
@@ -260,7 +261,7 @@ class BottleneckFields(HypercomplexFields, PlainFields):
 
     def _check_together(self) -> None:
         self._check_invertible()
-        self._check_placement()
+        self._check_sites()
         self._check_hypercomplex()
         if self.phm_layer and self.init_weights == "houlsby":
             raise self._error(
@@ -294,8 +295,8 @@ class BottleneckFields(HypercomplexFields, PlainFields):
             )
         self._check_residuals()
 
-    def _check_placement(self) -> None:
-        row = PLACES.get(self.placement)
+    def _check_sites(self) -> None:
+        row = PLACES.get(self.site_convention)
         if row is None:
             return
         names = [LOCATIONS[kind] for kind in row.sublayers]
@@ -304,9 +305,9 @@ class BottleneckFields(HypercomplexFields, PlainFields):
         ):
             needs = " or ".join(f"{name}=True" for name in names) or "inv_adapter='nice'"
             raise self._error(
-                f"placement={self.placement!r}",
+                f"site_convention={self.site_convention!r}",
                 f"has an effect only with {needs}",
-                "placement='paper'",
+                "site_convention='paper'",
             )
 
     def _check_invertible(self) -> None:

@@ -43,8 +43,8 @@ def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, row: str) -> Site
     out = full(place.out) or sub.out
     if place.out and not any(site.path == out for site in block.sites):
         raise SiteError(
-            f"placement={row!r}: the block at {block.path!r} has no layer {place.out!r}, where "
-            f"adapters puts a bottleneck. Write placement='paper'."
+            f"site_convention={row!r}: the block at {block.path!r} has no layer {place.out!r}, "
+            f"where adapters puts a bottleneck. Write site_convention='paper'."
         )
     return dataclasses.replace(
         stream_site(block, sub, "output", captures=True),
@@ -115,4 +115,7 @@ class PlacedBottleneck(BottleneckLayer):
         if self.is_swapped:
             # the model adds its own inp, which is h here
             r = r + (inp - h)
-        return (r / factor).to(y.dtype)
+        if isinstance(factor, Tensor):
+            # nothing that a layer returns reaches a feature that the model multiplies by 0
+            r = r / torch.where(factor == 0, 1.0, factor)
+        return r.to(y.dtype)

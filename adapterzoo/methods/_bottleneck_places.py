@@ -1,7 +1,7 @@
 """Where `adapters` 1.3 puts bottlenecks in models in which it does otherwise than it documents.
 
-`placement` of a config names a row. Paths are below a block, but for that of `entry`. With h the
-output of the adapted module and inp the first input of another, `adapters` computes
+`site_convention` of a config names a row. Paths are below a block, but for that of `entry`. With h
+the output of the adapted module and inp the first input of another, `adapters` computes
 
     n = h, or LN(h + inp), or with is_parallel inp        R = f(n) + (h, h + inp or n)
 
@@ -30,6 +30,7 @@ class Place:
         also: a module whose first input is added to inp.
         norm: LN; "last:" in front means that of the last block, in all blocks. Empty: none.
         factor: a parameter of the block by which the model multiplies h, before the bottleneck.
+            Features whose factor is exactly 0 stay those of the base model.
         swapped: whether h and inp are taken for each other.
     """
 
@@ -113,7 +114,7 @@ PLACES: Mapping[str, Places] = {
 }
 
 
-def placement_in(model_type: str, config: Mapping[str, object]) -> str:
+def site_convention_in(model_type: str, config: Mapping[str, object]) -> str:
     """Return the row for a config in models of a type; "paper" where it is as documented."""
     row = PLACES.get(model_type)
     if row is None:
@@ -126,7 +127,7 @@ def placement_in(model_type: str, config: Mapping[str, object]) -> str:
     return model_type if differs or moved else "paper"
 
 
-PLACEMENT = Choice(
+SITE_CONVENTION = Choice(
     "paper", *sorted(name for name, row in PLACES.items() if row.sublayers or row.moves_entry)
 )
 """The check of the field."""

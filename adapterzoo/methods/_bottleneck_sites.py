@@ -35,7 +35,7 @@ class BnConfig(BottleneckFields):
         entry = [] if self.inv_adapter is None else [self._entry(anatomy)]
         return entry + [
             Placement(
-                placed_site(anatomy, block, sub, self.placement) or self._site(block, sub),
+                placed_site(anatomy, block, sub, self.site_convention) or self._site(block, sub),
                 self,
                 LOCATIONS[sub.kind],
             )
@@ -60,7 +60,7 @@ class BnConfig(BottleneckFields):
         return kind(self, site, device, dtype)
 
     def _entry(self, anatomy: Anatomy) -> Placement:
-        moved = moved_entry(anatomy, self.placement)
+        moved = moved_entry(anatomy, self.site_convention)
         if moved is None:
             return entry_placement(self, anatomy)
         return Placement(moved, self, "invertible")

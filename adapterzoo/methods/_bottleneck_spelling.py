@@ -14,12 +14,14 @@ from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, F
 
 from . import _gate
 from ._bottleneck_fields import BottleneckFields
-from ._bottleneck_places import PLACES, placement_in
+from ._bottleneck_places import PLACES, site_convention_in
 from ._hypercomplex import HypercomplexFields
 from ._sublayers import LOCATIONS
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
-_FIELDS = same(*(name for name in _DEFAULTS if name not in ("dtype", "convention", "placement")))
+_FIELDS = same(
+    *(name for name in _DEFAULTS if name not in ("dtype", "convention", "site_convention"))
+)
 # without a meaning since adapter-transformers 2.0
 _FORGOTTEN = ("attention_type", "new_attention_norm")
 _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
@@ -139,7 +141,7 @@ def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
     """Return the config with the place that its bottlenecks have in such a model."""
     values = config.to_dict()
     row = PLACES.get(model_type)
-    changes: Fields = {"placement": placement_in(model_type, values)}
+    changes: Fields = {"site_convention": site_convention_in(model_type, values)}
     if row is not None and row.entry == "none":
         # in such a model the fields make nothing
         changes |= dict.fromkeys(_NESTED)
@@ -167,7 +169,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         config=config,
         architecture=(None, "", "bottleneck"),
         fields=_FIELDS,
-        omitted=("dtype", "convention", "placement"),
+        omitted=("dtype", "convention", "site_convention"),
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,

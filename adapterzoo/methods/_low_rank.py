@@ -133,6 +133,8 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         scalings = [adapter.scaling for adapter in adapters]
         rank = self.lora_A.shape[-2]
         a, b = combined_factors(factors, scalings, weights, strategy, rank)
+        if not strategy.keeps_scaling:
+            b = b / self.scaling
         strategy.fill(self.lora_A, a, "lora_A")
         strategy.fill(self.lora_B, b, "lora_B")
 

@@ -10,6 +10,8 @@ cat                         A = [wᵢ sᵢ Aᵢ]     B = [Bᵢ]            s = 1
 svd                         B A ≈ mix(sᵢ Bᵢ Aᵢ, wᵢ) of rank r      s = 1
 ```
 
+`lora_delta_w_svd` keeps alpha, as in adapters, so its s is alpha / r, and B is divided by it.
+
 Zhang et al. 2023, "Composing Parameter-Efficient Modules with Arithmetic Operations",
 arXiv:2306.14870, §3.2. The `factors` are PEFT's, as are `cat` and `svd`.
 """

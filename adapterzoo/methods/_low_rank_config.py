@@ -143,7 +143,10 @@ def combined_config(
         first = _at_all(configs, tuple(made), anatomy)
     else:
         strategy.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
-    return _sized(first, made)
+    sized = _sized(first, made)
+    # a scaling of 0 has no inverse
+    keeps_alpha = strategy.strategy.keeps_alpha and first.alpha
+    return sized.replace(alpha=first.alpha, alpha_pattern={}) if keeps_alpha else sized
 
 
 def _spelled_alike(configs: Sequence[LowRankConfig], anatomy: Anatomy) -> frozenset[str]:

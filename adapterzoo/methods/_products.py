@@ -100,10 +100,20 @@ class Affine(nn.Module):
         # None only in fusions
         self.register_parameter("bias", bias)
 
+    @property
+    def in_features(self) -> int:
+        """Features of the input."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Features of the output."""
+        return self.weight.shape[0]
+
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[*batch, d_in]` → `[*batch, d_out]`."""
         return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return the widths."""
-        return f"d_in={self.weight.shape[1]}, d_out={self.weight.shape[0]}"
+        return f"d_in={self.in_features}, d_out={self.out_features}"

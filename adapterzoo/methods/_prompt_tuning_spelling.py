@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapterzoo.anatomy import Anatomy
+from adapterzoo.anatomy import Anatomy, usual_joins
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.fields import MAX_WIDTH, Range
@@ -32,6 +32,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "prompt_length", "prompt_init", "prompt_init_text", "combine", "init_weights_seed"
         ),
         implied={"joins": "embeddings"},
+        as_flags=_resolved,
         containers=(
             Container("prompt_tunings", "model", below="prompt_tuning", read=_read, write=_write),
         ),
@@ -57,6 +58,10 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     )  # fmt: skip
 
 
+def _resolved(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig:
+    return config.replace(joins=config.to_dict()["joins"] or usual_joins(anatomy.tokens))
+
+
 def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     return {_OURS: tensors[f"{_OURS}.weight"]}
 
@@ -75,9 +80,9 @@ def _read_model(
 
 
 def _write_model(
-    config: AdapterConfig, tensors: Tensors, _anatomy: Anatomy
+    config: AdapterConfig, tensors: Tensors, anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
-    values = config.to_dict()
+    values = _resolved(config, anatomy).to_dict()
     if values["joins"] != "inputs" or values["combine"] != "prefix":
         raise CheckpointError(
             f"PromptTuningConfig(joins={values['joins']!r}, combine={values['combine']!r}): PEFT's "

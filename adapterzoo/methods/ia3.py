@@ -45,7 +45,8 @@ class IA3Config(TargetedConfig):
         r: must be 1.
         alpha: a factor of every vector.
         convention: "paper": the feed-forward vector scales the input of the last layer;
-            "adapterhub": the output of the first.
+            "adapterhub": the output of the first; None: "adapterhub" with `output_lora`, which only
+            that one has, otherwise "paper". Afterwards the field has the chosen one.
         dropout: must be 0: there is no low rank on whose way features could be dropped.
         init_weights: "ia3": ones, so that a fresh adapter changes nothing; "bert": normal values
             with deviation 0.02; "lora": zeros.
@@ -64,7 +65,7 @@ class IA3Config(TargetedConfig):
     dropout: float = field(0.0, Choice(0.0))
     init_weights: str = field("ia3", Choice("ia3", "bert", "lora"))
     init_weights_seed: int | None = field(None, SEED)
-    convention: str = field("paper", Choice("paper", "adapterhub"))
+    convention: str | None = field(None, Maybe(Choice("paper", "adapterhub")))
     feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules()))
     dtype: str | None = field(None, DTYPE)
 
@@ -72,12 +73,14 @@ class IA3Config(TargetedConfig):
         """Check the fields.
 
         Raises:
-            ConfigError: a value is not legal, or `output_lora` is set in the paper's convention.
+            ConfigError: a value is not legal, or the paper's convention has no `output_lora`.
         """
         super().__post_init__()
+        if self.convention is None:
+            object.__setattr__(self, "convention", "adapterhub" if self.output_lora else "paper")
         if self.output_lora and self.convention == "paper":
             raise ConfigError(
-                f"{type(self).__name__}(output_lora=True): in the convention 'paper' the last "
+                f"{type(self).__name__}(output_lora=True, convention='paper'): there the last "
                 f"feed-forward layer has the vector of intermediate_lora at its input. Write "
                 f"intermediate_lora=True, or convention='adapterhub'."
             )

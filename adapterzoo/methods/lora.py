@@ -179,9 +179,10 @@ class LoRA(LowRank):
         if self.gate is not None:
             self.combine_linearly(["gate.weight", "gate.bias"], adapters, weights, strategy, base)
         if self.lora_B_bias is not None:
-            pairs = zip(adapters, weights, strict=True)
-            scaled = weights if strategy.keeps_scaling else [w * a.scaling for a, w in pairs]
-            self.combine_linearly(["lora_B_bias"], adapters, scaled, strategy, base)
+            if not strategy.keeps_scaling:
+                pairs = zip(adapters, weights, strict=True)
+                weights = [w * a.scaling / self.scaling for a, w in pairs]
+            self.combine_linearly(["lora_B_bias"], adapters, weights, strategy, base)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""

@@ -84,8 +84,8 @@ class PrefixTuningConfig(AdapterConfig):
 
     @property
     def averages_shared(self) -> bool:
-        """Whether T is trained directly: the average of two MLPs does not give the average T."""
-        return self.flat
+        """True: T is averaged if it is flat, otherwise the parameters of the MLP."""
+        return True
 
     @property
     def starts_as_identity(self) -> bool:

@@ -14,8 +14,7 @@ in both cases.
 Differs from the paper: nothing. Differs from PEFT: in rows padded on the left, E directly precedes
 the first token; T5's second table, which PEFT saves and never reads, is left out. Differs from
 adapters: `joins`; padding is always masked; a stack concatenates.
-Cost: P · d parameters, and P more tokens in each row.
-Cannot do: merging; models without an embedding of tokens, except with `joins="embeddings"`.
+Cost: P · d parameters, and P more tokens in each row. Cannot do: merging.
 """
 
 from __future__ import annotations
@@ -27,15 +26,17 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import Anatomy, Site, token_site
+from adapterzoo.anatomy import Anatomy, Site, token_site, usual_joins, why_no_token_site
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Text, field
+from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
 from adapterzoo.spelling import spelled
 
 from . import _prompt_tuning_spelling
 from ._init import DTYPE, DTYPES, drawn, generator, uniform
+
+_OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 
 
 @architectures.register("prompt_tuning")
@@ -51,7 +52,8 @@ class PromptTuningConfig(AdapterConfig):
             tokens of a text, repeated or cut to P.
         prompt_init_text: the text; the tokenizer is that of the model's name.
         combine: "prefix", before the first token; or "prefix_after_bos", after it.
-        joins: "inputs" or "embeddings", see above.
+        joins: "inputs" or "embeddings", see above; None: "inputs" if the model has a table of
+            tokens, otherwise "embeddings".
         init_weights_seed: makes the initial values reproducible.
         dtype: of E, by name ("float32"); None for that of the model.
     """
@@ -65,7 +67,7 @@ class PromptTuningConfig(AdapterConfig):
     prompt_init: str = field("random_uniform", Choice("random_uniform", "from_string"))
     prompt_init_text: str | None = field(None, Text())
     combine: str = field("prefix", Choice("prefix", "prefix_after_bos"))
-    joins: str = field("inputs", Choice("inputs", "embeddings"))
+    joins: str | None = field(None, Maybe(Choice("inputs", "embeddings")))
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
 
@@ -100,20 +102,16 @@ class PromptTuningConfig(AdapterConfig):
             ConfigError: there are more rows than learned positions.
             SiteError: the model has no such place.
         """
-        tokens, joins = anatomy.tokens, self.joins
+        tokens, joins = anatomy.tokens, self.joins or usual_joins(anatomy.tokens)
         site = token_site(tokens, joins)
         if tokens is None or site is None:
-            other, why = "embeddings", "reads no tokens"
-            if joins == other:
-                other, why = "inputs", "has no module that embeds with positions"
-            if joins == "embeddings" and tokens is not None and tokens.closed:
-                why = f"takes no tokens behind its embeddings: {tokens.closed}"
+            other, why = _OTHER[joins], why_no_token_site(tokens, joins)
             if anatomy.reason:
                 why = f"has no transformer blocks: {anatomy.reason}"
             use = f"joins={other!r}" if token_site(tokens, other) else "LoRAConfig()"
             raise SiteError(f"PromptTuningConfig(joins={joins!r}): this model {why}. Write {use}.")
         legal = tokens.positions
-        if self.joins == "inputs" and legal is not None and self.prompt_length >= legal:
+        if joins == "inputs" and legal is not None and self.prompt_length >= legal:
             raise ConfigError(
                 f"PromptTuningConfig(prompt_length={self.prompt_length}): the model has positions "
                 f"for {legal} tokens, including those of the prompt. Write "
@@ -141,7 +139,7 @@ class PromptTuningConfig(AdapterConfig):
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PromptTuning:
         """Return the adapter that inserts the rows."""
-        return PromptTuning(self)
+        return PromptTuning(self, "inputs" if site.role == "embedding" else "embeddings")
 
 
 class Prompt(Contained):
@@ -187,12 +185,12 @@ class PromptTuning(PromptAdapter):
 
     container = Prompt.container
 
-    def __init__(self, config: PromptTuningConfig) -> None:
-        """Record the number of rows and where they join."""
+    def __init__(self, config: PromptTuningConfig, joins: Joins) -> None:
+        """Record the number of rows, and what they join."""
         super().__init__()
         self.length = config.prompt_length
         self.after_first = config.combine == "prefix_after_bos"
-        self.joins = cast("Joins", config.joins)
+        self.joins = joins
 
     def prompt(self, base: BaseLayer) -> Tensor:
         """Return E `[P, d]`."""

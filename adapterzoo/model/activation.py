@@ -13,6 +13,7 @@ from typing import Any, cast
 from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.composition import (
+    ActiveHeads,
     Composition,
     Fuse,
     Prompts,
@@ -44,6 +45,7 @@ from adapterzoo.errors import (
 from adapterzoo.runtime import Plan
 
 from .heads.embeddings import refuse_own_size
+from .heads.interface import HeadNames
 from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
 from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
@@ -54,7 +56,7 @@ from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks
 def make_plan(
     model: AdaptedModel,
     setup: Composition | None,
-    head_setup: str | list[str] | None = None,
+    head_setup: HeadNames | ActiveHeads = None,
     skip_layers: tuple[int, ...] = (),
 ) -> Plan:
     """Compile a composition for a model, without activating it.
@@ -62,8 +64,8 @@ def make_plan(
     Args:
         model: with adapters.
         setup: the composition to compile.
-        head_setup: the heads to use; None: those named like the adapters if there are any, else
-            the active ones.
+        head_setup: the heads to use, as a user writes them or checked; None: those named like the
+            adapters if there are any, else the active ones.
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
@@ -74,7 +76,9 @@ def make_plan(
     for name in names:
         state.find(name)
     _refuse_unfused(model, setup)
-    heads = model._head_strategy.for_setup(setup, head_setup, model._active.heads)
+    heads = head_setup
+    if not isinstance(heads, ActiveHeads):
+        heads = model._head_strategy.for_setup(setup, heads, model._active.heads)
     # a merged adapter acts through the base weights
     acting = [name for name in names if name not in state.merged]
     for name in acting:
@@ -206,7 +210,7 @@ def set_active(
     heads = model._head_strategy.for_setup(setup, None, default.plan.heads)
     skipped = check_layers(skip_layers, len(model.anatomy.blocks))
     refuse_while_batching(model)
-    default.plan = make_plan(model, setup, list(heads), skipped)
+    default.plan = make_plan(model, setup, heads, skipped)
     model._head_strategy.activated()
 
 
@@ -221,7 +225,7 @@ def replan(model: AdaptedModel) -> None:
     names = plan.setup.flatten() if plan.setup is not None else ()
     setup = without(plan.setup, [n for n in names if n not in model._adapter_state.records])
     try:
-        model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
+        model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
     except AdapterZooError:
         # no step may name an adapter that is gone
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)

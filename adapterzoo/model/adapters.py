@@ -94,9 +94,7 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
 
     def embedded(text: str) -> torch.Tensor:
         if path is None:
-            raise ConfigError(
-                "a text cannot be embedded: this model reads no tokens. Leave it out."
-            )
+            raise ConfigError("no text can be embedded: this model reads no tokens. Leave it out.")
         layer = layer_at(model._backbone, path)
         with at_hand(layer):
             return embedded_text(model, layer, text)
@@ -267,27 +265,31 @@ def _reads_calls(adapter: nn.Module, name: str) -> bool:
 
 
 def remove(model: AdaptedModel, name: str) -> None:
-    """Undo `install`; the last adapter leaves the model as it was before the first."""
+    """Remove an adapter with its copy of a static head, and from the group that it shares with."""
     model._head_strategy.removing(name)
+    leave_groups(model, [name])
+    uninstall(model, name)
+    list_ties(model, name)
+
+
+def uninstall(model: AdaptedModel, name: str) -> None:
+    """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
     record = state.records.pop(name)
     model._active.forget(name)
     state.plans.clear()
-    for source, reader in record.sources():
+    shared = ((around, around) for around in record.shared_inputs)
+    for source, reader in (*record.sources(), *shared):
         inject.release_input(backbone.get_submodule(source), reader, name)
-    for around in record.shared_inputs:
-        inject.release_input(backbone.get_submodule(around), around, name)
     for path in record.places:
         if path:
             inject.take(backbone.get_submodule(path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
-    leave_groups(model, [name])
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
             _unguard(stack)
-    list_ties(model, name)
 
 
 def remove_all(model: AdaptedModel) -> None:

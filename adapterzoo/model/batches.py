@@ -8,6 +8,7 @@ layers read the plan and do not count rows themselves.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
@@ -64,7 +65,8 @@ def plan_of_call(
         model: that is called.
         inputs: by name.
         adapter_names: the adapter of each row; None: those of the active composition.
-        task_ids: the task of each row, where the active composition has a `MultiTask`.
+        task_ids: the task of each row, where the active composition has a `MultiTask`; otherwise
+            they have no effect, and a warning says so.
         one_head: whether the caller chooses one head for all rows.
         generates: whether the output has one sequence of tokens for each row.
         copies: number of copies of each row that the call itself makes, as in beam search.
@@ -84,6 +86,8 @@ def plan_of_call(
     else:
         plan = model._active.plan
         what = f"{plan.setup!r} is active"
+        if plan.rows is None:
+            return plan, 1
     rows = cast("RowMap", plan.rows)
     batch = _batch_of(inputs, what)
     count = batch * rows.repeats
@@ -108,10 +112,10 @@ def plan_of_call(
 def _tasks(
     model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None
 ) -> tuple[int, ...]:
-    """Return the number of each row's task; empty where no tasks are active, and none are given.
+    """Return the number of each row's task; empty where no tasks are active.
 
     Raises:
-        CompositionError: `task_ids` is missing, is not needed, or has what is no task.
+        CompositionError: `task_ids` is missing, or has what is not a task.
     """
     plan = model._active.plan
     tasks = None if plan.rows is None else plan.rows.tasks
@@ -127,10 +131,12 @@ def _tasks(
             "adapter_names=… and task_ids=… both say what acts on each row. Write one of them."
         )
     if tasks is None:
-        raise CompositionError(
-            f"task_ids=…: {plan.setup!r} is active, which has no MultiTask. Write "
-            f"set_active_adapters(MultiTask('a', 'b')), or adapter_names=['a', …]."
+        warnings.warn(
+            f"task_ids=… has no effect: {plan.setup!r} is active, which has no MultiTask. Write "
+            f"set_active_adapters(MultiTask('a', 'b')).",
+            stacklevel=2,
         )
+        return ()
     if isinstance(task_ids, Tensor) and task_ids.dim() == 1:
         task_ids = task_ids.tolist()
     if isinstance(task_ids, (str, Tensor)) or not isinstance(task_ids, Iterable):
@@ -253,6 +259,21 @@ def named_inputs(
     if twice := sorted(inputs.keys() & kwargs.keys()):
         raise ConfigError(f"forward(): {listing(twice)} by position and by name. Write it once.")
     return {**inputs, **kwargs}
+
+
+def with_batch(names: Sequence[str], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a model; tokens without a batch become a batch of one row.
+
+    Args:
+        names: of the base model's inputs, which may have a value for each token.
+        inputs: all inputs by name.
+    """
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        return inputs
+    given = {n: inputs[n] for n in names if n in inputs and n not in _NO_ROWS}
+    tokens = {n: t for n, t in given.items() if isinstance(t, Tensor) and t.shape == ids.shape}
+    return {**inputs, **{n: t[None] for n, t in tokens.items()}}  # [1, tokens]
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,7 +37,16 @@ from .heads import checkpoints, tables, ties
 from .heads.interface import LoadOptions
 from .hf import documents
 from .hf.info import info_of
-from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
+from .state import (
+    DEFAULT_EMBEDDINGS,
+    AdaptedModel,
+    AdapterRecord,
+    fusion_modules,
+    modules_of,
+    named_tensors,
+    tensors_of,
+    token_table,
+)
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -52,7 +62,28 @@ def save_adapter(
     meta: Mapping[str, Any] | None = None,
     format: str = "native",
 ) -> None:
-    """Save an adapter and its head to a folder."""
+    """Save an adapter and its head to a folder; warn if embeddings beside it are trained too."""
+    embeddings = model._adapter_state.embeddings
+    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
+    own = (p for _, module in modules_of(model, name) for p in module.parameters())
+    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
+        warnings.warn(
+            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
+            f"Write save_embeddings(folder, {embeddings!r}) too.",
+            stacklevel=2,
+        )
+    write_adapter(model, folder, name, with_head, meta, format)
+
+
+def write_adapter(
+    model: AdaptedModel,
+    folder: StrPath,
+    name: str,
+    with_head: bool = True,
+    meta: Mapping[str, Any] | None = None,
+    format: str = "native",
+) -> None:
+    """Write an adapter and its head to a folder."""
     strategy = model._head_strategy
     record = model._adapter_state.find(name)
     documents.check_meta(meta)
@@ -145,10 +176,16 @@ def fitting(
     refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = _filled(model, stored, left_out, asked.dtype)
-    enter_head = None
+    enter_head, warn_of_loss = None, None
     if with_head:
         record_of_head = checkpoints.head_in(stored)
-        enter_head = model._head_strategy.fitting(record_of_head, head_name, of_head)
+        try:
+            enter_head = model._head_strategy.fitting(record_of_head, head_name, of_head)
+        except CheckpointError as error:
+            # a named head that the model's class cannot have
+            if model._head_strategy.is_named or "config" not in record_of_head.document:
+                raise
+            warn_of_loss = arguments.without_head(name, error)
     elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
@@ -162,6 +199,8 @@ def fitting(
             enter_head()
             if head_name != name:
                 warn_of_head()
+        if warn_of_loss is not None:
+            warn_of_loss()
         warn()
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
         arguments.report(asked)

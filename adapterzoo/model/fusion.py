@@ -180,7 +180,7 @@ def enter(
     if active:
         set_active(model, fuse)
     elif stays:
-        default.plan = make_plan(model, plan.setup, list(plan.heads), plan.skip_layers)
+        default.plan = make_plan(model, plan.setup, plan.heads, plan.skip_layers)
 
 
 def _remove(model: AdaptedModel, name: str) -> None:
@@ -190,7 +190,7 @@ def _remove(model: AdaptedModel, name: str) -> None:
     plan = model._active.default.plan
     if any(fuse.name == name for fuse in fusions_of(plan.setup)):
         setup = without(plan.setup, (), [name])
-        model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
+        model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:

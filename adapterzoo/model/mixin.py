@@ -27,9 +27,17 @@ from .adapterhub.config import AdaptersConfig
 from .adapterhub.names import with_names_of_adapters
 from .heads import checkpoints as head_files
 from .heads import embeddings, ties
-from .heads.interface import HeadStrategy, LoadOptions
+from .heads.interface import HeadNames, HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .hf import config_entry, embedding_files, owned, publishing, setups, vocabularies
+from .hf import (
+    config_entry,
+    embedding_files,
+    owned,
+    publishing,
+    recompute,
+    setups,
+    vocabularies,
+)
 from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
@@ -249,31 +257,12 @@ class AdapterModelMixin:
     ) -> None:
         """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
 
-        "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
+        `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt".
+        Other arguments and all errors are those of `average_adapter`.
 
         Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
         √r times too large; a single adapter is combined as `combination_type` says; a name that is
         taken is an error; with `rank_pattern` each layer keeps its rank.
-
-        Args:
-            adapters: the adapters.
-            weights: one for each, of any sign.
-            adapter_name: of the result.
-            combination_type: see `average_adapter`.
-            svd_rank: the same.
-            svd_clamp: the same.
-            svd_full_matrices: the same.
-            svd_driver: the same.
-            density: the same.
-            majority_sign_method: the same.
-            seed: the same.
-
-        Raises:
-            CompositionError: as `average_adapter`.
-            ConfigError: the same.
-            DuplicateNameError: the same.
-            StateError: the same.
-            UnknownNameError: the same.
         """
         # PEFT's meaning of the word has another name here
         strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
@@ -328,7 +317,8 @@ class AdapterModelMixin:
             reference_adapter_name: the adapter whose values they get; None: the first.
 
         Raises:
-            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            FieldError: a method shares nothing.
+            ConfigError: the adapters' parameters differ in shape.
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
@@ -380,7 +370,7 @@ class AdapterModelMixin:
     def make_plan(
         self,
         setup: Composition | None,
-        head_setup: str | list[str] | None = None,
+        head_setup: HeadNames = None,
         skip_layers: tuple[int, ...] = (),
     ) -> Plan:
         """Compile a composition for this model without activating it.
@@ -872,19 +862,7 @@ class AdapterModelMixin:
         *,
         format: str = "native",
     ) -> None:
-        """Save each adapter to the sub-folder of its name.
-
-        Args:
-            save_directory: the parent folder; created if missing.
-            with_head: as in `save_adapter`.
-            meta_dict: JSON values for every adapter; None: those that each was loaded with.
-            custom_weights_loaders: as in `save_adapter`.
-            use_safetensors: the same.
-            format: the same.
-
-        Raises:
-            CheckpointError: a folder cannot be written, or the format cannot express an adapter.
-        """
+        """Save each adapter to the sub-folder of its name; arguments as of `save_adapter`."""
         for name in self.adapters_config:
             self.save_adapter(
                 Path(save_directory) / name, name, with_head, meta_dict, custom_weights_loaders,
@@ -981,16 +959,7 @@ class AdapterModelMixin:
         *,
         format: str = "native",
     ) -> None:
-        """Save each head to the sub-folder of its name.
-
-        Args:
-            save_directory: the parent folder; created if missing.
-            use_safetensors: as in `save_adapter`.
-            format: as in `save_head`.
-
-        Raises:
-            CheckpointError: a folder cannot be written, or the format cannot express a head.
-        """
+        """Save each head to the sub-folder of its name; arguments as of `save_head`."""
         for name in self.known_heads():
             self.save_head(Path(save_directory) / name, name, use_safetensors, format=format)
 
@@ -1248,15 +1217,8 @@ class AdapterModelMixin:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        with embeddings.own_in_place(self) as replaced:
-            if replaced:
-                # of the embeddings that were active, as transformers' Trainer passes it
-                kwargs.pop("state_dict", None)
-            config_entry.enter(self)
-            try:
-                cast("Any", super()).save_pretrained(save_directory, **kwargs)
-            finally:
-                vars(self.config).pop("adapters", None)
+        with config_entry.entered(self, kwargs):
+            cast("Any", super()).save_pretrained(save_directory, **kwargs)
 
     # --- called by transformers and torch ---
 
@@ -1298,6 +1260,11 @@ class AdapterModelMixin:
         cast("Any", super()).__setstate__(state)
         setup.announce(self)
 
+    def __del__(self) -> None:
+        """Let the model live on if its base model is still used, whose methods are those here."""
+        if owned.outlive(cast("Any", self)):
+            setup.announce(self)
+
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore the adapters of a quantized model: its layers exist only now."""
@@ -1319,34 +1286,5 @@ class AdapterModelMixin:
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
     ) -> None:
-        # the backward pass recomputes blocks in threads of its own on CUDA, where the override
-        # of the thread that ran the forward is not seen
-        func = functools.partial(_checkpointed, self._active, gradient_checkpointing_func)
+        func = functools.partial(recompute.checkpointed, self._active, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
-
-
-def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
-        args = _differentiable(args)
-    resume = active.resumable()
-    if resume is None:
-        return checkpoint(run, *args, **kwargs)
-
-    def run_again(*inputs: Any, **named: Any) -> Any:
-        with resume():
-            return run(*inputs, **named)
-
-    return checkpoint(run_again, *args, **kwargs)
-
-
-def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs of a block; one of them requires a gradient.
-
-    Reentrant checkpointing gives a block no gradients if none of its inputs requires one, as above
-    frozen layers; transformers handles this for token embeddings only.
-    """
-    floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():
-        return args
-    first = floating[0]
-    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])

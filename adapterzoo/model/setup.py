@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from adapterzoo.composition import Composition, fusions_of, parse
+from adapterzoo.composition import Composition, fusions_of, parse, parse_heads
 from adapterzoo.errors import ConfigError, StateError, UnknownNameError, naming, unknown_name
 from adapterzoo.runtime import current_task
 
 from .activation import check_layers, make_plan
+from .heads.interface import HeadNames
 from .state import AdaptedModel
 
 # every model with adapters, so that a setup finds those that have its adapters
@@ -49,7 +50,7 @@ class AdapterSetup:
     def __init__(
         self,
         adapter_setup: object,
-        head_setup: str | list[str] | None = None,
+        head_setup: HeadNames = None,
         ignore_empty: bool = False,
         skip_layers: Iterable[int] | None = None,
     ) -> None:
@@ -57,25 +58,28 @@ class AdapterSetup:
 
         Args:
             adapter_setup: a name, a list of names, a composition, or None for the base model.
-            head_setup: head or heads to use; None: those named like the adapters if there are any,
-                else the active ones.
+            head_setup: head, heads or composition of heads to use; None: those named like the
+                adapters if there are any, else the active ones.
             ignore_empty: whether a setup that fits no model is accepted.
             skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); they replace
                 those of `set_active_adapters`.
 
         Raises:
-            CompositionError: the setup is not a composition.
-            ConfigError: `head_setup` is neither a name nor a list of names.
+            CompositionError: the setup is not a composition, or `head_setup` is one that heads
+                cannot have.
+            ConfigError: `head_setup` is neither a name nor several.
         """
-        given = (head_setup,) if isinstance(head_setup, str) else head_setup
-        listed = given is None or isinstance(given, (list, tuple))
-        if not listed or not all(isinstance(name, str) for name in given or ()):
+        with naming(lambda: "AdapterSetup(head_setup=…)"):
+            heads = parse_heads(head_setup)
+        kinds = (str, list, tuple, Composition, type(None))
+        if not isinstance(head_setup, kinds) or not all(isinstance(n, str) for n in heads.names):
             raise ConfigError(
-                f"AdapterSetup(head_setup={head_setup!r}): it is the name of a head, a list of "
+                f"AdapterSetup(head_setup={head_setup!r}): it is the name of a head, several "
                 f"names, or None. Write head_setup='my_task'."
             )
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
+        self._heads = heads.names
         self.ignore_empty = ignore_empty
         # validated where the number of blocks is known
         self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
@@ -98,7 +102,7 @@ class AdapterSetup:
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
         # layers of a fusion belong to one model, like the adapters that they fuse
         fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
-        heads = [self.head_setup] if isinstance(self.head_setup, str) else self.head_setup or []
+        heads = self._heads
         known: set[str] = set()
         found = False
         with _models_lock:

@@ -187,7 +187,7 @@ def written(folder, family, name, **more):
     """Write a file as adapters does; return its fields, and its tensors by block and location."""
     base = AdapterConfig.load(name.split()[0]).replace(reduction_factor=4, **CONFIGS[name])
     values = base.to_dict() | more
-    for ours in ("architecture", "convention", "placement", "dtype"):
+    for ours in ("architecture", "convention", "site_convention", "dtype"):
         values.pop(ours)
     values["leave_out"] = list(values["leave_out"])
     _, path, below = FAMILIES[family]
@@ -266,6 +266,29 @@ def test_a_file_gives_the_outputs_of_its_author(tmp_path, family, name):
     assert worst(hidden(model, family), expected) < 1e-10
 
 
+def test_a_feature_whose_factor_is_zero_stays_that_of_the_base_model(tmp_path):
+    base = plain("beit")
+    with torch.no_grad():
+        for layer in base.layers:
+            layer.lambda_1[3] = layer.lambda_2[5] = 0.0
+    model = init(copy.deepcopy(base))
+    values, tensors = written(tmp_path, "beit", "double_seq_bn")
+
+    def at(i, location, h, inp, norm):
+        layer = base.layers[i]
+        factor = layer.lambda_1 if location == "mh_adapter" else layer.lambda_2
+        r = bottleneck_layer(tensors[i, location], values, h, inp, norm)
+        return torch.where(factor == 0, inp, r)
+
+    with torch.no_grad():
+        expected = beit(base, at, lambda x: x)
+    model.load_adapter(tmp_path, load_as="b", set_active=True)
+    assert worst(hidden(model, "beit"), expected) < 1e-10
+    model.train_adapter("b")
+    model(pixel_values=pixels(model))[0].sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
 # --- invertible functions ---
 
 # family to the module whose output they change, and the path of their tensors
@@ -311,7 +334,7 @@ def test_an_invertible_function_acts_where_its_author_had_it(tmp_path, family):
     # bottlenecks that are the identity
     fields = {"reduction_factor": 4, "init_weights": "mam_adapter"}
     placement = "paper" if family == "clip" else family
-    model.add_adapter("there", SeqBnInvConfig(**fields, placement=placement))
+    model.add_adapter("there", SeqBnInvConfig(**fields, site_convention=placement))
     model.save_adapter(tmp_path, "there", format="adapterhub")
     file = tmp_path / "pytorch_adapter.bin"
     tensors = torch.load(file, weights_only=True)

@@ -327,7 +327,7 @@ def test_what_the_peer_puts_elsewhere_is_a_placement(family, method, placement):
     """The numbers are in test_adapterhub_places."""
     config = AdapterConfig.load(method)
     there = adapterhub_spellings["bottleneck"].convention(family, config)
-    assert there == config.replace(placement=placement)
+    assert there == config.replace(site_convention=placement)
 
 
 def test_an_x_mod_without_its_language_adapters_is_another_model():
@@ -346,14 +346,14 @@ def test_a_bottleneck_is_written_only_with_its_placement_there(tiny, tmp_path):
     model.add_adapter("a", "seq_bn")
     model.save_adapter(tmp_path / "a", "a", format="adapterhub")
     model.add_adapter("b", "double_seq_bn")
-    with refused(model, CheckpointError, "placement='albert'", "Train it again"):
+    with refused(model, CheckpointError, "site_convention='albert'", "Train it again"):
         model.save_adapter(tmp_path / "b", "b", format="adapterhub")
     assert not (tmp_path / "b").exists()
-    model.add_adapter("c", "double_seq_bn[placement='albert']")
+    model.add_adapter("c", "double_seq_bn[site_convention='albert']")
     model.save_adapter(tmp_path / "c", "c", format="adapterhub")
     other = tiny("bert")
-    with pytest.raises(SiteError, match=r"placement='gemma2'.*self_attn.o_proj.*'paper'"):
-        other.add_adapter("c", "double_seq_bn[placement='gemma2']")
+    with pytest.raises(SiteError, match=r"site_convention='gemma2'.*self_attn.o_proj.*'paper'"):
+        other.add_adapter("c", "double_seq_bn[site_convention='gemma2']")
 
 
 def test_a_head_that_the_peer_scales_is_neither_read_nor_written(tiny, tmp_path):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, find
 from adapterzoo.composition import Stack, compile_site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
-from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.errors import ConfigError, MissingEntryError, SiteError
 from adapterzoo.inject import capture_input, put
 from adapterzoo.methods.bottleneck import (
     AdapterPlusConfig,
@@ -492,11 +492,15 @@ def test_gradients_are_exact():
 def test_the_width_is_d_model_over_the_reduction_factor(factor, layer, width):
     adapter = built(SeqBnConfig(reduction_factor=factor), layer, 768)
     assert tuple(adapter.adapter_up.weight.shape) == (768, width)
+    # as code for `adapters` reads it
+    down = adapter.adapter_down[0]
+    assert (down.in_features, down.out_features) == (768, width)
 
 
 def test_a_width_that_does_not_exist_or_fit_is_an_error():
-    with pytest.raises(ConfigError, match=r"no number for block 3 .*'default': 16"):
+    with pytest.raises(MissingEntryError, match=r"no number for block 3 .*'default': 16") as error:
         built(SeqBnConfig(reduction_factor={"0": 8}), layer=3)
+    assert isinstance(error.value, KeyError)  # as in `adapters`
     with pytest.raises(ConfigError, match=r"width 7\d{11} .* at most 65536.*=16"):
         built(SeqBnConfig(reduction_factor=1e-9), d_model=768)
     with pytest.raises(ConfigError, match=r"width inf .* at most 65536.*=16"):
@@ -612,7 +616,7 @@ def test_defaults_are_those_of_adapters():
     with pytest.raises(ConfigError, match=re.escape("no field 'reduction'")):
         AdapterConfig.load("seq_bn[reduction=2]")
     # these are ours
-    ours = {"dtype": None, "convention": "paper", "placement": "paper"}
+    ours = {"dtype": None, "convention": "paper", "site_convention": "paper"}
     defaults = {**PEER_CONFIGS["after"], **ours}
     for config in map(AdapterConfig.from_dict, PEER_CONFIGS.values()):
         assert {k for k in config.to_dict() if k != "architecture"} == set(defaults)

@@ -3,10 +3,13 @@
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from made import hidden
+from made import made as filled
 from safetensors.torch import load_file
 from snapshots import adapter_bits, refused, stir
 from torch.nn import functional as F
@@ -32,15 +35,6 @@ OWN = PLUS.replace(shared_phm_rule=False, factorized_phm_W=False, phm_bias=False
 ALL_SHARED = PLUS.replace(shared_W_phm=True, factorized_phm_rule=True, phm_rank=2)
 
 
-def made(family="gpt2", dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        fill(model, name, number)
-    return model
-
-
 def fill(model, name, seed=1):
     """Every tensor, also those that are not trained."""
     source = torch.Generator().manual_seed(seed)
@@ -49,9 +43,7 @@ def fill(model, name, seed=1):
             tensor.copy_(torch.randn(tensor.shape, generator=source) * 0.4)
 
 
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**(inputs or tiny_inputs(model.config.model_type)))[0]
+made = partial(filled, fill=fill)
 
 
 def tensors(model, path, name="a"):
@@ -105,7 +97,7 @@ def test_the_formula(options):
         if not fields["factorized_phm_W"]:
             del fields["phm_rank"]
         config = CompacterPlusPlusConfig(**fields)
-        model = made(a=config)
+        model = made("gpt2", a=config)
         plain = hidden(model)
         model.set_active_adapters("a")
         found = hidden(model)

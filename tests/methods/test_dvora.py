@@ -2,31 +2,15 @@
 
 import pytest
 import torch
-from families import tiny_config, tiny_inputs
-from snapshots import stir
-from transformers import AutoModel
+from made import hidden, made
 
-from adapterzoo import DvoRAConfig, init
+from adapterzoo import DvoRAConfig
 from adapterzoo.errors import CompositionError, ConfigError
 
 PAPER = DvoRAConfig(r=4, vera_b=0.3, attn_matrices=("q", "k", "v", "o"), intermediate_lora=True)
 WIDE = PAPER.replace(output_lora=True)
 DENSE = DvoRAConfig(r=4, convention="adapterhub", alpha=6, vera_b=0.3)
 CONFIGS = pytest.mark.parametrize("config", [WIDE, DENSE], ids=["paper", "adapterhub"])
-
-
-def made(family, dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
-
-
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**(inputs or tiny_inputs(model.config.model_type)))[0]
 
 
 def of_layer(model, path, name="a"):

@@ -358,7 +358,7 @@ def test_files_of_the_peer_hold_what_was_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("vit", "inv_adapter=None"), ("electra", "placement='electra'")]
+    ("family", "words"), [("vit", "inv_adapter=None"), ("electra", "site_convention='electra'")]
 )
 def test_families_whose_files_mean_another_place_are_not_written(family, words, tmp_path):
     model = init(AutoModel.from_config(tiny_config(family)))

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from families import tiny_config, tiny_inputs
-from snapshots import refused, same_bits, snapshot, stir
-from transformers import AutoModel
+from families import tiny_inputs
+from made import made
+from snapshots import refused, same_bits, snapshot
 
-from adapterzoo import BatchSplit, Stack, init
-from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo import BatchSplit, IA3Config, Stack
+from adapterzoo.errors import CheckpointError, ConfigError, StateError
 
 METHODS = {
     "ia3": "ia3[alpha=1.5]",
@@ -27,15 +27,6 @@ OTHERS = {
     "seq_bn": "seq_bn[reduction_factor=4]",
     "unipelt": "unipelt",
 }
-
-
-def made(family, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).double().eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
 
 
 def hidden(model, inputs, **kwargs):
@@ -60,6 +51,26 @@ def test_a_merged_one_computes_what_the_active_one_did(method, family):
     torch.testing.assert_close(hidden(model, inputs), expected, rtol=0, atol=1e-11)
     model.reset_adapter()
     assert all(same_bits(t, plain[key]) for key, t in model.state_dict().items())
+
+
+def test_an_ia3_vector_at_the_last_layer_scales_its_output():
+    """Only the convention of `adapters` has one there, so `output_lora` selects it."""
+    config = IA3Config(selfattn_lora=False, output_lora=True)
+    assert (config.convention, IA3Config().convention) == ("adapterhub", "paper")
+    assert config == IA3Config(selfattn_lora=False, output_lora=True, convention="adapterhub")
+    with pytest.raises(ConfigError, match=r"convention='paper'.* Write intermediate_lora=True"):
+        IA3Config(output_lora=True, convention="paper")
+    model = made("bert", a=config)
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    vectors = {path: module.ia3_l.detach() for path, module in model.adapter_modules("a")}
+    layers = ("intermediate.dense", "output.dense")
+    assert {*vectors} == {f"encoder.layer.{i}.{layer}" for i in (0, 1) for layer in layers}
+    model.merge_adapter("a")
+    for path, vector in vectors.items():
+        layer = model.get_submodule(path)
+        weight, bias = vector[:, None] * before[f"{path}.weight"], vector * before[f"{path}.bias"]
+        torch.testing.assert_close(layer.weight.data, weight, rtol=0, atol=1e-15)
+        torch.testing.assert_close(layer.bias.data, bias, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("method", ["loreft", "prefix", "shifted"])

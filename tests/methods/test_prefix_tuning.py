@@ -174,16 +174,20 @@ def test_a_stack_concatenates():
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", [FLAT, SHIFTED], ids=["kept", "shifted"])
-def test_flat_tables_are_averaged(config):
-    model = made("llama", a=config, b=config, mlp=GATED, other=GATED)
+@pytest.mark.parametrize("config", [FLAT, SHIFTED, GATED], ids=["kept", "shifted", "an MLP, gated"])
+def test_parameters_are_averaged(config):
+    """Those of an MLP too, as in `adapters`; the prefixes themselves after ejecting them."""
+    model = made("llama", a=config, b=config)
     model.average_adapter("c", ["a", "b"], weights=[0.25, 0.75])
-    one, two, found = (model.prefix_tunings[n]["self_prefix"].table for n in "abc")
-    torch.testing.assert_close(found, 0.25 * one + 0.75 * two, rtol=0, atol=1e-12)
+    assert model.adapters_config["c"] == model.adapters_config["a"]
+    every = dict(model.named_parameters())
+    keys = [key for key in every if ".c." in key]
+    assert len(keys) == len([key for key in every if ".a." in key])
+    for key in keys:
+        one, two, parameter = (every[key.replace(".c.", f".{n}.")] for n in "abc")
+        torch.testing.assert_close(parameter, 0.25 * one + 0.75 * two, rtol=0, atol=1e-12)
     model.set_active_adapters("c")
     assert hidden(model, tiny_inputs("llama", batch=2)).isfinite().all()
-    with pytest.raises(CompositionError, match=r"average_adapter\('d'\).*share.*differ"):
-        model.average_adapter("d", ["mlp", "other"])
 
 
 def test_parallel_answers_one_after_the_other():

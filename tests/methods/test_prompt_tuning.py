@@ -609,7 +609,7 @@ def test_masks_and_caches_that_do_not_fit_are_refused():
 def test_models_without_a_place_are_refused_by_name():
     vit = init(plain("vit"))
     with pytest.raises(SiteError, match=r"reads no tokens.*joins='embeddings'"):
-        vit.add_adapter("a", prompt())
+        vit.add_adapter("a", prompt(joins="inputs"))
     gpt2 = init(plain("gpt2"))
     with pytest.raises(SiteError, match=r"no module that embeds.*joins='inputs'"):
         gpt2.add_adapter("a", prompt(joins="embeddings"))
@@ -650,6 +650,30 @@ def test_a_union_and_embeddings_of_the_caller():
         again = model(inputs_embeds=words, attention_mask=RIGHT, labels=IDS)
     torch.testing.assert_close(again.loss, out.loss)
     torch.testing.assert_close(again.logits, out.logits)
+
+
+def test_rows_join_what_the_model_reads(tmp_path):
+    seed = {"init_weights_seed": 1}
+    images = {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)}
+    for family, joins, inputs in (
+        ("vit", "embeddings", images),
+        ("bert", "inputs", {"input_ids": IDS, "attention_mask": RIGHT}),
+    ):
+        model = made(family, a=prompt(**seed), b=prompt(joins=joins, **seed))
+        assert model.adapters_config["a"].joins is None
+        expected = hidden(model, **inputs)
+        model.set_active_adapters("b")
+        assert torch.equal(hidden(model, **inputs), expected)
+        foreign = "adapterhub" if joins == "embeddings" else "peft"
+        for name in ("native", foreign):
+            model.save_adapter(tmp_path / family / name, "a", format=name)
+            again = init(plain(family))
+            again.load_adapter(tmp_path / family / name, load_as="a", set_active=True)
+            assert again.adapters_config["a"].joins == (None if name == "native" else joins)
+            assert torch.equal(hidden(again, **inputs), expected)
+        refuses = "peft" if joins == "embeddings" else "adapterhub"
+        with pytest.raises(CheckpointError, match=f"joins='{joins}'"):
+            model.save_adapter(tmp_path / "x", "a", format=refuses)
 
 
 def test_images_have_rows_of_one_length():

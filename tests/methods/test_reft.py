@@ -3,9 +3,10 @@
 import pytest
 import torch
 from architectures.tiny_models import tiny_model
-from families import tiny_config, tiny_inputs
+from families import tiny_inputs
+from made import hidden, made
 from snapshots import stir
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from adapterzoo import BatchSplit, DiReftConfig, LoReftConfig, NoReftConfig, Stack, init
 from adapterzoo.errors import ConfigError, SiteError, StateError
@@ -17,20 +18,6 @@ CONFIGS = {
     "direft": DiReftConfig(r=3, prefix_positions=1, suffix_positions=2),
     "tied": LoReftConfig(r=2, prefix_positions=1, suffix_positions=2, tied_weights=True),
 }
-
-
-def made(family, auto=AutoModel, dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(auto.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
-
-
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**inputs)[0]
 
 
 def edited(unit, config, h):
@@ -159,7 +146,7 @@ def test_a_decoder_counts_in_its_own_mask():
 def test_generation_edits_the_prompt_alone(family, beams):
     """With a cache and without, the same scores: no new token is ever edited."""
     auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    model = made(family, auto, a=LOREFT)
+    model = made(family, auto=auto, a=LOREFT)
     model.set_active_adapters("a")
     inputs = {k: v for k, v in tiny_inputs(family).items() if not k.startswith("decoder")}
     options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False, "pad_token_id": 0}

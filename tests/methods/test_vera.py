@@ -3,31 +3,18 @@
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from made import hidden, made
 from peft import VeraConfig as PeftVeraConfig
 from peft import get_peft_model
-from snapshots import of_adapter, stir
+from snapshots import of_adapter
 from transformers import AutoModel
 
-from adapterzoo import BatchSplit, Stack, VeraConfig, init
+from adapterzoo import BatchSplit, Stack, VeraConfig
 from adapterzoo.errors import CompositionError, ConfigError
 
 PAPER = VeraConfig(r=4, vera_b=0.3, attn_matrices=("q", "k", "v", "o"), intermediate_lora=True)
 WIDE = PAPER.replace(output_lora=True)
 DENSE = VeraConfig(r=4, convention="adapterhub", alpha=6, vera_b=0.3)
-
-
-def made(family, dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
-
-
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**(inputs or tiny_inputs(model.config.model_type)))[0]
 
 
 def shared(model, name="a"):

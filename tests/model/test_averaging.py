@@ -245,14 +245,19 @@ def test_every_average_of_heads_is_that_of_adapters(case, tmp_path):
     check_like_golden(model.heads["c"].state_dict(), model.heads[name].state_dict())
 
 
-def test_the_change_keeps_its_size_at_any_rank(tiny):
+@pytest.mark.parametrize("alpha", [8, 3.5, 0])
+def test_the_change_keeps_its_size_at_any_rank(tiny, alpha):
     """With adapters, which leaves the scaling out, rank 2 of rank 4 would double it."""
-    model = with_adapters(tiny, LoRAConfig(r=4, alpha=8))
+    configs = [LoRAConfig(r=4, alpha=alpha, lora_bias=True), LoRAConfig(r=3, lora_bias=True)]
+    model = with_adapters(tiny, configs)
     model.average_adapter("c", ["a", "b"], combine_strategy="lora_delta_w_svd", svd_rank=2)
+    assert model.adapters_config["c"] == configs[0].replace(r=2, alpha=alpha or 2)
     for path, module in model.adapter_modules("c"):
-        whole = sum(dict(model.adapter_modules(n))[path].delta(torch.float64) for n in "ab") / 2
-        u, s, v = torch.linalg.svd(whole)
+        both = [dict(model.adapter_modules(n))[path] for n in "ab"]
+        u, s, v = torch.linalg.svd(sum(each.delta(torch.float64) for each in both) / 2)
         close(module.delta(torch.float64), u[:, :2] * s[:2] @ v[:2], 1e-10)
+        zero = torch.zeros_like(module.lora_B_bias)
+        close(module.bias(zero, None), sum(each.bias(zero, None) for each in both) / 2, 1e-12)
 
 
 # --- formulas ---

@@ -278,6 +278,8 @@ def test_training_trains_the_active_embeddings_alone(family, tmp_path):
     assert not others
     # and what was trained comes back from a file
     expected = output(model, **given)
+    with pytest.warns(UserWarning, match=r"'new' are trained with 'a'.*save_embeddings"):
+        model.save_adapter(tmp_path / "a", "a")
     model.save_embeddings(tmp_path / "new", "new", tokenizer(OTHER))
     known = model.load_embeddings(tmp_path / "new", "again")
     assert known.get_vocab() == OTHER

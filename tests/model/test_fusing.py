@@ -282,6 +282,27 @@ def test_a_fusion_that_does_not_fit_is_refused(tmp_path):
         wide.load_adapter_fusion(tmp_path, overwrite_ok=True)
 
 
+def test_names_with_commas_need_a_name_for_their_fusion(tiny, tmp_path):
+    model = tiny()
+    for name in ("a,b", "c", "a", "b,c"):
+        model.add_adapter(name)
+    for children in (("a,b", "c"), ("a", "b,c")):
+        with pytest.raises(
+            CompositionError, match=r"has a comma\. Write Fuse\(…, name='my_fusion'\)"
+        ):
+            model.add_adapter_fusion(list(children))
+    model.add_adapter_fusion(Fuse("a,b", "c", name="one"))
+    model.add_adapter_fusion(Fuse("a", "b,c", name="two"))
+    assert dict(model.adapters_config.fusion_name_map) == {"one": ["a,b", "c"], "two": ["a", "b,c"]}
+    fill(model, "one")
+    for format in ("native", "adapterhub"):
+        model.save_adapter_fusion(tmp_path / format, "one", format=format)
+        other = copy.deepcopy(model)
+        other.delete_adapter_fusion("one")
+        assert other.load_adapter_fusion(tmp_path / format) == "one"
+        assert fusion_bits(other, "one") == fusion_bits(model, "one")
+
+
 def test_models_are_saved_with_their_fusions(tmp_path):
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config("bert")).eval()

@@ -230,12 +230,30 @@ def test_what_says_no_task_is_refused(task_ids, error, says):
         model(**inputs, task_ids=task_ids)
 
 
-def test_tasks_where_there_are_none_are_refused():
+@pytest.mark.parametrize(
+    "setup", [None, "a", BatchSplit("a", "b", batch_sizes=1), "named"], ids=str
+)
+def test_tasks_have_no_effect_where_there_are_none(setup):
     model, inputs = static(), tiny_inputs("bert", batch=2)
-    for setup in (None, "a", BatchSplit("a", "b", batch_sizes=1)):
-        model.set_active_adapters(setup)
-        with refused(CompositionError, "has no MultiTask", "adapter_names=['a', …]"):
-            model(**inputs, task_ids=[0, 1])
+    if setup == "named":
+        model, setup = named(a=3), "a"
+    model.set_active_adapters(setup)
+    with pytest.warns(UserWarning, match=r"task_ids=… has no effect: .*MultiTask\('a', 'b'\)"):
+        found = model(**inputs, task_ids=torch.tensor([0, 1]))
+    assert torch.equal(first_output(found), first_output(model(**inputs)))
+
+
+def test_generate_ignores_tasks_where_there_are_none():
+    model = static(AutoModelForCausalLM, "gpt2")
+    model.set_active_adapters("a")
+    ids, asked = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 3, "do_sample": False}
+    with pytest.warns(UserWarning, match="task_ids=… has no effect"):
+        found = model.generate(ids, task_ids=[0], **asked)
+    assert torch.equal(found, model.generate(ids, **asked))
+
+
+def test_tasks_and_names_of_rows_are_refused_together():
+    model, inputs = static(), tiny_inputs("bert", batch=2)
     model.set_active_adapters(MultiTask("a", "b"))
     with refused(CompositionError, "both say what acts", "Write one of them"):
         model(**inputs, task_ids=[0, 1], adapter_names=["a", "b"])

@@ -17,6 +17,7 @@ from adapterzoo import (
     BatchSplit,
     Fuse,
     Parallel,
+    PromptTuningConfig,
     Split,
     Stack,
 )
@@ -120,7 +121,7 @@ def test_what_adapters_writes_is_read(model, tmp_path):
     setup, heads = again.load_adapter_setup(tmp_path, set_active=True)
     assert setup == BatchSplit("c", "a", batch_sizes=[1, 1])
     assert heads == BatchSplit("c", "tags", batch_sizes=[1, 1])
-    assert again.active_head == ["c", "tags"]
+    assert again.active_head == heads
     assert again.adapter_fingerprint("a") == model.adapter_fingerprint("a")
 
 
@@ -137,6 +138,21 @@ def test_a_task_class(tmp_path):
     again = adapterzoo.init(BertForSequenceClassification(tiny_config("bert"))).eval()
     assert again.load_adapter_setup(tmp_path, set_active=True)[1] is True
     assert torch.equal(output(again), expected)
+
+
+def test_a_failed_load_leaves_the_head_of_a_task_class(tmp_path):
+    model = adapterzoo.init(BertForSequenceClassification(tiny_config("bert"))).eval()
+    for name, joins in (("a", "inputs"), ("b", "embeddings")):
+        model.add_adapter(name, PromptTuningConfig(prompt_length=2, joins=joins))
+    with torch.no_grad():
+        model.classifier.weight.add_(1)
+    # it can be saved, and not be active
+    model.save_adapter_setup(tmp_path, Stack("a", "b"), head_setup=True)
+    again = adapterzoo.init(BertForSequenceClassification(tiny_config("bert"))).eval()
+    with refused(again, CompositionError, "join 'inputs', 'embeddings'", "Activate them"):
+        again.load_adapter_setup(tmp_path, set_active=True)
+    again.load_adapter_setup(tmp_path)
+    assert torch.equal(again.classifier.weight, model.classifier.weight)
 
 
 @pytest.mark.parametrize("format", ["native", "adapterhub"])

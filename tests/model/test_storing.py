@@ -33,7 +33,8 @@ from adapterzoo.model.heads import copies
 FILE = "adapter.safetensors"
 # that contain each other, and words that stand in paths
 NAMES = ("lora", "lora_A", "lor", "mlp", "query", "adapters", "heads", "head", "bert", "0",
-         "weight", "a+b", "a$", "^a", "{2}", "%s", "任务", "my task")  # fmt: skip
+         "weight", "a+b", "a$", "^a", "{2}", "%s", "任务", "my task", "a,b", "it's",
+         "lora[r=8, alpha=16]", "a;b")  # fmt: skip
 
 
 def head_bits(model, name):
@@ -75,6 +76,20 @@ def test_names_that_contain_each_other_or_a_path_do_not_matter(tiny, tmp_path):
     assert not [k for k, found in info.items() if found]
     for name in NAMES:
         assert adapter_bits(whole, name) == adapter_bits(model, name)
+        assert head_bits(whole, name) == head_bits(model, name)
+
+
+def test_a_tied_head_with_the_name_of_a_config_string_comes_back(tiny, tmp_path):
+    model = tiny()
+    for name in ("lora[r=8, alpha=16]", "a,b"):
+        model.add_masked_lm_head(name)
+    tied = [h.get_output_embeddings().weight for h in model.heads.values()]
+    assert all(weight is model.get_input_embeddings().weight for weight in tied)
+    model.save_pretrained(tmp_path)
+    whole, info = AutoAdapterModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not [k for k, found in info.items() if found]
+    for name, head in whole.heads.items():
+        assert head.get_output_embeddings().weight is whole.get_input_embeddings().weight
         assert head_bits(whole, name) == head_bits(model, name)
 
 
@@ -502,9 +517,28 @@ def test_a_static_head_goes_with_the_adapter(tiny, tmp_path):
     named.add_adapter("n", "lora")
     named.add_classification_head("n")
     named.save_adapter(tmp_path / "named", "n")
+    before = model.classifier.weight.clone()
+    with pytest.warns(
+        UserWarning, match=r"'n' has been loaded without its head: .*with_head=False"
+    ):
+        model.load_adapter(tmp_path / "named", set_active=True)
+    assert same_tensors(model, named, "n")
+    assert same_bits(model.classifier.weight, before)
+    assert model.known_heads() == ()
+    named.save_head(tmp_path / "its head", "n")
     with refused(model, CheckpointError, "named head", "with_head=False"):
-        model.load_adapter(tmp_path / "named")
+        model.load_head(tmp_path / "its head")
     named.load_adapter(tmp_path, with_head=False)
+
+
+def same_tensors(model, other, name):
+    """Whether two models have the same adapter."""
+    pairs = zip(model.adapter_modules(name), other.adapter_modules(name), strict=True)
+    return all(
+        same_bits(x, y)
+        for (_, one), (_, two) in pairs
+        for x, y in zip(one.parameters(), two.parameters(), strict=True)
+    )
 
 
 def test_no_head_to_save(model, tiny, tmp_path):

@@ -225,6 +225,27 @@ def test_a_head_that_is_saved_alone_has_the_layer_that_it_shares(tmp_path):
     assert again.get_head("a").config.tie_word_embeddings is False
 
 
+def test_embeddings_that_are_trained_later_leave_the_rest_of_the_adapter():
+    """An adapter gets its table after its copy of a static head and what it shares."""
+    model = adapterzoo.init(BertForSequenceClassification(tiny_config("bert"))).eval()
+    for name in "ab":
+        model.add_adapter(name, "mtl_lora")
+    model.share_parameters(["a", "b"])
+    model.train_adapter("a")
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.5)
+    model.eval()
+    inputs = tiny_inputs("bert")
+    with torch.no_grad():
+        before = model(**inputs).logits
+    model.train_adapter("a", train_embeddings=True)
+    assert list(model.adapters_config) == ["a", "b"]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, before)
+    model.unshare_parameters(["a", "b"])
+
+
 def test_each_row_looks_up_in_its_own_table():
     model, _ = _trained("bert")
     inputs = tiny_inputs("bert")

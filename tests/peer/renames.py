@@ -15,6 +15,8 @@ from typing import Any
 NAMES: dict[str, Callable[[], Any]] = {
     # files say which version of the peer they are for
     "__version__": lambda: "1.3.0",
+    "WEIGHTS_NAME": lambda: "pytorch_adapter.bin",
+    "ADAPTERFUSION_WEIGHTS_NAME": lambda: "pytorch_model_adapter_fusion.bin",
 }
 
 

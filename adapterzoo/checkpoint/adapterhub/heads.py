@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
-from adapterzoo.heads import HeadConfig, head_types
+from adapterzoo.heads import STATIC, HeadConfig, head_types
 
 
 def read_head(
@@ -59,14 +59,21 @@ def write_head(
     """
     config = metadata.get("config")
     if not isinstance(config, Mapping):
-        labels = info.config.get("label2id")
-        count = len(labels) if isinstance(labels, Mapping) else None
-        return {"config": None, "label2id": labels, "num_labels": count}, dict(tensors)
+        return _task_fields(info.config.get("label2id")), dict(tensors)
     _check_sayable(info, config)
+    if config["head_type"] == STATIC:
+        own = {"model_class": config["model_class"], **_task_fields(config.get("label2id"))}
+        return own, {**tensors, **info.tied(metadata)}
     _refuse_quirks(info, config)
     whole = {**tensors, **info.tied(metadata)}
     config = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
     return {"config": config}, {f"heads.{name}.{key}": t for key, t in whole.items()}
+
+
+def _task_fields(label2id: object) -> dict[str, Any]:
+    """Return the fields of the head of a task class."""
+    count = len(label2id) if isinstance(label2id, Mapping) else None
+    return {"config": None, "label2id": label2id, "num_labels": count}
 
 
 def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
@@ -134,4 +141,4 @@ def _read_static(
                 f"adapter does not replace the output layer of a language model. Write "
                 f"{argument('with_head', False)}."
             )
-    return {"static": theirs}, mine
+    return {STATIC: theirs}, mine

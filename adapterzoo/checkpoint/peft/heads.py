@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
-from adapterzoo.heads import head_types
+from adapterzoo.heads import STATIC, head_types
 
 from .config import CONFIG, MERGE, PeftConfig
 
@@ -81,7 +81,7 @@ def head_from(
         # tensors that the file lacks do not change
         kept = {key: info.tensor(key) for key in info.static_head() if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
-        return {"static": info.model_class}, head
+        return {STATIC: info.model_class}, head
     # PEFT's files have no labels: take those of the model
     return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
 
@@ -133,7 +133,10 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
         return Task(info.model_class, _task_of(info.model_class)), dict(checkpoint.head)
     if metadata is None:
         return _without_head(info), {}
-    head_type = dict(metadata.get("config") or {}).get("head_type")
+    config = dict(metadata.get("config") or {})
+    if (own := config.get("model_class")) is not None:
+        return Task(own, _task_of(own)), info.to_static(own, metadata, checkpoint.head)
+    head_type = config.get("head_type")
     known = head_types.get(str(head_type))
     task_type = None if known is None else known.peft_task
     mapping = TASKS.get(str(task_type), {})

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo import inject
-from adapterzoo.composition import RowMap
-from adapterzoo.errors import StateError, listing, unknown_name
-from adapterzoo.heads import Logits, PredictionHead, head_types
+from adapterzoo.composition import ActiveHeads, RowMap, last_adapter, parts_of
+from adapterzoo.errors import (
+    BatchError,
+    CompositionError,
+    StateError,
+    listing,
+    unknown_name,
+)
+from adapterzoo.heads import Logits, PredictionHead, TaskHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
 
-from . import store
+from . import store, task_outputs
 from .inputs import decoder_labels, head_input, shift_labels
 from .interface import HeadNames
 from .outputs import MultiHeadOutput, head_output
@@ -42,13 +48,27 @@ def forward(
     """
     used = model._head_strategy.active_heads(head)
     _check_exit(model, used)
+    _check_batch(model, model._head_strategy.chosen(head), batch_size(inputs) * times)
     labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
-    _prepare_inputs(model, inputs, labels, used, times)
+    # the class of a static head prepares the inputs itself
+    static = next((name for name, h in used.items() if isinstance(h, TaskHead)), None)
+    if static is None:
+        _prepare_inputs(model, inputs, labels, used, times)
 
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
-        outputs = model.base_model(**inputs, return_dict=True)
+        if static is None:
+            outputs = model.base_model(**inputs, return_dict=True)
+        else:
+            heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
+            _check_owner(model, heads.names)
+            alone = len(used) == 1 and head_rows(heads, rows, together=False) is None
+            given = with_copies(rows, labels) if alone else {}
+            answer, outputs = task_outputs.run(model, static, {**inputs, **given})
+            if alone:
+                return answer if return_dict is not False else answer.to_tuple()
+            labels = {"input_ids": inputs.get("input_ids"), **labels, "inputs": inputs}
         name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
         mask = inputs.get(name)
         return model.forward_head(
@@ -101,6 +121,40 @@ def _check_exit(model: Any, used: Heads) -> None:
                 f"invertible adapters of {plan.setup!r} have {width}: those of the blocks. Write "
                 f"inv_adapter=None in their config, or use a head of the model's own width."
             )
+
+
+def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
+    """Check that a batch has the rows that a `BatchSplit` of heads divides.
+
+    Raises:
+        BatchError: it has others.
+    """
+    legal = len(heads.rows or ())
+    # in `generate` each row may stand for several beams
+    rest = count % legal if legal and model._active.call.generation is not None else count - legal
+    if legal and rest:
+        raise BatchError(
+            f"the heads are {heads.setup!r}: the batch has {count} rows, legal are {legal}. Write "
+            f"other sizes."
+        )
+
+
+def _check_owner(model: Any, names: tuple[str, ...]) -> None:
+    """Refuse the head of one adapter of a `Parallel` for the copies of the others.
+
+    Raises:
+        CompositionError: there is one head, and it has the name of one of several adapters.
+    """
+    plan = model._active.plan
+    if len(names) > 1 or plan.rows is None or plan.rows.copies < 2:
+        return
+    owners = {last_adapter(part) for part in parts_of(plan.setup)[0]} - {None}
+    if names[0] in owners and len(owners) > 1:
+        raise CompositionError(
+            f"{plan.setup!r}: {names[0]!r} is the only active head, and the others have none. Add "
+            f"heads with their names, or write active_head = {[*names] * plan.rows.copies!r} to "
+            f"use it for all."
+        )
 
 
 def label_arguments() -> tuple[str, ...]:
@@ -169,20 +223,18 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
-    strategy, rows = model._head_strategy, model._active.plan.rows
-    names = strategy.active_names(head)
+    heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
+    names = heads.names
     if not names:
         return outputs if return_dict is not False else outputs.to_tuple()
-    found = head_rows(names, rows)
+    _check_owner(model, names)
+    found = head_rows(heads, rows, model._active.call.generation is not None)
     results: list[ModelOutput] | MultiHeadOutput
     if found is not None:
         results = _run_on_rows(model, *found, outputs, given)
     else:
         extra = with_copies(rows, given)
-        results = []
-        for name in dict.fromkeys(names):
-            logits, loss = _run(model, name, outputs, extra, rows)
-            results.append(head_output(store.find(model, name).config, loss, logits, outputs))
+        results = [_output(model, name, outputs, extra, rows) for name in dict.fromkeys(names)]
     if return_dict is False:
         tuples = [a.to_tuple() for a in results]
         return tuples[0] if len(tuples) == 1 else tuple(tuples)
@@ -192,6 +244,16 @@ def forward_head(
         return results[0]
     loss = total([a.get("loss") for a in results])
     return MultiHeadOutput(head_outputs=results, loss=loss)
+
+
+def _output(
+    model: Any, name: str, outputs: ModelOutput, given: Mapping[str, Any], rows: RowMap | None
+) -> ModelOutput:
+    """Return the output of a head on some rows of the batch."""
+    if isinstance(head := store.find(model, name), TaskHead):
+        return task_outputs.on(model, name, outputs, given)
+    logits, loss = _run(model, name, outputs, given, rows)
+    return head_output(head.config, loss, logits, outputs)
 
 
 def _run(
@@ -219,25 +281,37 @@ def _run_on_rows(
     heads = [store.find(model, name) for name in names]
     batch = len(rows.index) // rows.copies
     labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
-    whole = cast("RowMap", model._active.plan.rows)
-    logits: list[Logits] = []
+    whole = model._active.plan.rows
+    # of a static head the whole output
+    logits: list[Any] = []
     losses: list[Tensor | None] = []
+    static = [isinstance(head, TaskHead) for head in heads]
     for i, name in enumerate(names):
         mine = given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch)
         for key in given.keys() - labelled:
             value = given[key]
             has_rows = isinstance(value, Tensor) and key not in _COMMON
             mine[key] = rows.take(i, value) if has_rows else value
-        part = outputs_of(i, rows, outputs, False)
-        scores, loss = _run(model, name, part, mine, whole.of(rows, i))
+        part = outputs_of(i, rows, outputs, static[i])
+        if static[i]:
+            mine["inputs"] = task_outputs.inputs_of(i, rows, given.get("inputs"))
+            logits.append(task_outputs.on(model, name, part, mine))
+            losses.append(logits[-1].get("loss"))
+            continue
+        scores, loss = _run(model, name, part, mine, None if whole is None else whole.of(rows, i))
         logits.append(scores)
         losses.append(loss)
-    if rows.together:
+    one = None
+    if rows.together and all(static):
+        one = task_outputs.joined(logits, rows, total(losses))
+    elif rows.together and not any(static):
         one = joined(heads, rows, logits, total(losses), outputs)
-        if one is not None:
-            return [one]
+    if one is not None:
+        return [one]
     results = [
-        head_output(head.config, losses[i], logits[i], outputs_of(i, rows, outputs, True))
-        for i, head in enumerate(heads)
+        answer
+        if static[i]
+        else head_output(heads[i].config, losses[i], answer, outputs_of(i, rows, outputs, True))
+        for i, answer in enumerate(logits)
     ]
     return apart(results, rows)

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import Composition, Step
+from adapterzoo.composition import ActiveHeads, Composition, Step
 from adapterzoo.heads import PredictionHead, token_places
 
-HeadNames: TypeAlias = "str | list[str] | None"
+HeadNames: TypeAlias = "str | list[str] | Composition | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class HeadStrategy:
         return self.names()
 
     def for_setup(
-        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
-    ) -> tuple[str, ...]:
+        self, setup: Composition | None, wanted: HeadNames, active: ActiveHeads
+    ) -> ActiveHeads:
         """Return the heads of a plan.
 
         Args:
@@ -80,18 +80,18 @@ class HeadStrategy:
                 if there are any, else the active ones.
             active: the active heads.
         """
-        return ()
+        return ActiveHeads()
 
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the heads of a mixed batch, and the same again if each has its own part, else ().
+    ) -> tuple[ActiveHeads, tuple[str, ...]]:
+        """Return the heads of a mixed batch, and their names if each has its own part, else ().
 
         Args:
             parts: the adapter or composition of each kind of row.
             one_head: whether the caller chooses one head for all rows.
         """
-        return (), ()
+        return ActiveHeads(), ()
 
     def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
         """Return the step of each layer of the head.

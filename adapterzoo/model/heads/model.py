@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from adapterzoo.composition import Composition
 from adapterzoo.errors import names_call, naming
 from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject import AdapterDict
@@ -24,7 +25,7 @@ from adapterzoo.model.hf.static_checkpoints import HUB_ARGUMENTS, keep_static_he
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, store
-from .interface import HeadStrategy
+from .interface import HeadNames, HeadStrategy
 from .named import NamedHeads
 from .ties import list_ties
 
@@ -122,20 +123,20 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return None if labels is None else list(labels.values())
 
     @property
-    def active_head(self) -> str | list[str] | None:
-        """The active head; None without one; a list of several, one for each part of a batch.
+    def active_head(self) -> str | list[str] | Composition | None:
+        """The active head; None without one; a list or a composition of several.
+
+        The heads of a list each read the whole batch, or the rows of the adapter in their position.
+        A `BatchSplit` divides the batch among the heads, whatever the adapters do.
 
         Raises:
-            CompositionError: on setting, it is a composition, which only adapters can be.
+            CompositionError: on setting, it is a composition that heads cannot have.
             UnknownNameError: on setting, the head is unknown.
         """
-        names = self._active.heads
-        if len(names) < 2:
-            return names[0] if names else None
-        return list(names)
+        return self._active.heads.given
 
     @active_head.setter
-    def active_head(self, head_name_or_list: str | list[str] | None) -> None:
+    def active_head(self, head_name_or_list: HeadNames) -> None:
         with naming(lambda: f"active_head = {head_name_or_list!r}"):
             store.activate(self, head_name_or_list)
 
@@ -251,7 +252,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     def forward(
         self,
         *args: Any,
-        head: str | list[str] | None = None,
+        head: HeadNames = None,
         adapter_names: RowNames | None = None,
         task_ids: TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
@@ -262,8 +263,9 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Run the base model, then the active heads.
 
         Args:
-            *args: inputs of the base model by position.
-            head: head or heads to use for this call; None: the active ones.
+            *args: inputs of the base model by position; `input_ids` `[tokens]` is one row.
+            head: head, heads or composition of heads to use for this call; None: the active
+                ones.
             adapter_names: for each row of the batch the adapter or composition that acts on it
                 instead of the active ones, None for the base model. Each row goes to the head with
                 the name of its adapter, or to the active head if there is none.
@@ -281,7 +283,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             rows go to heads of different kinds; the base model's own output if none is active.
 
         Raises:
-            CompositionError: the rows do not fit the batch, or a task is unknown.
+            CompositionError: the rows do not fit the batch or the heads, or a task is unknown.
             ConfigError: too many inputs by position, or one given by position and by name.
             StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
             UnknownNameError: an adapter is unknown.
@@ -294,6 +296,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             )  # fmt: skip
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         inputs = batches.named_inputs(self.input_names, args, kwargs)
+        inputs = batches.with_batch(self.input_names, inputs)
         if not batches.starts(self, adapter_names, task_ids):
             return forward.forward(self, inputs, head, return_dict, 1)
         one_head = head is not None
@@ -304,7 +307,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     def forward_head(
         self,
         all_outputs: ModelOutput,
-        head_name: str | list[str] | None = None,
+        head_name: HeadNames = None,
         attention_mask: Tensor | None = None,
         return_dict: bool | None = True,
         input_ids: Tensor | None = None,
@@ -316,7 +319,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Args:
             all_outputs: of the base model.
-            head_name: which head or heads; None for the active ones.
+            head_name: which head, heads or composition of heads; None for the active ones.
             attention_mask: `[batch, tokens]`, of the tokens with hidden states.
             return_dict: False for a tuple of loss, if any, logits, and the rest.
             input_ids: `[batch, tokens]`, the tokens of the hidden states; pooling finds padding
@@ -325,13 +328,14 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
                 these positions; 0: for all.
             num_items_in_batch: divides the sum of the losses; None: the labels of this batch.
             **kwargs: labels and other arguments of heads: tensors, or dicts from names of heads to
-                tensors.
+                tensors; `inputs`, the arguments of `forward`, for a static head that reads them.
 
         Returns:
             The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
             when no head is active.
 
         Raises:
+            CompositionError: the heads do not fit the rows.
             ConfigError: labels that do not fit.
             StateError: the base model did not compute what a head needs.
             UnknownNameError: the head is unknown.

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint import fit
-from adapterzoo.composition import Composition, parts_of
-from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
-from adapterzoo.heads import IGNORED, PredictionHead, labels_from
+from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, parts_of
+from adapterzoo.errors import StateError, listing
+from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
+from adapterzoo.model.hf.info import Tasks
+from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
 from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
 from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions
-from .output_layers import FIELD, with_output, without_output
+from .output_layers import FIELD, OUTPUT_KEY, output_like, with_output, without_output
 from .plain import as_plain, head_to_keep
 
 
@@ -33,18 +35,20 @@ class NamedHeads(HeadStrategy):
         return tuple(self.model.heads)
 
     def for_setup(
-        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
-    ) -> tuple[str, ...]:
+        self, setup: Composition | None, wanted: HeadNames, active: ActiveHeads
+    ) -> ActiveHeads:
         """Return the wanted heads, those named like the last adapters, or the active ones."""
         if wanted is not None:
-            return store.checked_names(self.model, wanted)
+            return store.checked(self.model, wanted)
         if setup is None:
             return active
-        return store.heads_of_parts(self.model, parts_of(setup)[0], active)
+        parts, rows = parts_of(setup)
+        names = store.heads_of_parts(self.model, parts, active.names)
+        return active if names is active.names else heads_of_rows(names, rows)
 
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[ActiveHeads, tuple[str, ...]]:
         """Return the head of each part's adapter, or the active one for parts without a head.
 
         Raises:
@@ -52,26 +56,28 @@ class NamedHeads(HeadStrategy):
         """
         active = self.model._active.default.plan.heads
         own = store.own_heads(self.model, parts)
-        if None in own and any(own) and len(active) != 1 and not one_head:
+        if None in own and any(own) and len(active.names) != 1 and not one_head:
             raise StateError(
                 f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
-                f"active heads are {listing(active)}, not one for such rows. Write "
+                f"active heads are {listing(active.names)}, not one for such rows. Write "
                 f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
             )
-        heads = store.heads_of_parts(self.model, parts, active)
-        return heads, heads if any(own) else ()
+        if not any(own):
+            return active, ()
+        names = store.heads_of_parts(self.model, parts, active.names)
+        return ActiveHeads(names), names
 
     def activated(self) -> None:
         """Write the labels of the active head to the config."""
         store.show_labels(self.model)
 
-    def active_names(self, names: HeadNames = None) -> tuple[str, ...]:
-        """Return the names, checked; None: the active ones, one for each part of a batch."""
-        return store.checked_names(self.model, names) if names else self.model._active.heads
+    def chosen(self, heads: HeadNames = None) -> ActiveHeads:
+        """Return the heads of a call, checked; None: the active ones."""
+        return store.checked(self.model, heads) if heads else self.model._active.heads
 
     def active_heads(self, names: HeadNames = None) -> dict[str, PredictionHead]:
         """Return the heads of these names; None: the active ones."""
-        return {name: store.find(self.model, name) for name in self.active_names(names)}
+        return {name: store.find(self.model, name) for name in self.chosen(names).names}
 
     def check_generation(self, given: Mapping[str, Any]) -> None:
         """Check that a head is active.
@@ -79,7 +85,7 @@ class NamedHeads(HeadStrategy):
         Raises:
             StateError: none is.
         """
-        if not (given.get("head") or self.model._active.heads):
+        if not (given.get("head") or self.model._active.heads.names):
             raise StateError(
                 f"generate(): no head is active, so nothing scores the next token. Heads: "
                 f"{listing(self.model.heads)}. Write add_causal_lm_head('my_task'), on an "
@@ -111,19 +117,20 @@ class NamedHeads(HeadStrategy):
         """Return the keys of the heads' parameters that are the base model's or an adapter's."""
         prefix = self.model.base_model_prefix
         names = {id(p): name for name, p in self.model._backbone.named_parameters(prefix=prefix)}
-        return {
-            f"heads.{name}.{key}": names[id(parameter)]
-            for name, head in self.model.heads.items()
-            for key, parameter in head.named_parameters()
-            if id(parameter) in names
-        }
+        found = {}
+        for name, head in self.model.heads.items():
+            for key, parameter in head.named_parameters(f"heads.{name}", remove_duplicate=False):
+                source = names.setdefault(id(parameter), key)
+                if source != key:
+                    found[key] = source
+        return found
 
     # --- train, merge ---
 
     def train(self, train_embeddings: bool) -> None:
         """Train the active heads; embeddings that a head shares only where asked for."""
         backbone = {id(p) for p in self.model._backbone.parameters()}
-        active = self.model._active.default.plan.heads
+        active = self.model._active.default.plan.heads.names
         for name, head in self.model.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
@@ -134,7 +141,7 @@ class NamedHeads(HeadStrategy):
 
     def missing_loss(self) -> str | None:
         """Return a hint where no head is active."""
-        if self.model._active.heads:
+        if self.model._active.heads.names:
             return None
         return (
             f"; there are {listing(self.model.heads)}. Write add_classification_head('my_task') "
@@ -171,7 +178,7 @@ class NamedHeads(HeadStrategy):
         """Return the head of the adapter's name, or the only active one."""
         if adapter in self.model.heads:
             return adapter
-        active = self.model._active.heads
+        active = self.model._active.heads.names
         return active[0] if len(active) == 1 else None
 
     def active_name(self) -> str | None:
@@ -193,7 +200,10 @@ class NamedHeads(HeadStrategy):
         if table is not None and store.is_on(head, table):
             config = config.replace(tie_word_embeddings=False)
         tensors = store.own_tensors(self.model, head, table)
-        record = HeadRecord({"config": config.to_dict()}, tensors)
+        document: dict[str, Any] = {"config": config.to_dict()}
+        if isinstance(config, StaticConfig):
+            document[MODEL_CONFIG] = saved_fields(self.model.config, config)
+        record = HeadRecord(document, tensors)
         return without_output(head, record) if short else record
 
     def completed(
@@ -217,14 +227,12 @@ class NamedHeads(HeadStrategy):
         Raises:
             CheckpointError: it does not fit.
         """
-        values = record.document.get("config")
-        if not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"the checkpoint has the head of a {record.document.get('static')}, this model "
-                f"has named heads. Write {argument('with_head', False)}"
-                f"{in_python(', or load it into that class')}."
-            )
-        config = store.config_from(self.model, values)
+        if not isinstance(record.document.get("config"), Mapping):
+            record = self._translated(record)
+        config = store.config_from(self.model, record.document["config"])
+        saved = record.document.get(MODEL_CONFIG)
+        if isinstance(config, StaticConfig) and isinstance(saved, Mapping):
+            config = config.replace(fields=other_fields(self.model.config, saved) or None)
         if asked.id2label is not None:
             config = config.replace(label2id=labels_from(asked.id2label))
         checked = store.free_name(self.model, name, bool(asked.overwrite_ok))
@@ -244,6 +252,27 @@ class NamedHeads(HeadStrategy):
         if asked.dtype is None:
             head.of_checkpoint = FIELD in record.document
         return lambda: store.enter(self.model, checked, head, asked.set_active)
+
+    def _translated(self, record: HeadRecord) -> HeadRecord:
+        """Return the head of a task class as a named one.
+
+        Raises:
+            CheckpointError: it cannot be one.
+        """
+        document, tensors = record.document, dict(record.tensors)
+        if (key := document.get(OUTPUT_KEY)) is not None:
+            tensors[key] = output_like(self.model.heads.values(), document[FIELD])
+        given = document.get("label2id")
+        labels = {str(k): int(v) for k, v in given.items()} if isinstance(given, Mapping) else None
+        saved = document.get(MODEL_CONFIG)
+        tasks = Tasks(self.model)
+        named = tasks.read(
+            str(document.get(STATIC)),
+            tensors,
+            labels,
+            saved if isinstance(saved, Mapping) else None,
+        )
+        return HeadRecord(*named)
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the own tensors of all heads."""

@@ -19,6 +19,8 @@ from adapterzoo.heads import PredictionHead
 from .interface import HeadRecord
 
 FIELD = "output"
+# of a task class: the key of its weight there
+OUTPUT_KEY = "output_key"
 
 
 def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
@@ -62,10 +64,21 @@ def with_output(
     key = head.output_key
     if named is None or key is None:
         return dict(tensors)
+    return {**tensors, key: output_like(heads, named, dtype)}
+
+
+def output_like(
+    heads: Iterable[PredictionHead], named: object, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the output layer of a checkpoint that has a digest, or any for another dtype.
+
+    Raises:
+        CheckpointError: no head has it.
+    """
     for weight in _of_checkpoint(heads):
         # rounded values have another digest, and the user asks for them
         if dtype is not None or digest(weight) == named:
-            return {**tensors, key: weight.detach()}
+            return weight.detach()
     raise CheckpointError(
         "the file leaves out the head's output layer, which is that of the checkpoint "
         "that its base model came from, and no head of this model has it. Write "

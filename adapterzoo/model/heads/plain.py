@@ -33,7 +33,7 @@ def head_to_keep(
         CheckpointError: transformers has no such class.
         StateError: several heads are active, or none for the class that is asked for.
     """
-    names = model._active.default.plan.heads
+    names = model._active.default.plan.heads.names
     if len(names) > 1:
         raise StateError(
             f"the heads {listing(names)} are active, and a plain model has one. Write "

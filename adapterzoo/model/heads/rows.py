@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.composition import RowMap
-from adapterzoo.errors import ConfigError
+from adapterzoo.composition import ActiveHeads, RowMap
+from adapterzoo.errors import CompositionError, ConfigError, listing
 from adapterzoo.heads import Logits, PredictionHead
 from adapterzoo.model.batches import repeated
 
 from .outputs import MultiHeadOutput, head_output
 
 
-def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...], RowMap] | None:
+def head_rows(
+    heads: ActiveHeads, rows: RowMap | None, together: bool
+) -> tuple[tuple[str, ...], RowMap] | None:
     """Return each head once, and the rows of each; None if every head gets all rows.
 
     Args:
-        names: of heads, one for each part of the batch.
-        rows: of the batch.
+        heads: one for each part of the batch, one for each copy of it, or any number for all rows.
+        rows: of the batch, as the adapters divide it.
+        together: whether to join the outputs of a `BatchSplit` of heads.
+
+    Raises:
+        CompositionError: `Parallel` has repeated the batch, and the number of heads does not fit.
     """
-    if rows is None or rows.parts < 2 or len(names) != rows.parts:
+    names, index = heads.names, heads.rows
+    if index is not None:
+        copies = 1 if rows is None else rows.copies
+        rows = RowMap(index, exact=True, together=together, copies=copies, entered=True)
+    elif rows is None or rows.heads not in (None, names):
         return None
-    if rows.heads is not None and rows.heads != tuple(names):
+    elif rows.copies > 1 and len(names) > 1 and len(names) != rows.parts:
+        rows = _copies(names, rows)
+    elif rows.parts < 2 or len(names) != rows.parts:
         return None
     # a batch may lack rows of some tasks
     present = sorted(set(rows.index))
@@ -37,6 +50,18 @@ def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...
         answering = list(dict.fromkeys(answering))
         numbers = {part: answering.index(names[part]) for part in present}
     return tuple(answering), rows.renumbered([numbers.get(p, 0) for p in range(len(names))])
+
+
+def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
+    """Return the rows of heads of which each reads one copy of the batch."""
+    if len(names) != rows.copies:
+        legal = " or ".join(map(str, sorted({1, rows.copies, rows.parts})))
+        raise CompositionError(
+            f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} copies "
+            f"of the batch. Write active_head = […] with {legal} names."
+        )
+    batch = len(rows.index) // rows.copies
+    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))), _layouts={})
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:

@@ -15,17 +15,20 @@ from transformers.utils.generic import find_labels
 
 from adapterzoo import inject
 from adapterzoo.checkpoint import fit
-from adapterzoo.checkpoint.digest import same_bits
+from adapterzoo.checkpoint.digest import digest, same_bits
 from adapterzoo.composition import Composition, Step
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
-from adapterzoo.heads import next_labels
+from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.hf.info import Tasks, head_tensors
 from adapterzoo.model.hf.owned import disown
+from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
 from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies, embeddings
 from .interface import HeadRecord, HeadStrategy, LoadOptions
+from .output_layers import FIELD, OUTPUT_KEY
 
 
 class StaticHead(HeadStrategy):
@@ -150,8 +153,25 @@ class StaticHead(HeadStrategy):
         self, name: str | None, alone: bool = False, short: bool = False
     ) -> HeadRecord | None:
         """Return a copy, or the original, by its keys in the task class."""
-        tensors = copies.tensors_of(self.model, name)
-        return HeadRecord({"static": class_name(self.model)}, tensors) if tensors else None
+        tensors, layer = copies.tensors_of(self.model, name), self.model.get_output_embeddings()
+        rest = {key: t for key, t in head_tensors(self.model).items() if key not in tensors}
+        weight = None if layer is None else cast("Tensor", layer.weight)
+        large = {key: tensor for key, tensor in rest.items() if tensor is weight}
+        if not tensors and not alone and (large or layer is None):
+            return None
+        if not (tensors or rest or layer is not None):
+            return None
+        config = self.model.config
+        document: dict[str, Any] = {
+            STATIC: class_name(self.model),
+            "label2id": getattr(config, "label2id", None),
+            MODEL_CONFIG: config_fields(config),
+        }
+        if large and not alone:
+            (key,) = large
+            document |= {FIELD: digest(large[key]), OUTPUT_KEY: key}
+            rest.pop(key)
+        return HeadRecord(document, {**tensors, **rest})
 
     def fitting(
         self, record: HeadRecord, name: str | None, asked: LoadOptions
@@ -162,29 +182,29 @@ class StaticHead(HeadStrategy):
             CheckpointError: it does not fit.
             ConfigError: there are labels for it.
         """
-        if "static" not in record.document:
-            raise CheckpointError(
-                f"the checkpoint has a named head ({record.document.get('config')}), and a "
-                f"{type(self.model).__name__} has one static head. Write "
-                f"{argument('with_head', False)}"
-                f"{in_python(', or load it into AutoAdapterModel.from_pretrained(…)')}."
-            )
         if asked.id2label is not None:
             raise ConfigError(
                 "id2label names the labels of a named head; this model's static head keeps them "
                 "in model.config.id2label. Leave id2label out."
             )
+        tensors = record.tensors
+        if STATIC not in record.document:
+            cls = class_name(self.model)
+            tensors = Tasks(self.model).write(cls, record.document, tensors)
         mine = copies.tensors_of(self.model, None)
-        fit.check_fit(type(self.model).__name__, record.tensors, mine, asked.dtype)
+        rest = {key: t for key, t in head_tensors(self.model).items() if key not in mine}
         if name is None:
-            return lambda: fit.fill(self.model, record.tensors)
-        _refuse_shared(self.model, record)
+            # the original may get another output layer
+            fits = mine | {key: rest[key] for key in rest.keys() & tensors.keys()}
+            fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
+            return lambda: fit.fill(self.model, tensors)
+        _refuse_shared({**copies.rest_of(self.model), **rest}, tensors, self.model)
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in rest}
+        fit.check_fit(type(self.model).__name__, tensors, mine, asked.dtype)
         layers = copies.made(self.model)
         for path, layer in layers.items():
             inside = f"{path}."
-            own = {
-                k.removeprefix(inside): t for k, t in record.tensors.items() if k.startswith(inside)
-            }
+            own = {k.removeprefix(inside): t for k, t in tensors.items() if k.startswith(inside)}
             fit.fill(layer, own)
         return lambda: copies.put(self.model, name, layers)
 
@@ -202,11 +222,13 @@ class StaticHead(HeadStrategy):
         }
 
 
-def _refuse_shared(model: Any, record: HeadRecord) -> None:
+def _refuse_shared(shared: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: Any) -> None:
     """Refuse a head with other values for tensors that all adapters share."""
-    for key, tensor in copies.rest_of(model).items():
-        theirs = record.tensors[key].to(tensor.device, tensor.dtype)
-        if not tensor.is_meta and not same_bits(theirs, tensor):
+    for key, tensor in shared.items():
+        if key not in tensors or tensor.is_meta:
+            continue
+        theirs = tensors[key].to(tensor.device, tensor.dtype)
+        if theirs.shape != tensor.shape or not same_bits(theirs, tensor):
             raise CheckpointError(
                 f"{key!r} of the checkpoint's head is not that of this {type(model).__name__}, and "
                 f"all adapters share it: it is a tensor of the model itself. Write "

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import Composition, last_adapter
+from adapterzoo.composition import ActiveHeads, last_adapter, parse_heads
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
-    CompositionError,
     ConfigError,
     DuplicateNameError,
     StateError,
@@ -40,6 +39,7 @@ def start(model: Any) -> None:
     """Make the heads that the config lists; the base model must exist."""
     model.heads = AdapterDict()
     model.custom_heads = {}
+    model.register_load_state_dict_pre_hook(_take_unprefixed)
     listed = getattr(model.config, "prediction_heads", None) or {}
     model.config.prediction_heads = {}
     document = vars(model.config).get("adapters")
@@ -49,6 +49,14 @@ def start(model: Any) -> None:
     for name in dict.fromkeys([*order, *listed]):
         # our entry names the active head, and the config has its labels
         add(model, name, config_from(model, listed[name]), set_active=not ours)
+
+
+def _take_unprefixed(model: Any, state: dict[str, Any], *_: Any) -> None:
+    """Rename the keys of a task class that has the parts of its base model without its prefix."""
+    prefix = f"{model.base_model_prefix}."
+    mine = model.state_dict().keys()
+    for key in [key for key in state if key not in mine and prefix + key in mine]:
+        state.setdefault(prefix + key, state.pop(key))
 
 
 # --- find ---
@@ -71,7 +79,7 @@ def active_name(model: Any) -> str:
     Raises:
         StateError: there is none, or there are several.
     """
-    names = model._active.heads
+    names = model._active.heads.names
     if len(names) == 1:
         return cast("str", names[0])
     raise StateError(
@@ -99,42 +107,31 @@ def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
 # --- activate ---
 
 
-def checked_names(model: Any, setup: HeadNames) -> tuple[str, ...]:
-    """Return the names that a user gave; check that there are such heads.
+def checked(model: Any, given: HeadNames) -> ActiveHeads:
+    """Return the heads that a user's argument describes; check that they exist.
 
     Raises:
-        CompositionError: they are given as a composition.
+        CompositionError: it is a composition that heads cannot have.
+        UnknownNameError: a head is unknown.
     """
-    if setup is None:
-        return ()
-    if isinstance(setup, Composition):
-        given = [*setup.flatten()] or ["name"]
-        raise CompositionError(
-            f"heads are a name or a list of names, and {type(setup).__name__} composes adapters. "
-            f"Write set_active_adapters(BatchSplit('a', 'b', batch_sizes=[…])) or "
-            f"Parallel('a', 'b'), then active_head = {list(given)!r}: each head gets the rows of "
-            f"the adapter in its position. Or adapter_names=[…], or head={given[0]!r} for one call."
-        )
-    one = isinstance(setup, str) or not isinstance(setup, Iterable)
-    listed = cast("Iterable[str]", (setup,) if one else setup)
-    names = tuple(name for name in listed if name != "")
-    for name in names:
+    heads = parse_heads(given)
+    for name in heads.names:
         find(model, name)
-    return names
+    return heads
 
 
 def activate(model: Any, setup: HeadNames) -> None:
     """Activate heads in all threads."""
-    names = checked_names(model, setup)
+    heads = checked(model, setup)
     refuse_while_batching(model)
     default = model._active.default
-    default.plan = dataclasses.replace(default.plan, heads=names)
+    default.plan = dataclasses.replace(default.plan, heads=heads)
     show_labels(model)
 
 
 def show_labels(model: Any) -> None:
     """Write the labels of the active head to the config, where pipelines and Trainer read them."""
-    names = model._active.default.plan.heads
+    names = model._active.default.plan.heads.names
     if len(names) != 1:
         return
     head = find(model, names[0]).config
@@ -156,7 +153,7 @@ def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...])
     Args:
         model: with named heads.
         parts: of the batch.
-        otherwise: the heads of parts without one of their own.
+        otherwise: the heads of parts without one of their own; returned where no part has one.
     """
     own = own_heads(model, parts)
     if not any(own) or (None in own and len(otherwise) != 1):
@@ -240,7 +237,7 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
     list_ties(model)
     if set_active:
         activate(model, name)
-    elif name in model._active.default.plan.heads:
+    elif name in model._active.default.plan.heads.names:
         # it replaced an active head
         show_labels(model)
 
@@ -255,7 +252,10 @@ def delete(model: Any, name: str) -> None:
     model.config.prediction_heads = {n: config for n, config in listed if n != name}
 
     def without(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, heads=tuple(n for n in plan.heads if n != name))
+        if name not in plan.heads.names:
+            return plan
+        names = tuple(n for n in plan.heads.names if n != name)
+        return dataclasses.replace(plan, heads=ActiveHeads(names))
 
     active = model._active
     active.default.plan = without(active.default.plan)
@@ -307,7 +307,9 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
     """
     backbone = {id(p) for p in model._backbone.parameters()} - {id(but)}
     tensors = head.state_dict(keep_vars=True)
-    return {key: t for key, t in tensors.items() if id(t) not in backbone}
+    # a parameter with two names is there once
+    first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}
+    return {key: t for key, t in tensors.items() if first.get(id(t)) == key}
 
 
 # --- the vocabulary ---
@@ -330,7 +332,7 @@ def resize(
     heads = [head for head in model.heads.values() if head.output_embeddings is not None]
     before = [(head, *_weight_and_bias(head.output_embeddings)) for head in heads]
     # transformers would resize the layer of one active head even if its config forbids it
-    with model._active.overridden(dataclasses.replace(plan, heads=())):
+    with model._active.overridden(dataclasses.replace(plan, heads=ActiveHeads())):
         resized = resize_table()
     if unchanged:
         return resized

@@ -21,8 +21,8 @@ from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
-from adapterzoo.model.activation import refuse_used
-from adapterzoo.model.adapters import bring_in, init_values
+from adapterzoo.model.activation import check_setup, refuse_used, replan
+from adapterzoo.model.adapters import init_values, install, uninstall
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -154,14 +154,18 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
     if tables_of(model, name):
         return
     records = model._adapter_state.records
-    order, paths = list(records), paths or _embedding_paths(model)
+    paths = paths or _embedding_paths(model)
     there = dataclasses.replace(records[name], coming=dict(modules_of(model, name)))
     record = with_table(model, there, paths)
     init_values(model, paths[0], record.coming[paths[0]])
-    bring_in(model, name, record, False)
-    # it was removed and installed again: restore its position
+    plan, order = model._active.default.plan, list(records)
+    check_setup(model, plan.setup, plan.skip_layers, records={name: record})
+    # its head and the parameters that it shares stay
+    uninstall(model, name)
+    install(model, name, record)
     for each in order:
         records[each] = records.pop(each)
+    replan(model)
 
 
 # --- files ---

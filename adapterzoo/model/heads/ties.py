@@ -11,7 +11,7 @@ from torch import nn
 
 from adapterzoo.composition import Composition
 from adapterzoo.configs import MultiTaskConfig
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, FieldError, StateError, listing
 from adapterzoo.model.activation import refuse_merged, refuse_overridden
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, modules_of, prefixes_of, shareable_of
@@ -87,14 +87,15 @@ def share(
     """Let adapters have the same parameters, with the values of one of them.
 
     Raises:
-        ConfigError: their method shares nothing, or their configs or the reference do not fit.
+        FieldError: their method shares nothing.
+        ConfigError: their configs or the reference do not fit.
     """
     names = _names(adapter_names)
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     configs = [model._adapter_state.find(each).config for each in names]
     wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
     if wrong:
-        raise ConfigError(
+        raise FieldError(
             f"{wrong[0]!r} is of {type(configs[names.index(wrong[0])]).__name__}, whose adapters "
             f"share no parameters. Add it with a MultiTaskConfig: there, tasks share parameters."
         )
@@ -124,7 +125,7 @@ def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | No
     own = shareable_of(model, first)
     for each in names:
         _replace(model, each, lambda place, _: own[place])
-    model._adapter_state.sharing[group or ",".join(names)] = tuple(names)
+    model._adapter_state.sharing[group or _group_name(names)] = tuple(names)
     for each in names:
         list_ties(model, each)
 
@@ -182,8 +183,13 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
                 group = next((g for g, n in state.sharing.items() if other in n), None)
                 members = state.sharing.pop(group) if group is not None else (other,)
                 same = (*members, *(n for n in (name,) if n not in members))
-                _join(model, same, other, None if group == ",".join(members) else group)
+                _join(model, same, other, None if group == _group_name(members) else group)
                 break
+
+
+def _group_name(names: Sequence[str]) -> str:
+    """Return the name of a group that was given none; different groups have different ones."""
+    return repr([*names]) if any("," in name for name in names) else ",".join(names)
 
 
 def _pairs(

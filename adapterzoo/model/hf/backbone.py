@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads import Backbone, HeadConfig, Pooling
 from adapterzoo.inject.building import own_parameters
+
+from . import task_heads
 
 # vision models that average patches and normalize the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
@@ -50,6 +53,7 @@ def describe(model: Any) -> Backbone:
         pooling=_auto_pooling(model),
         encoder_decoder=encoder_decoder,
         lm_scale=lm_scale(text) if encoder_decoder else None,
+        task_head=functools.partial(task_heads.build, model),
     )
 
 

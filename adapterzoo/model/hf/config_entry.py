@@ -6,8 +6,9 @@ the weights of the model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +29,29 @@ from adapterzoo.names import check_name
 from . import plugin
 
 
-def enter(model: AdaptedModel) -> None:
+@contextlib.contextmanager
+def entered(model: AdaptedModel, options: dict[str, Any]) -> Iterator[None]:
+    """Let a model be saved with its adapters in its config, and with its own embeddings.
+
+    Args:
+        model: to save.
+        options: of `save_pretrained`; those that do not fit are removed.
+    """
+    with embeddings.own_in_place(model) as replaced:
+        if replaced:
+            # of the embeddings that were active, as transformers' Trainer passes it
+            options.pop("state_dict", None)
+        _enter(model)
+        try:
+            yield
+        finally:
+            vars(model.config).pop("adapters", None)
+
+
+def _enter(model: AdaptedModel) -> None:
     """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
-    heads = model._head_strategy.names()
+    heads, own = model._head_strategy.names(), plan.heads.setup
     vars(model.config).pop("adapters", None)
     others = _embeddings(model)
     nothing = not state.records and not heads and state.interface is None
@@ -52,7 +72,7 @@ def enter(model: AdaptedModel) -> None:
         ],
         "active": to_json(plan.setup),
         "skip_layers": list(plan.skip_layers),
-        "heads": list(plan.heads),
+        "heads": list(plan.heads.names) if own is None else to_json(own),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
         "interface": None if state.interface is None else state.interface.to_dict(),
@@ -114,6 +134,8 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     model._head_strategy.restore(document.get("static_heads", ()))
     _restore_embeddings(model, document.get("loaded_embeddings"))
     setup, heads = from_json(document["active"]), document["heads"]
+    if isinstance(heads, Mapping):
+        heads = from_json(heads)
     plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
     model._active.default.plan = plan
 

@@ -11,7 +11,7 @@ import functools
 import weakref
 from typing import Any, NamedTuple, cast
 
-from adapterzoo.composition import Composition
+from adapterzoo.composition import ActiveHeads, Composition
 from adapterzoo.errors import StateError, naming
 from adapterzoo.model.state import AdaptedModel, AdapterRecord
 
@@ -23,7 +23,7 @@ class _Active(NamedTuple):
     """What is active for a manager's requests; its cache is wrong for anything else."""
 
     setup: Composition | None
-    heads: tuple[str, ...]
+    heads: ActiveHeads
     skip_layers: tuple[int, ...]
     merged: tuple[str, ...]
     # an adapter that replaced another of its name has another record

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo
-from adapterzoo.errors import CheckpointError, argument, in_python, listing
-from adapterzoo.heads import HeadConfig, InexpressibleError, StaticHead
+from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
+from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 
+from . import task_heads
 from .backbone import describe, text_config
 from .task_classes import from_static, is_task, to_static
 
@@ -93,33 +95,81 @@ class Tasks:
         tensors: Mapping[str, Tensor],
         label2id: Mapping[str, int] | None,
         pooler: bool,
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config and tensors of the named head that equals a static head.
+        fields: Mapping[str, Any] | None = None,
+        lenient: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, Tensor], frozenset[str]]:
+        """Return config and tensors of the named head that equals a static head, and what it read.
+
+        If no other type equals it, the head is of the type "static".
 
         Args:
             architecture: name of the task class.
             tensors: of its head.
             label2id: the labels.
             pooler: whether the base model has the pooler of the checkpoint.
+            fields: of its config, where it differs from that of the model.
+            lenient: whether to leave out tensors that the class does not have.
 
         Raises:
-            InexpressibleError: no named head equals it.
+            InexpressibleError: the class does not compute around such a base model, or has other
+                tensors.
         """
-        found = self._from_static(architecture, _shapes(tensors), label2id, pooler)
+        found = self._equal(architecture, _shapes(tensors), label2id, pooler, fields or {}, lenient)
         named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
         # a checkpoint may have its own output layer even if the family ties its embeddings
-        return self.untied(found.config.to_dict(), named)
+        config, own = self.untied(found.config.to_dict(), named)
+        return config, own, frozenset(found.keys)
+
+    def _equal(
+        self,
+        architecture: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        label2id: Mapping[str, int] | None,
+        pooler: bool,
+        fields: Mapping[str, Any],
+        lenient: bool,
+    ) -> StaticHead:
+        """Return the named head that equals a static head, of the type "static" if need be."""
+        try:
+            return self._from_static(architecture, shapes, label2id, pooler, fields)
+        except InexpressibleError as error:
+            try:
+                static = task_heads.static_head(self._model, architecture, shapes, label2id, fields)
+            except (InexpressibleError, ConfigError) as second:
+                raise InexpressibleError(f"{error}; as it is: {second}") from second
+            if static.keys.keys() == shapes.keys():
+                return static
+            if not lenient:
+                raise
+        # tensors that the class does not have may have hidden that another type equals it
+        known = {key: shapes[key] for key in static.keys}
+        try:
+            return self._from_static(architecture, known, label2id, pooler, fields)
+        except InexpressibleError:
+            return static
 
     def read(
-        self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
+        self,
+        architecture: str,
+        tensors: Mapping[str, Tensor],
+        label2id: Mapping[str, int] | None,
+        saved: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return a static head's tensors as document and tensors of a named head.
+
+        Args:
+            architecture: name of the task class.
+            tensors: of its head.
+            label2id: the labels.
+            saved: fields of the config that it had; None: those of the model.
 
         Raises:
             CheckpointError: no named head equals it.
         """
+        fields = task_heads.other_fields(self._model.config, saved or {})
         try:
-            config, own = self.named(architecture, tensors, label2id, self._has_pooler())
+            pooler = self._has_pooler()
+            config, own, _ = self.named(architecture, tensors, label2id, pooler, fields)
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
@@ -139,6 +189,10 @@ class Tasks:
         config = HeadConfig.from_dict(document["config"])
         cls: Any = getattr(transformers, architecture, None)
         try:
+            if isinstance(config, StaticConfig):
+                if config.model_class != architecture:
+                    raise InexpressibleError(f"it is that of a {config.model_class}")
+                return dict(tensors)
             if cls is None or not is_task(architecture):
                 raise InexpressibleError(f"transformers has no {architecture}")
             shapes, labels = self._shapes(cls, config), config.label2id
@@ -191,8 +245,9 @@ class Tasks:
         shapes: Mapping[str, tuple[int, ...]],
         label2id: Mapping[str, int] | None,
         pooler: bool,
+        fields: Mapping[str, Any] | None = None,
     ) -> StaticHead:
-        config = {**self.config, "label2id": label2id}
+        config = {**self.config, **(fields or {}), "label2id": label2id}
         return from_static(architecture, shapes, config, describe(self._model), pooler)
 
     def _shapes(self, cls: Any, config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -204,13 +259,30 @@ class Tasks:
             text_config(theirs).tie_word_embeddings = config.get("tie_word_embeddings")
         with torch.device("meta"):
             model = cls(theirs)
-        inside = {id(t) for t in model.base_model.state_dict(keep_vars=True).values()}
-        if model.base_model is model:
-            # T5's language model holds the parts of the base model, not the base model itself
-            own = model.state_dict(keep_vars=True)
-            inside = {id(own[key]) for key in self._model._backbone.state_dict() if key in own}
-        own = model.state_dict(keep_vars=True)
-        return _shapes({key: tensor for key, tensor in own.items() if id(tensor) not in inside})
+        return _shapes(head_tensors(model))
+
+
+def head_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the tensors of a task class that are not those of its base model.
+
+    Args:
+        model: of a class of transformers, perhaps with adapters.
+    """
+    dicts = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, AdapterDict))
+    own = model.state_dict(keep_vars=True)
+    own = {key: tensor for key, tensor in own.items() if not key.startswith(dicts)}
+    start = f"{model.base_model_prefix}."
+    inside = {key for key in own if key.startswith(start)}
+    if model.base_model is model:
+        # T5's language model holds the parts of the base model, not the base model itself
+        if type(model.config) not in MODEL_MAPPING:
+            return {}
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            inside = {*AutoModel.from_config(config).state_dict()}
+    shared = {id(tensor) for key, tensor in own.items() if key in inside}
+    return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
 
 
 # --- tensors and modules ---

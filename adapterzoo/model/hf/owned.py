@@ -5,34 +5,44 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
+import sys
 import weakref
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
-from adapterzoo.errors import StateError
 from adapterzoo.inject import set_class
 
 _OWNER = "_adapter_owner"
 
 
 class Owner:
-    """A weak reference to a model, which follows copies and pickles of the whole."""
+    """The whole model, as its base model refers to it; copies and pickles of either have both.
 
-    def __init__(self, model: nn.Module | None) -> None:
+    The reference is weak, so that a model that is dropped is freed at once. If only its base model
+    is kept, `keep` makes the reference a strong one.
+    """
+
+    def __init__(self, model: nn.Module, keep: bool = False) -> None:
         """Refer to a model.
 
         Args:
-            model: None: the base model was copied without it.
+            model: with adapters.
+            keep: whether the model lives as long as its base model.
         """
-        self.model = (lambda: None) if model is None else weakref.ref(model)
+        # unlike a weak reference, it is there while the model is freed
+        self.number = id(model)
+        self.model: Callable[[], nn.Module | None] = (lambda: model) if keep else weakref.ref(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Refer to the copy of the model, where it is copied too."""
-        return type(self)(memo.get(id(self.model())))
+        """Refer to the copy of the model; where the base model is copied alone, copy both."""
+        alone = self.number not in memo
+        return type(self)(copy.deepcopy(cast("nn.Module", self.model()), memo), keep=alone)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model with the base model."""
@@ -71,6 +81,32 @@ def own(model: Any, names: tuple[str, ...]) -> None:
     vars(base)[_OWNER] = Owner(model)
 
 
+def outlive(model: nn.Module) -> bool:
+    """Keep a model that is about to be freed if its base model is still used elsewhere.
+
+    Args:
+        model: whose `__del__` is running.
+
+    Returns:
+        Whether the model lives on, as long as its base model does.
+    """
+    modules = vars(model).get("_modules", {})
+    number = id(model)
+    name = next((n for n, m in modules.items() if _number(m) == number), None)
+    if name is None:
+        return False
+    # one reference is that of the dict, one that of the argument
+    if sys.getrefcount(modules[name]) <= 2:
+        return False
+    vars(modules[name])[_OWNER] = Owner(model, keep=True)
+    return True
+
+
+def _number(base: nn.Module | None) -> int | None:
+    owner = None if base is None else vars(base).get(_OWNER)
+    return None if owner is None else owner.number
+
+
 def disown(model: Any) -> None:
     """Undo `own`.
 
@@ -100,13 +136,7 @@ copyreg.pickle(OwnedType, _by_parts)
 
 def _forwarded(name: str) -> property:
     def owner(base: nn.Module) -> Any:
-        model = vars(base)[_OWNER].model()
-        if model is None:
-            raise StateError(
-                f"base_model.{name}: the model around it is gone. Keep the whole model, and write "
-                f"model.{name}."
-            )
-        return model
+        return vars(base)[_OWNER].model()
 
     def put(base: nn.Module, value: object) -> None:
         setattr(owner(base), name, value)

@@ -108,13 +108,17 @@ def load(
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
             head_files.load(model, folder / name, LoadOptions(load_as=name))
+        enter_head = None
         if heads is True:
-            head_files.load(model, folder, LoadOptions(set_active=True))
+            _, enter_head = head_files.fitting(model, folder, LoadOptions(set_active=True))
         if set_active:
             activate(model, setup)
             if strategy.is_named and names_of(heads):
-                cast("Any", model).active_head = names_of(heads)
+                cast("Any", model).active_head = heads
         loaders.load(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
+        # last: the head of a task class is filled in place
+        if enter_head is not None:
+            enter_head()
     except AdapterZooError:
         for step in reversed(undo):
             step()

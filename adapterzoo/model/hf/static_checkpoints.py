@@ -20,7 +20,7 @@ from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
 
 from .info import Tasks
-from .task_classes import is_task
+from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_HEAD = "default"
@@ -42,8 +42,9 @@ def keep_static_head(
 ) -> None:
     """Add the static head of a checkpoint as the active named head "default".
 
-    Do nothing for a checkpoint of a base model, or of a model with named heads. A head without a
-    named equivalent is left out, with a warning that gives the reason.
+    Do nothing for a checkpoint of a base model, or of a model with named heads. A head without an
+    equivalent of another type is of the type "static". If its class computes around another base
+    model, it is left out, with a warning that gives the reason.
 
     Args:
         model: loaded from the checkpoint.
@@ -54,7 +55,7 @@ def keep_static_head(
     """
     config = model.config
     architecture = next(iter(config.architectures or ()), "")
-    if model.heads or not is_task(architecture):
+    if model.heads or not has_head(architecture, model.backbone_class):
         return
     prefix = model.base_model_prefix
     tensors = _leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
@@ -64,10 +65,12 @@ def keep_static_head(
     tasks = Tasks(model)
     labels = tasks.config.get("label2id")
     try:
-        head, own = tasks.named(architecture, tensors, labels, has_pooler)
+        kind = {k: v for k, v in tasks.config.items() if k == "problem_type" and v is not None}
+        head, own, taken = tasks.named(architecture, tensors, labels, has_pooler, kind, True)
         store.add(model, _DEFAULT_HEAD, store.config_from(model, head))
     except (InexpressibleError, ConfigError) as error:
-        _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
+        if is_task(architecture):
+            _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
         return
     made = store.find(model, _DEFAULT_HEAD)
     filled = made.state_dict(keep_vars=True)
@@ -77,7 +80,7 @@ def keep_static_head(
     if (layer := made.output_embeddings) is not None:
         # if it is tied, it is the embedding instead
         made.of_checkpoint = any(filled[key] is layer.weight for key in own)
-    used = {*tensors, *(f"{prefix}.{key}" for key in tensors)}
+    used = {*taken, *(f"{prefix}.{key}" for key in taken)}
     info["unexpected_keys"] = type(info["unexpected_keys"])(
         key for key in info["unexpected_keys"] if key not in used
     )

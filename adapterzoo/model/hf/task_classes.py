@@ -19,6 +19,7 @@ from adapterzoo.heads import (
     InexpressibleError,
     Shapes,
     Static,
+    StaticConfig,
     StaticHead,
     head_types,
 )
@@ -59,6 +60,18 @@ def from_static(
 def is_task(architecture: str) -> bool:
     """Return whether a transformers class, by its name, is a base model with a head."""
     return architecture.endswith(_tasks())
+
+
+def has_head(architecture: str, backbone: type) -> bool:
+    """Return whether a class of transformers, by its name, may be a base model with a head.
+
+    Args:
+        architecture: name of the class; other libraries have classes too.
+        backbone: class of the base model.
+    """
+    cls: Any = getattr(transformers, architecture, None)
+    known = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    return is_task(architecture) or (known and not issubclass(cls, backbone))
 
 
 def _tasks() -> tuple[str, ...]:
@@ -141,7 +154,11 @@ class HeadTypes:
             }
             return [*kept]
         tags = any(config.token_labels for config in found.values())
-        parsers = (name for name, config in head_types.items() if not config.task_classes)
+        parsers = (
+            name
+            for name, config in head_types.items()
+            if not config.task_classes and config is not StaticConfig
+        )
         return [*found, *(parsers if tags else ())]
 
 
@@ -176,6 +193,9 @@ def with_labels(config: Any, head: HeadConfig) -> Any:
         config: of a transformers model; changed in place.
         head: config of the head.
     """
+    if isinstance(head, StaticConfig):
+        for name, value in (head.fields or {}).items():
+            setattr(config, name, value)
     count = head.get("num_labels")
     if count is None:
         return config

@@ -1,0 +1,198 @@
+"""The head of a task class of transformers as it is, where no other type of head equals it.
+
+output = f(base; x, layers), with f the forward of the task class. The head has the layers of the
+class, and the class computes with them around the base model of this model: its own pooling,
+activations and loss.
+
+Differs from AdapterHub: there, such a head works only in the task class itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FLAG, Maybe, Text, declared, field
+
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead, head_types
+from ._layers import COUNT
+from ._losses import Count, Logits
+
+STATIC = "static"
+"""The type, and the key of a task class in checkpoints of such a class."""
+
+
+@head_types.register(STATIC)
+@dataclass(frozen=True, kw_only=True)
+class StaticConfig(HeadConfig):
+    """The head of a task class.
+
+    Attributes:
+        model_class: name of the class in transformers.
+        label_names: arguments of its forward that hold labels.
+        num_labels: number of classes; None if its tensors do not depend on it.
+        fields: of the transformers config, where the head's differ from those of the model; None:
+            nowhere.
+        tie_word_embeddings: as of language modeling heads.
+    """
+
+    head_type: ClassVar[str] = STATIC
+    output_class: ClassVar[str] = "ModelOutput"
+
+    model_class: str = dataclasses.field(metadata=declared(Text()))
+    label_names: tuple[str, ...] = ("labels",)  # type: ignore[misc]
+    num_labels: int | None = field(None, Maybe(COUNT))
+    fields: Mapping[str, Any] | None = field(None, ours=True)
+    tie_word_embeddings: bool | None = field(
+        None, Maybe(FLAG, "that of the model's config"), ours=True
+    )
+
+    @property
+    def problem_type(self) -> str | None:
+        """The kind of labels in the config of the class."""
+        return cast("str | None", (self.fields or {}).get("problem_type"))
+
+    def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
+        """Return the labels if there is one argument; several differ in what they count."""
+        return super().find_labels(name, given) if len(self.label_names) == 1 else None
+
+    def ties_output(self, model_ties: bool) -> bool:
+        """Return this config's choice, or else the model's."""
+        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
+
+    def build(self, backbone: Backbone) -> TaskHead:
+        """Return fresh layers of the class.
+
+        Raises:
+            ConfigError: transformers has no such class, or it has another base model.
+        """
+        if backbone.task_head is None:
+            raise ConfigError(
+                f"StaticConfig(model_class={self.model_class!r}): only a model of transformers "
+                f"has such a head. Write AutoAdapterModel.from_pretrained(…)."
+            )
+        return cast("TaskHead", backbone.task_head(self, backbone))
+
+
+class TaskHead(PredictionHead):
+    """The layers of a task class under their names there, without its base model.
+
+    Attributes:
+        task_class: the class.
+        base_name: the attribute that holds its base model.
+        facts: its other attributes.
+        output_path: of the layer onto the vocabulary; None without one.
+        is_tied: whether the class ties that layer to the input embedding.
+        aliases: keys of parameters that are others of this head → the keys of those.
+    """
+
+    averages_itself: ClassVar[bool] = True
+
+    config: StaticConfig
+
+    def __init__(
+        self,
+        config: StaticConfig,
+        task: nn.Module,
+        base_name: str,
+        output_path: str | None,
+        is_tied: bool,
+    ) -> None:
+        """Take the layers of a model of the class; the other arguments are the attributes."""
+        super().__init__(config)
+        held = ("_modules", "_parameters", "_buffers")
+        self.task_class = type(task)
+        self.base_name = base_name
+        self.output_path = output_path
+        self.is_tied = is_tied
+        self.facts = {name: value for name, value in vars(task).items() if name not in held}
+        self._modules.update(task._modules)
+        del self._modules[base_name]
+        self._parameters.update(task._parameters)
+        self._buffers.update(task._buffers)
+        self._non_persistent_buffers_set |= task._non_persistent_buffers_set
+        own = [*self.named_parameters(remove_duplicate=False)]
+        first: dict[int, str] = {}
+        for key, parameter in own:
+            first.setdefault(id(parameter), key)
+        self.aliases = {key: first[id(p)] for key, p in own if first[id(p)] != key}
+
+    def around(self, base: Callable[..., Any] | None) -> nn.Module:
+        """Return a model of the class with these layers.
+
+        Args:
+            base: is its base model; None: it has none.
+        """
+        made = self.task_class.__new__(self.task_class)
+        children: Any = self._modules if base is None else {**self._modules, self.base_name: base}
+        vars(made).update(self.facts, training=self.training, _modules=children)
+        vars(made).update(_parameters=self._parameters, _buffers=self._buffers)
+        return made
+
+    def forward(self, base: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        """Return the output of the class, with the loss if there are labels.
+
+        Args:
+            base: the base model, as the class calls it.
+            inputs: arguments of the forward of the class, with labels if there are any.
+        """
+        return self.around(base)(**inputs)
+
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
+        """Refuse: the class computes its loss in `forward`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a {self.config.model_class} computes its loss in its forward. Write "
+            f"model(…, {self.config.label_names[0]}=…).loss."
+        )
+
+    def share_again(self) -> None:
+        """Share the parameters again that the class shares."""
+        for key, source in self.aliases.items():
+            owner, _, name = key.rpartition(".")
+            self.get_submodule(owner)._parameters[name] = self.get_parameter(source)
+
+    # --- the vocabulary ---
+
+    @property
+    def output_embeddings(self) -> nn.Linear | None:
+        """The linear layer onto the vocabulary; None without one."""
+        if self.output_path is None:
+            return None
+        return cast("nn.Linear", self.get_submodule(self.output_path))
+
+    def tie(self, weight: nn.Parameter) -> bool:
+        """Share the weight of the input embedding; return False and do nothing if it does not fit.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+        """
+        layer = self.output_embeddings
+        if layer is None or not self.is_tied or layer.weight.shape != weight.shape:
+            return False
+        layer.weight = weight
+        return True
+
+    def replace_output(self, layer: nn.Module) -> None:
+        """Replace the layer onto the vocabulary; without one, do nothing."""
+        if self.output_path is not None:
+            self.set_submodule(self.output_path, layer)
+
+    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        """Give the layer onto the vocabulary another weight and bias."""
+        layer = self.output_embeddings
+        if layer is None:
+            return
+        layer.weight, layer.out_features = weight, weight.shape[0]
+        if bias is not None:
+            # the class may hold it a second time
+            layer.bias.data = bias
