@@ -238,3 +238,15 @@ def test_it_is_not_to_be_called_and_says_what_is():
 def test_a_type_without_base_model_is_an_error_that_names_it():
     with pytest.raises(ConfigError, match="PreTrainedConfig"):
         AutoAdapterModel.from_config(transformers.PreTrainedConfig())
+
+
+def test_an_adapter_beside_its_model(tmp_path):
+    """As the peer's quickstart saves them; transformers would load the adapter through PEFT."""
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    model.add_adapter("a")
+    model.save_adapter(tmp_path, "a")
+    model.delete_adapter("a")
+    model.save_pretrained(tmp_path)
+    loaded = AutoAdapterModel.from_pretrained(tmp_path)
+    assert not loaded.adapters_config
+    assert loaded.load_adapter(tmp_path) == "a"

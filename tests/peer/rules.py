@@ -89,6 +89,21 @@ RULES = (
     # --- documented ---
     Rule(
         "documented",
+        "quantized weights are merged after `model.dequantize()`",
+        error=r"StateError: merge_adapter.* are quantized, and merged ones would be rounded again",
+    ),
+    Rule(
+        "documented",
+        "`custom_weights_loaders` are objects; a class of them fails in adapters too",
+        error=r"custom_weights_loaders=\[<class .* is not an object with the methods save and load",
+    ),
+    Rule(
+        "documented",
+        "low-rank factors of adapters that have none; it fails in adapters too",
+        error=r"CompositionError: average_adapter.*'lora_delta_w_svd' .* NormBottleneck",
+    ),
+    Rule(
+        "documented",
         "`adapter_config.json` repeats the tensors' file, and its version is that of the format",
         error=r"'int' object has no attribute 'replace'|differs from the tensors' file",
     ),

@@ -81,6 +81,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """
         wants_info = kwargs.pop("output_loading_info", False)
         hub = {k: kwargs[k] for k in HUB_ARGUMENTS if k in kwargs}
+        # with PEFT installed, transformers would load an adapter that lies beside the model
+        kwargs.setdefault("adapter_kwargs", {"subfolder": "none"})
         model, info = cast("Any", super()).from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
