@@ -130,7 +130,7 @@ class _Evaluate(ModuleType):
     @staticmethod
     def load(name: str, *_: Any, **__: Any) -> Any:
         # the one metric that is a number
-        return SimpleNamespace(add_batch=print, compute=float) if name == "wer" else _Metric()
+        return SimpleNamespace(add_batch=dict, compute=float) if name == "wer" else _Metric()
 
     @staticmethod
     def evaluator(*_: Any) -> _Evaluator:
