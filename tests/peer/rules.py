@@ -56,7 +56,7 @@ RULES = (
         "environment",
         "transformers 5 has removed it",
         error=r"ImportError: cannot import name '\w+' from 'transformers|"
-        r"has no attribute '(overwrite_output_dir|batch_encode_plus)'",
+        r"has no attribute '(overwrite_output_dir|batch_encode_plus|tie_word_embeddings)'",
     ),
     Rule(
         "environment",
