@@ -120,7 +120,7 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
         """Return the config with some fields changed; errors begin with what the user wrote."""
         return construct(type(self), shown, _fields_of(self) | dict(changes))
 
-    # --- what users pass as config= ---
+    # --- values of `config=` ---
 
     @classmethod
     def load(cls, config: object = None, **changes: Any) -> Self:
@@ -239,7 +239,7 @@ def _example(cls: type[Config]) -> str:
 def _string_example(name: str, config: Config) -> str:
     """Return a config string that sets a field, a number if the config has one."""
     fields = _fields_of(config)
-    # what a class declares itself says more of it than what it inherits
+    # a field that a class declares itself is more specific than one that it inherits
     names = [
         n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
     ]

@@ -62,7 +62,7 @@ class Variant:
     `LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
 
     Attributes:
-        group: what `adapters` calls all of them.
+        group: the name that `adapters` gives to all of them.
         fixed: the fields that tell it from the others, with their values.
         required: the fields that tell it from the others by having a value.
         constants: other fields of theirs, with the only legal value here.
@@ -134,7 +134,7 @@ class AdapterConfig(Config):
             )
         meant = max(found, key=lambda c: (len(group[c].required), len(group[c].fixed)))
         variant, legal = group[meant], _defaults(meant)
-        # what tells the methods apart has been read
+        # the fields that identify the method have been read
         said = {**variant.fixed, **variant.constants, **(defaults if meant is not cls else {})}
         kept = {n: v for n, v in fields.items() if n in legal or n not in said or said[n] != v}
         if meant is not cls:

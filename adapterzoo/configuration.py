@@ -39,7 +39,7 @@ class ConfigMap(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        # a union has members, which no name can say
+        # a union has members, so it cannot be made from a name alone
         return (name for name, make in self._base.strings.items() if make is not ConfigUnion)
 
     def __len__(self) -> int:

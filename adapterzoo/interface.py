@@ -1,4 +1,4 @@
-"""The plug-in interface of `adapters`: names of a model's layers, where they are not found.
+"""The plug-in interface of `adapters`: names of layers, for models where they are not found.
 
 `init(model, interface=…)` compares the names with what anatomy finds, and uses them for layers that
 it does not know.
@@ -28,7 +28,7 @@ class AdapterMethod:
     """The kinds of methods that an interface can allow.
 
     Attributes:
-        examples: a config string of a kind that has none of its name.
+        examples: a config string for each kind whose name is not a config string.
     """
 
     bottleneck = "bottleneck"
@@ -78,12 +78,13 @@ class AdapterModelInterface:
         attn_q_proj: queries.
         attn_v_proj: values.
         attn_qkv_proj: all three in one layer, instead of these.
-        layer_pre_self_attn: what reads the residual stream before attention, below a block.
+        layer_pre_self_attn: the module that reads the residual stream before attention, below a
+            block.
         layer_pre_cross_attn: the same of cross-attention.
         layer_pre_ffn: the same of the feed-forward part.
         layer_ln_1: the norm behind attention.
         layer_ln_2: the norm behind the feed-forward part.
-        base_model: the base model, below the model; None: as the class of the model names it.
+        base_model: the base model, below the model; None: the path in the model's class.
     """
 
     adapter_methods: list[str]
@@ -109,7 +110,7 @@ class AdapterModelInterface:
         """Check that attention has three input layers or one, each with one name.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: it has other layers, or two have one name.
         """
         given = [self.attn_q_proj, self.attn_k_proj, self.attn_v_proj, self.attn_o_proj]
         if twice := sorted({n for n in given if n is not None and given.count(n) > 1}):
@@ -153,7 +154,7 @@ class AdapterModelInterface:
             ) from error
 
     def document(self, model_type: str) -> dict[str, Any]:
-        """Return what the file holds.
+        """Return the contents of the file.
 
         Args:
             model_type: of the model.
@@ -182,13 +183,13 @@ class AdapterModelInterface:
         }
 
     def check_names(self, base_model: nn.Module) -> None:
-        """Check that a base model has what the interface names.
+        """Check that a base model has the modules that the interface names.
 
         Args:
             base_model: of the model.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: a module is missing.
         """
         layers = self._named(base_model, "model_layers", self.model_layers, "base model")
         self._named(base_model, "model_embeddings", self.model_embeddings, "base model")
@@ -202,7 +203,7 @@ class AdapterModelInterface:
             self._named(block, field, path, "first block")
 
     def _in_block(self) -> Iterator[tuple[str, str]]:
-        """Yield the fields that name something in a block, and its path there."""
+        """Yield the fields that name modules in a block, with their paths there."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None:
@@ -226,13 +227,13 @@ class AdapterModelInterface:
         return module.get_submodule(path)
 
     def check_roles(self, anatomy: Anatomy) -> None:
-        """Check that anatomy does not know a layer as something else.
+        """Check that the layers do not have other roles in the anatomy.
 
         Args:
-            anatomy: what was found in the base model without the interface.
+            anatomy: of the base model, found without the interface.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: a layer has another role.
         """
         roles = self.roles()
         for block in anatomy.blocks:

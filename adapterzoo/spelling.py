@@ -354,7 +354,7 @@ class PeftSpelling:
 
     @property
     def strictness(self) -> tuple[int, int]:
-        """As that of AdapterHub's spelling."""
+        """The same as in `AdapterHubSpelling`."""
         return 0, len(self.fixed)
 
 

@@ -1,4 +1,4 @@
-"""`adapters.training`: what the scripts of `adapters` read from the command line."""
+"""`adapters.training`: the command-line arguments of the scripts of `adapters`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def setup_adapter_training(
     adapter_config_kwargs: Mapping[str, Any] | None = None,
     adapter_load_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[str | None, str | None]:
-    """Add or load the adapter that a script was asked for, and train it alone.
+    """Add or load the adapter that a script's arguments ask for, and train only this one.
 
     An adapter that the model already has is trained further. A language adapter is
     loaded below it and frozen.

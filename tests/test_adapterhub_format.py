@@ -181,8 +181,10 @@ def test_the_static_head_of_a_task_class(tmp_path):
     assert document["model_class"] == "BertForSequenceClassification"
     assert document["num_labels"] == 3
     assert sorted(pickled(tmp_path / "x" / TENSORS[1])) == ["classifier.bias", "classifier.weight"]
-    with refused(task, CheckpointError, "layers: 2 here, 1 there", "with_head=False"):
+    reason = r"(?s)'other' has been loaded without its head.*layers: 2 here, 1 there"
+    with pytest.warns(UserWarning, match=reason):
         task.load_adapter(LORA, load_as="other")
+    task.delete_adapter("other")
     expected = load_file(LORA / "expected.safetensors")
     inputs = {key: expected[key] for key in ("input_ids", "attention_mask")}
     with torch.no_grad():

@@ -37,6 +37,7 @@ from adapterzoo import (
     init,
     utils,
 )
+from adapterzoo.errors import StateError
 
 RECORD = json.loads((Path(__file__).parent / "data" / "adapters_signatures.json").read_text())
 
@@ -434,6 +435,8 @@ def test_smaller_methods_of_theirs(tmp_path, tiny):
     assert [*blocks] == [0, 1]
     assert blocks[1] is model.base_model.encoder.layer[1]
     assert {*model.invertible_adapters} == {"i"}
+    with pytest.raises(StateError, match=r"del invertible_adapters\['i'\].*delete_adapter\('i'\)"):
+        del model.invertible_adapters["i"]
     assert model.get_invertible_adapter() is None
     model.set_active_adapters(Stack("i", "a"))
     assert model.get_invertible_adapter() is model.invertible_adapters["i"]
@@ -516,3 +519,29 @@ def test_the_comparison_bites():
     assert differences("f", theirs, [["name"], ["rank", "8"]]) == ["f(**kwargs): missing"]
     assert misread(theirs, ["name", "other"]) == ["rank is other"]
     assert misread(theirs, ["name"]) == []
+
+
+def test_the_labels_of_a_static_head():
+    labels = {0: "bad", 1: "good"}
+    config = tiny_config("bert")
+    config.id2label = labels
+    model = init(BertForSequenceClassification(config))
+    assert model.get_labels_dict() == labels
+    assert model.get_labels() == ["bad", "good"]
+
+
+@pytest.mark.parametrize("setup", ["a", Parallel("a", "b")], ids=repr)
+def test_tokens_without_a_batch_are_one_row(tiny, setup):
+    model = tiny("bert")
+    for name in "ab":
+        model.add_adapter(name, "lora")
+        stir(model, name)
+        model.add_classification_head(name)
+    model.set_active_adapters(setup)
+    row = {key: value[:1] for key, value in tiny_inputs("bert").items()}
+    flat = {key: value[0] for key, value in row.items()}
+    label = torch.tensor([1])
+    found, expected = model(**flat, labels=label), model(**row, labels=label)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(model(flat["input_ids"]).logits, model(row["input_ids"]).logits)

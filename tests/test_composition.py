@@ -654,7 +654,7 @@ def test_the_rows_of_a_batch_by_its_tasks():
 @pytest.mark.parametrize(
     ("setup", "says"),
     [
-        (Stack(MultiTask("a", "b"), MultiTask("c", "d", "e")), "other numbers of tasks"),
+        (Stack(MultiTask("a", "b"), MultiTask("c", "d", "e")), "different numbers of tasks"),
         (Stack(MultiTask("a", "b"), MultiTask(Stack("c", "b"), "a")), "has two numbers"),
     ],
 )

@@ -20,8 +20,8 @@ def weighted(
         normalize: whether to divide them by their sum.
 
     Raises:
-        ConfigError: there are no names, not one finite number for each, or their sum is zero or
-            infinite.
+        ConfigError: there are no names, a weight is missing or not finite, or their sum is zero
+            or infinite.
     """
     # the weights of a composition would be ignored
     if isinstance(names, str) or not isinstance(names, (Sequence, Mapping)) or not names:

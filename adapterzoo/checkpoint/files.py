@@ -78,7 +78,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[s
         metadata: JSON types by key.
 
     Raises:
-        CheckpointError: the metadata is larger than what can be read back.
+        CheckpointError: the metadata is too large to be read back.
     """
     texts = {key: json.dumps(v, sort_keys=True, allow_nan=False) for key, v in metadata.items()}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
@@ -97,7 +97,7 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
     """Return indented JSON, for people to read.
 
     Raises:
-        CheckpointError: it is larger than what can be read back.
+        CheckpointError: it is too large to be read back.
     """
     text = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     _check_size("the config, with meta_dict,", len(text), MAX_JSON)
@@ -118,8 +118,8 @@ def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
 def _check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise CheckpointError(
-            f"{what} would have {size:,} bytes, and at most {limit:,} are read again; nothing has "
-            f"been written. Write a smaller meta_dict, or tensors for what is large."
+            f"{what} would have {size:,} bytes, and at most {limit:,} can be read back; nothing "
+            f"has been written. Write a smaller meta_dict, or store large values as tensors."
         )
 
 

@@ -85,7 +85,7 @@ def _composition(values: object) -> Composition | None:
 
 
 def _ours(values: Any) -> Any:
-    """Return what `from_json` reads, out of an object of the file."""
+    """Return the arguments of `from_json` in an object of the file."""
     if not isinstance(values, Mapping):
         raise CompositionError(f"{values!r} is not a composition.")
     children, kwargs = values.get("children"), values.get("kwargs") or {}

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, and what is missing."""
+"""`doctor`: installed packages and devices of this machine, and missing ones."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
 }
-"""What each cannot contain, at any depth: why, and what to write."""
+"""The nodes that each cannot contain, at any depth: the reason, and what to write."""
 
 
 class Names(tuple[str, ...]):

@@ -382,12 +382,14 @@ def _check_tasks(setup: Node, names: Sequence[tuple[str | None, ...]]) -> None:
     """Check that one task_ids can serve several divisions of a batch by tasks.
 
     Raises:
-        CompositionError: they have other numbers of tasks, or a name has two numbers.
+        CompositionError: their numbers of tasks differ, or a name has two numbers.
     """
     numbers = {name: number for own in names for number, name in enumerate(own)}
     clash = [n for own in names for i, n in enumerate(own) if n is not None and numbers[n] != i]
     if len({len(own) for own in names}) > 1 or clash:
-        what = f"{clash[0]!r} has two numbers in them" if clash else "they have other numbers of"
+        what = (
+            f"{clash[0]!r} has two numbers in them" if clash else "they have different numbers of"
+        )
         raise CompositionError(
             f"{setup!r}: one task_ids says the task of a row for each MultiTask, and "
             f"{what}{'' if clash else ' tasks'}. Write as many children in each, in one order."

@@ -12,7 +12,7 @@ from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 
 
 class Around(BaseLayer):
-    """Base of the views: passes on to the layer inside what a view does not change."""
+    """Base of the views: forwards to the layer inside everything that a view does not change."""
 
     __slots__ = ("_inner",)
 

@@ -1,4 +1,4 @@
-"""The model card of an adapter: what it is, how to load it, its config and its results."""
+"""The model card of an adapter: description, code to load it, config and results."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _OLD_ID = re.compile(
 
 
 def is_old_id(name: object) -> bool:
-    """Return whether a name can only be an old id: it has an organization behind an "@"."""
+    """Return whether a name can only be an old id: it has "@" and an organization."""
     return isinstance(name, str) and "@" in name and bool(_OLD_ID.fullmatch(name.strip()))
 
 
@@ -80,7 +80,7 @@ def repository_of(
         return _repository(match["name"])
     if model_name is None or not has_index(model_name):
         raise HubError(
-            f"the index of AdapterHub is one for each base model, and the name of this one is "
+            f"AdapterHub has one index for each base model, and the name of this one is "
             f"{model_name!r}. Write {argument('model_name', 'bert-base-uncased')}."
         )
     parts = match["task"], match["dataset"], match["org"]
@@ -99,7 +99,7 @@ def repository_of(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """An old id in its parts, with the hash of the config that is wanted."""
+    """The parts of an old id, and the hash of the requested config."""
 
     text: str
     model: str
@@ -175,8 +175,8 @@ def _parsed(text: bytes, asked: _Asked) -> Mapping[str, Any]:
         values = error
     if not isinstance(values, Mapping):
         raise HubError(
-            f"what was read as the index of AdapterHub for {asked.model!r} is none. Try again, or "
-            f"write the repository '{OWNER}/…'."
+            f"the file read as AdapterHub's index for {asked.model!r} is not an index. Try again, "
+            f"or write the repository '{OWNER}/…'."
         )
     return values
 
@@ -195,14 +195,14 @@ def _remember(name: str, text: bytes) -> None:
         Path(stream.name).replace(file)
 
 
-# --- what is in it ---
+# --- the contents of the index ---
 
 
 def _address(asked: _Asked, index: Mapping[str, Any]) -> str:
     """Return the address of the adapter.
 
     Raises:
-        HubError: there is none, or it cannot be told which is meant.
+        HubError: no adapter matches, or several do.
     """
     found = dict(_entries(asked, index))
     if not found:

@@ -140,7 +140,7 @@ def adapter_info(
         adapter_id: `user/repository`, or an old id of AdapterHub.
         revision: branch, tag or commit; None: the default branch.
         token: as `load_adapter` takes it.
-        source: `"ah"`: it is an old id; `"hf"`: it is not; None: what its form says.
+        source: `"ah"`: it is an old id; `"hf"`: it is not; None: decided by its form.
         model_name: for old ids, the base model's name on the Hub.
         config: for old ids, the config of the adapter; None: the usual one.
 

@@ -6,7 +6,7 @@ name is unique within a layer, so that compositions need no containers.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -52,9 +52,11 @@ def adapters_of(layer: Any) -> dict[str, Any]:
     """
     # runs at every layer in each forward: most have one container
     containers: list[str] = layer._link.containers
+    found: dict[str, Any]
     if len(containers) == 1 and not (only := layer._modules[containers[0]]).prefix:
-        return cast("dict[str, Any]", only._modules)
-    found: dict[str, Any] = {}
+        found = only._modules
+        return found
+    found = {}
     for container in containers:
         held = layer._modules[container]
         for key, module in held._modules.items():

@@ -203,7 +203,7 @@ class BottleneckLayer(FusibleAdapter):
 
         Args:
             base: the module; needed if layers share.
-            device: of what the bottleneck reads.
+            device: of the bottleneck's input.
         """
         down: Affine | Projection = getattr(self.adapter_down, self.down_name)
         up: Affine | Projection = self.adapter_up
@@ -220,7 +220,7 @@ class BottleneckLayer(FusibleAdapter):
         """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
 
         Args:
-            x: what the bottleneck reads, `[*batch, d_model]`; both results are of its shape.
+            x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
             base: the module; needed if layers share.
         """
         down, up = self.products(base, x.device)
@@ -239,7 +239,7 @@ class BottleneckLayer(FusibleAdapter):
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
 
         Args:
-            x: what the bottleneck reads, `[*batch, d_model]`.
+            x: the bottleneck's input, `[*batch, d_model]`.
             to: the tensor that the result is added to, same shape; determines the dtype.
             instead: replaces f.
             base: the module; needed by a gate, and if layers share.

@@ -1,4 +1,4 @@
-"""The fields of Compacter's matrices, and the interface by which bottlenecks use them."""
+"""The fields of Compacter's matrices, and the interface through which bottlenecks use them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HypercomplexFields(AdapterConfig):
         """Check fields that depend on one another.
 
         Raises:
-            ConfigError: one has no effect, or there are no such matrices here.
+            ConfigError: a field has no effect, or Compacter is not installed.
         """
         if self.phm_layer and "phm" not in projections:
             raise ConfigError(

@@ -27,7 +27,7 @@ class Drawing:
         self.config, self.source, self.device, self.dtype = config, source, device, dtype
 
     def rule(self, module: nn.Module, std: float, bound: float) -> None:
-        """Draw R with a deviation, or within a bound; a buffer where it is not learned."""
+        """Draw R from a normal or uniform distribution; it is a buffer if it is not trained."""
         n, is_normal = self.config.phm_dim, self.config.phm_c_init == "normal"
         fill = normal(std, self.source) if is_normal else uniform(bound, self.source)
         factorized = self.config.factorized_phm_rule
@@ -42,7 +42,7 @@ class Drawing:
     def w(
         self, module: nn.Module, called: tuple[str, ...], d_in: int, d_out: int, zero: bool
     ) -> None:
-        """Draw W; the last factor is zero where W is."""
+        """Draw W; if W starts as zero, its last factor does."""
         n, rank = self.config.phm_dim, self.config.phm_rank
         rows, columns = d_in // n, d_out // n
         shapes = ((n, rows, rank), (n, rank, columns)) if len(called) > 1 else ((n, rows, columns),)

@@ -9,7 +9,7 @@ from . import _low_rank_adapterhub
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """Return how AdapterHub spells MTL-LoRA; of a dense matrix Λ it cannot make a file."""
+    """Return how AdapterHub spells MTL-LoRA; its files cannot hold a dense matrix Λ."""
     return _low_rank_adapterhub.spelling(
         config,
         {"use_dora": False, "use_gating": False, "task_specific_matrix_type": "singular_values"},

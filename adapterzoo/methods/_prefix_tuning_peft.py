@@ -29,7 +29,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         shared={"table": "prompt_embeddings"},
         fields={
             "num_transformer_submodules": PeftField(1, Range(1, 2)),
-            # 0: the file does not say it
+            # 0: not in the file
             **{name: PeftField(0, Range(0, MAX_WIDTH)) for name in sizes},
         },
         # with a projection, the file holds its result

@@ -1,4 +1,4 @@
-"""What VeRA and DVoRA have in common in AdapterHub's files: A and B once for all layers."""
+"""The common part of VeRA and DVoRA in AdapterHub's files: A and B once for all layers."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
 
     @property
     def shared_input_key(self) -> tuple[object, ...]:
-        """What one solve asks for: R of one kind and shape, and the same dropout."""
+        """Equal for adapters that share one solve: kind and shape of R, and dropout."""
         R = self.boft_R
         return type(R), R.device, R.dtype, R.shape, self.dropout, self.training
 

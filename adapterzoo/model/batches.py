@@ -261,6 +261,21 @@ def named_inputs(
     return {**inputs, **kwargs}
 
 
+def with_batch(names: Sequence[str], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a model; tokens without a batch become a batch of one row.
+
+    Args:
+        names: of the base model's inputs, which may have a value for each token.
+        inputs: all inputs by name.
+    """
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        return inputs
+    given = {n: inputs[n] for n in names if n in inputs and n not in _NO_ROWS}
+    tokens = {n: t for n, t in given.items() if isinstance(t, Tensor) and t.shape == ids.shape}
+    return {**inputs, **{n: t[None] for n, t in tokens.items()}}  # [1, tokens]
+
+
 def batch_size(inputs: Mapping[str, Any]) -> int:
     """Return the number of rows of a model's inputs; 1 if it is unknown."""
     return next(iter(_rows_of_inputs(inputs).values()), 1)

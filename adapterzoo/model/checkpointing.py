@@ -176,10 +176,16 @@ def fitting(
     refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = _filled(model, stored, left_out, asked.dtype)
-    enter_head = None
+    enter_head, warn_of_loss = None, None
     if with_head:
         record_of_head = checkpoints.head_in(stored)
-        enter_head = model._head_strategy.fitting(record_of_head, head_name, of_head)
+        try:
+            enter_head = model._head_strategy.fitting(record_of_head, head_name, of_head)
+        except CheckpointError as error:
+            # a named head that the model's class cannot have
+            if model._head_strategy.is_named or "config" not in record_of_head.document:
+                raise
+            warn_of_loss = arguments.without_head(name, error)
     elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
@@ -193,6 +199,8 @@ def fitting(
             enter_head()
             if head_name != name:
                 warn_of_head()
+        if warn_of_loss is not None:
+            warn_of_loss()
         warn()
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
         arguments.report(asked)

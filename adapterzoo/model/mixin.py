@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
@@ -1217,15 +1218,8 @@ class AdapterModelMixin:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        with embeddings.own_in_place(self) as replaced:
-            if replaced:
-                # of the embeddings that were active, as transformers' Trainer passes it
-                kwargs.pop("state_dict", None)
-            config_entry.enter(self)
-            try:
-                cast("Any", super()).save_pretrained(save_directory, **kwargs)
-            finally:
-                vars(self.config).pop("adapters", None)
+        with config_entry.entered(self, kwargs):
+            cast("Any", super()).save_pretrained(save_directory, **kwargs)
 
     # --- called by transformers and torch ---
 
@@ -1267,9 +1261,10 @@ class AdapterModelMixin:
         cast("Any", super()).__setstate__(state)
         setup.announce(self)
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the model live on if its base model is still used, whose methods are those here."""
-        if owned.outlive(cast("Any", self)):
+        # a default, since at the end of the process modules lose their globals
+        if not ends() and owned.outlive(cast("Any", self)):
             setup.announce(self)
 
     @classmethod

@@ -517,10 +517,29 @@ def test_a_static_head_goes_with_the_adapter(tiny, tmp_path):
     named.add_adapter("n", "lora")
     named.add_classification_head("n")
     named.save_adapter(tmp_path / "named", "n")
+    before = model.classifier.weight.clone()
+    with pytest.warns(
+        UserWarning, match=r"'n' has been loaded without its head: .*with_head=False"
+    ):
+        model.load_adapter(tmp_path / "named", set_active=True)
+    assert same_tensors(model, named, "n")
+    assert same_bits(model.classifier.weight, before)
+    assert model.known_heads() == ()
+    named.save_head(tmp_path / "its head", "n")
     with refused(model, CheckpointError, "layers: 2 here, 1 there", "with_head=False"):
-        model.load_adapter(tmp_path / "named")
+        model.load_head(tmp_path / "its head")
     named.load_adapter(tmp_path, load_as="b", with_head=False)
     assert "b" not in named.heads
+
+
+def same_tensors(model, other, name):
+    """Whether two models have the same adapter."""
+    pairs = zip(model.adapter_modules(name), other.adapter_modules(name), strict=True)
+    return all(
+        same_bits(x, y)
+        for (_, one), (_, two) in pairs
+        for x, y in zip(one.parameters(), two.parameters(), strict=True)
+    )
 
 
 def test_no_head_to_save(model, tiny, tmp_path):

@@ -56,7 +56,8 @@ RULES = (
         "environment",
         "transformers 5 has removed it",
         error=r"ImportError: cannot import name '\w+' from 'transformers|"
-        r"has no attribute '(overwrite_output_dir|batch_encode_plus)'",
+        r"has no attribute '(overwrite_output_dir|batch_encode_plus)'|"
+        r"'ViTConfig' object has no attribute 'tie_word_embeddings'",
     ),
     Rule(
         "environment",
@@ -79,11 +80,21 @@ RULES = (
         "the words of an error message",
         error=r'AssertionError: ".*" does not match',
     ),
+    Rule(
+        "internals",
+        "an invertible function taken out of its container by hand",
+        error=r"del invertible_adapters\[",
+    ),
     # --- documented ---
     Rule(
         "documented",
         "`adapter_config.json` repeats the tensors' file, and its version is that of the format",
         error=r"'int' object has no attribute 'replace'|differs from the tensors' file",
+    ),
+    Rule(
+        "documented",
+        "layers of adapters are visited by `model.adapter_modules(name)`",
+        error=r"has no attribute 'apply_to_adapter_layers'",
     ),
     # --- missing ---
     Rule(

@@ -1,8 +1,8 @@
 """AdapterHub's paths: from its keys to places in a model, and back.
 
-Its keys are paths of modules in transformers 4.57, and names of its own for what it adds to
-blocks. Reading goes by block number and by what the layer or sub-layer is; a path that the model
-has is trusted as it is. Writing knows the families that `adapters` knows.
+Its keys are paths of modules in transformers 4.57, with its own names for the modules that it adds
+to blocks. Reading finds a layer by its block number and role; a path that the model has is used
+unchanged. Writing supports the families that `adapters` supports.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PART_ORDER: tuple[Role, ...] = ("query", "key", "value")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How `adapters` calls the places of one family.
+    """The names that `adapters` gives to the places of one family.
 
     Attributes:
-        sublayers: kind to the name below the block; a kind that is not there has no adapters.
-        block: the path of block `{}` in transformers 4.57, where it is another one there.
-        layers: role to the path below the block in 4.57, where it is another one there.
+        sublayers: kind to the name below the block; missing kinds have no adapters.
+        block: the path of block `{}` in transformers 4.57, if it differs from today's.
+        layers: role to the path below the block in 4.57, if it differs from today's.
         swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
             and `output_lora` for the first.
-        entry: path of what holds the tensors of the entry, if not of the model or its encoder.
+        entry: path of the module with the entry's tensors, if not the model or its encoder.
     """
 
     sublayers: Mapping[SubLayerKind, str]
@@ -110,10 +110,10 @@ _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
 
 
 def layout_of(info: ModelInfo) -> Layout:
-    """Return how `adapters` calls the places of a model.
+    """Return the names that `adapters` gives to the places of a model.
 
     Raises:
-        CheckpointError: it does not have the family.
+        CheckpointError: `adapters` does not support the family.
     """
     layout = LAYOUTS.get(info.model_type)
     if layout is None:
@@ -168,7 +168,7 @@ def find_layer_site(info: ModelInfo, path: str) -> Site | None:
 
 
 def below_model(info: ModelInfo, container: Container) -> str:
-    """Return AdapterHub's path, without the prefix, of what holds adapter-wide tensors."""
+    """Return AdapterHub's path, without the prefix, of the module with adapter-wide tensors."""
     entry = ""
     if container.in_encoder:
         own = LAYOUTS.get(info.model_type)
@@ -177,7 +177,7 @@ def below_model(info: ModelInfo, container: Container) -> str:
 
 
 def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
-    """Return AdapterHub's path, without the prefix, of what holds the tensors of a place.
+    """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
 
     Raises:
         CheckpointError: it has none.
@@ -239,7 +239,7 @@ def find_sublayer(block: Block, rest: str) -> SubLayer | None:
     """Return the sub-layer of a block whose bottleneck has this path below the block."""
     kind = _KINDS.get(rest.rpartition(".")[2])
     if kind is None:
-        # the module that makes h lies in the one that AdapterHub names
+        # the module that computes h is below the one that AdapterHub names
         root = f"{block.path}.{rest}"
         found = [s for s in block.sublayers if s.out == root or s.out.startswith(f"{root}.")]
         return found[0] if len(found) == 1 else None

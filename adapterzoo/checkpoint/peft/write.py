@@ -173,7 +173,7 @@ def _same(name: str, values: set[Any]) -> Any:
     if len(values) > 1:
         raise CheckpointError(
             f"parts of the adapter differ in {name} ({listing(sorted(values))}), and PEFT's config "
-            f"says it once for all. Write {argument('format', 'native')}."
+            f"has one value for all parts. Write {argument('format', 'native')}."
         )
     return next(iter(values))
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Container, Mapping
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.model.heads.interface import LoadOptions
 
 
@@ -65,6 +65,16 @@ def overwriting(
         f"was loaded. Write overwrite_ok=True if that is meant, or load_as='another_name'."
     )
     return dataclasses.replace(asked, overwrite_ok=True), lambda: _warn(text)
+
+
+def without_head(name: str, error: CheckpointError) -> Callable[[], None]:
+    """Return the warning for an adapter that is loaded without its head.
+
+    Args:
+        name: of the adapter.
+        error: why the head does not fit.
+    """
+    return lambda: _warn(f"the adapter {name!r} has been loaded without its head: {error}")
 
 
 def compare(asked: LoadOptions, config: AdapterConfig, model_name: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
 from adapterzoo.model import fusion
@@ -19,6 +19,17 @@ from adapterzoo.model.fusion import FuseArgument
 from adapterzoo.model.state import AdapterState, modules_of
 
 T = TypeVar("T")
+
+
+class _InvertibleAdapters(AdapterDict):
+    """The invertible functions of a model; they go with their adapters."""
+
+    def __delitem__(self, key: str) -> None:
+        """Refuse: the layers would keep the function."""
+        raise StateError(
+            f"del invertible_adapters[{key!r}]: an invertible function is a part of its adapter. "
+            f"Write delete_adapter({key!r}), or set_active_adapters(None)."
+        )
 
 
 def with_names_of_adapters(cls: type[T]) -> type[T]:
@@ -89,7 +100,7 @@ class NamesOfAdapters:
     def invertible_adapters(self) -> AdapterDict:
         """The invertible functions at the embeddings, by adapter."""
         # a module, since paths of parameters of a base model lead through this property
-        found, entry = AdapterDict(), self.anatomy.entry
+        found, entry = _InvertibleAdapters(), self.anatomy.entry
         for name in self.adapters_config:
             modules: dict[str, nn.Module] = dict(modules_of(self, name))
             if entry is not None and entry.path in modules:
@@ -100,6 +111,16 @@ class NamesOfAdapters:
         """Return the invertible function of the first active adapter, None without one."""
         setup = self.active_adapters
         return None if setup is None else dict(self.invertible_adapters).get(setup.first())
+
+    def get_labels_dict(self) -> dict[int, str] | None:
+        """Return class numbers and names of the static head; None if the config has no classes."""
+        labels: dict[int, str] | None = getattr(self.config, "id2label", None)
+        return None if labels is None else dict(labels)
+
+    def get_labels(self) -> list[str] | None:
+        """Return the names of the classes of the static head; None if the config has none."""
+        labels = self.get_labels_dict()
+        return None if labels is None else list(labels.values())
 
     def freeze_embeddings(self, freeze: bool = True) -> None:
         """Freeze the table of tokens, or make it trainable.

@@ -263,7 +263,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Run the base model, then the active heads.
 
         Args:
-            *args: inputs of the base model by position.
+            *args: inputs of the base model by position; `input_ids` `[tokens]` is one row.
             head: head, heads or composition of heads to use for this call; None: the active
                 ones.
             adapter_names: for each row of the batch the adapter or composition that acts on it
@@ -296,6 +296,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             )  # fmt: skip
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         inputs = batches.named_inputs(self.input_names, args, kwargs)
+        inputs = batches.with_batch(self.input_names, inputs)
         if not batches.starts(self, adapter_names, task_ids):
             return forward.forward(self, inputs, head, return_dict, 1)
         one_head = head is not None

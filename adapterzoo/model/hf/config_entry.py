@@ -6,8 +6,9 @@ the weights of the model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,26 @@ from adapterzoo.names import check_name
 from . import plugin
 
 
-def enter(model: AdaptedModel) -> None:
+@contextlib.contextmanager
+def entered(model: AdaptedModel, options: dict[str, Any]) -> Iterator[None]:
+    """Let a model be saved with its adapters in its config, and with its own embeddings.
+
+    Args:
+        model: to save.
+        options: of `save_pretrained`; those that do not fit are removed.
+    """
+    with embeddings.own_in_place(model) as replaced:
+        if replaced:
+            # of the embeddings that were active, as transformers' Trainer passes it
+            options.pop("state_dict", None)
+        _enter(model)
+        try:
+            yield
+        finally:
+            vars(model.config).pop("adapters", None)
+
+
+def _enter(model: AdaptedModel) -> None:
     """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
     heads, own = model._head_strategy.names(), plan.heads.setup
