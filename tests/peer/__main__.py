@@ -15,11 +15,11 @@ def main() -> None:
     """Run what is asked for, or write the page of counts."""
     parser = argparse.ArgumentParser(prog="python -m tests.peer")
     parser.add_argument(
-        "what", nargs="?", choices=("suite", "scripts", "notebooks", "table"), default="suite"
+        "what", nargs="?", choices=("suite", *table.PROGRAMS, "table"), default="suite"
     )
     parser.add_argument("--peer", type=Path, help="a checkout of adapters 1.3")
     parser.add_argument("--families", nargs="+", default=FAMILIES)
-    parser.add_argument("--names", nargs="+", default=(), help="of scripts or notebooks")
+    parser.add_argument("--names", nargs="+", default=(), help="of scripts, notebooks or pages")
     parser.add_argument("--mode", choices=("strict", "renames"), default="strict")
     parser.add_argument("--results", type=Path, default=Path("build", "peer"))
     parser.add_argument("-k", dest="select", help="an expression of pytest")

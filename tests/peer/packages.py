@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -128,8 +128,9 @@ class _Evaluator:
 
 class _Evaluate(ModuleType):
     @staticmethod
-    def load(*_: Any, **__: Any) -> _Metric:
-        return _Metric()
+    def load(name: str, *_: Any, **__: Any) -> Any:
+        # the one metric that is a number
+        return SimpleNamespace(add_batch=print, compute=float) if name == "wer" else _Metric()
 
     @staticmethod
     def evaluator(*_: Any) -> _Evaluator:

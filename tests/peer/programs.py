@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import pages
 from .facts import Facts
 from .scripts import SCRIPTS, Script
 from .suite import environment
@@ -26,7 +27,7 @@ from .tiny import local_source
 
 
 def run(peer: Path, what: str, results: Path, names: Iterable[str], seconds: int) -> None:
-    """Write a line for each program: `what` is "scripts" or "notebooks".
+    """Write a line for each program: `what` is "scripts", "notebooks" or "pages".
 
     Args:
         peer: a checkout of adapters.
@@ -36,7 +37,8 @@ def run(peer: Path, what: str, results: Path, names: Iterable[str], seconds: int
         seconds: after which a program is ended.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
-    known = list(SCRIPTS) if what == "scripts" else _notebooks(peer)
+    of_peer = {"notebooks": _notebooks, "pages": pages.names}
+    known = list(SCRIPTS) if what == "scripts" else of_peer[what](peer)
     with results.open("w", encoding="utf-8") as file:
         for name in names or known:
             file.write(json.dumps(_run_one(peer.resolve(), what, name, seconds)) + "\n")
@@ -49,16 +51,16 @@ def _notebooks(peer: Path) -> list[str]:
 
 def _run_one(peer: Path, what: str, name: str, seconds: int) -> dict[str, Any]:
     start = time.monotonic()
-    line: dict[str, Any] = {"id": f"{what}::{name}", "facts": {}, "failures": []}
+    line: dict[str, Any] = {"id": f"{what}::{name}", "facts": {}}
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "tests").symlink_to(peer / "tests")
         steps = _steps(name) if what == "scripts" else [(name, False)]
         for step in steps:
             outcome = _child(peer, what, step, Path(scratch), seconds)
-            line["failures"] = outcome["failures"]
             if step[0] == name:
-                _merge(line["facts"], outcome["facts"])
-            if outcome["failures"]:
+                _merge(line["facts"], outcome.pop("facts"))
+            line |= outcome
+            if line["failures"]:
                 break
     outcome = "failed" if line["failures"] else "passed"
     return {**line, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
@@ -122,22 +124,24 @@ def _main(peer: Path, what: str, name: str, scratch: Path, again: bool) -> None:
     removed.install(hub)
     facts = Facts()
     facts.install()
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
+    more: dict[str, Any] = {}
     try:
-        if what == "scripts":
+        if what == "pages":
+            more["blocks"], errors = pages.run(peer / "docs" / f"{name}.md")
+        elif what == "scripts":
             _script(peer, SCRIPTS[name], hub, scratch, again)
         else:
             _cells(peer / "notebooks" / f"{name}.ipynb")
     except BaseException as error:  # noqa: BLE001  a program may also exit
         if not (isinstance(error, SystemExit) and not error.code):
-            errors.append(error)
+            errors[0] = error
     if what == "scripts" and not errors:
         facts.compare_scores(scratch / f"{name}.scores", again)
         facts.expect(("evaluated", "loaded") if again else SCRIPTS[name].facts)
-    outcome = {
-        "failures": [_described(error, peer) for error in (*errors, *facts.failures)],
-        "facts": facts.summary(),
-    }
+    errors |= dict(enumerate(facts.failures, 1000))
+    described = [{**_described(e, peer), "subtest": str(n)} for n, e in errors.items()]
+    outcome = {"failures": described, "facts": facts.summary(), **more}
     (scratch / "outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
 
 

@@ -150,7 +150,8 @@ def _downloads(transformers: Any, hub: Hub) -> None:
         return load_adapter(self, name, *given, **options)
 
     AdapterModelMixin.load_adapter = load_local  # type: ignore[method-assign]
-    AdapterModelMixin.push_adapter_to_hub = lambda *_, **__: ""  # type: ignore[method-assign]
+    for name in ("push_adapter_to_hub", "push_adapter_setup_to_hub"):
+        setattr(AdapterModelMixin, name, lambda *_, **__: "")
     hub_client: Any = importlib.import_module("huggingface_hub")
     hub_client.notebook_login = lambda *_, **__: None
 

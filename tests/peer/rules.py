@@ -50,7 +50,8 @@ RULES = (
     Rule(
         "environment",
         "the network",
-        error=r"OfflineModeIsEnabled|LocalEntryNotFoundError|couldn't connect|ConnectionError",
+        error=r"HubError: .* may not be asked|OfflineModeIsEnabled|LocalEntryNotFoundError|"
+        r"couldn't connect|ConnectionError",
     ),
     Rule(
         "environment",

@@ -84,15 +84,24 @@ def _programs(name: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
     passed = sum(program["outcome"] == "passed" for program in found)
     yield f"## The peer's {name}: {passed} of {len(found)} run to their end"
     yield ""
-    yield "| | ran | trained | evaluated | saved | loaded | why not |"
-    yield "| --- " * 7 + "|"
+    columns = ["ran", "failed", "no code"] if name == "pages" else ["ran", *FACTS]
+    yield "| | " + " | ".join([*columns, "why not"]) + " |"
+    yield "| --- " * (len(columns) + 2) + "|"
     for program in found:
-        facts = [_fact(program["facts"].get(fact, "")) for fact in FACTS]
-        ran, why = "yes", ""
-        if program["outcome"] == "failed":
-            rule = rules.explain(program)
-            ran, why = "no", f"{rule.kind}: {rule.reason}".replace("|", "\\|")
-        yield f"| {program['id'].partition('::')[2]} | {ran} | {' | '.join(facts)} | {why} |"
+        if name == "pages":
+            cells = [str(program["blocks"][column]) for column in columns]
+        else:
+            ran = "yes" if program["outcome"] == "passed" else "no"
+            cells = [ran, *(_fact(program["facts"].get(fact, "")) for fact in FACTS)]
+        why = "; ".join(_why(program))
+        yield f"| {program['id'].partition('::')[2]} | {' | '.join(cells)} | {why} |"
+
+
+def _why(program: Mapping[str, Any]) -> Iterator[str]:
+    for failure in program["failures"]:
+        rule = rules.explain({**program, "failures": [failure]})
+        block = f"block {failure['subtest']}, " if "blocks" in program else ""
+        yield f"{block}{rule.kind}: {rule.reason}".replace("|", "\\|")
 
 
 def _fact(words: str) -> str:

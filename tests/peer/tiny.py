@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -13,6 +14,7 @@ from typing import Any
 
 # what a name on the Hub contains → the type of the tiny model in its place; the first one counts
 TYPES = (
+    ("modernbert", "modernbert"), ("gemma-2", "gemma2"),
     ("xlm-roberta", "xlm-roberta"), ("roberta", "roberta"), ("bart", "bart"), ("bert", "bert"),
     ("gpt2", "gpt2"), ("t5", "t5"), ("llama", "llama"), ("qwen", "qwen2"), ("whisper", "whisper"),
     ("vit", "vit"),
@@ -27,6 +29,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 12, "n_head": 4},
     "llama": {**_BERT, "num_key_value_heads": 2},
     "qwen2": {**_BERT, "num_key_value_heads": 2},
+    "gemma2": {**_BERT, "num_key_value_heads": 2, "head_dim": 8},
+    "modernbert": _BERT,
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4},
     "vit": _BERT,
     "whisper": {"d_model": 32, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37,
@@ -114,7 +118,7 @@ class Hub:
         """A tokenizer with the special tokens of all families, and segments for BERT alone."""
         from transformers import BertTokenizer
 
-        tokenizer = BertTokenizer(vocab_file=str(self.vocabulary), model_max_length=512)
+        tokenizer = BertTokenizer(vocab=str(self.vocabulary), model_max_length=512)
         tokenizer.add_special_tokens(
             {"eos_token": "</s>", "bos_token": "<s>", "additional_special_tokens": ["<end>"]}
         )
@@ -144,9 +148,17 @@ class Hub:
             maps = (table.MODEL_FOR_CAUSAL_LM_MAPPING, table.MODEL_FOR_MASKED_LM_MAPPING,
                     table.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
                     table.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, table.MODEL_MAPPING)  # fmt: skip
-            own = maps[1:] if kind in ("bert", "roberta", "xlm-roberta", "bart") else maps
-            seq2seq = (maps[2], *own) if kind == "bart" else own
-            made = next(each[type(config)] for each in seq2seq if type(config) in each)
+            # of several, BART's is for sequences, Whisper's for speech, and BERT's no causal one
+            first = {
+                "bart": 2,
+                "whisper": 3,
+                "bert": 1,
+                "roberta": 1,
+                "xlm-roberta": 1,
+                "modernbert": 1,
+            }
+            own = maps[first.get(kind, 0) :]
+            made = next(each[type(config)] for each in own if type(config) in each)
             made(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
@@ -155,7 +167,9 @@ class Hub:
         """A folder with an adapter, in the peer's format, that fits a model."""
         from adapterzoo import AutoAdapterModel
 
-        twin = AutoAdapterModel.from_config(model.config)
+        config = copy.deepcopy(model.config)
+        config.prediction_heads = {}
+        twin = AutoAdapterModel.from_config(config)
         last = re.split(r"[/@]", name)[1] if "@" in name else name.rpartition("/")[2]
         known_as = _NAMES.get(last, "en" if "/wiki" in name else last)
         if "/wiki" in name:
@@ -178,6 +192,7 @@ class Hub:
             ("wiki", lambda: None),
             ("-lm-", lambda: None),
             ("conll|wikiann|ner", lambda: twin.add_tagging_head(known_as, num_labels=7)),
+            ("sts-b", lambda: twin.add_classification_head(known_as, num_labels=1)),
             ("", lambda: twin.add_classification_head(known_as, num_labels=2)),
         )
         next(make for part, make in makers if re.search(part, name))()
