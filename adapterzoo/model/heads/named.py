@@ -128,7 +128,7 @@ class NamedHeads(HeadStrategy):
     # --- train, merge ---
 
     def train(self, train_embeddings: bool) -> None:
-        """Train the active heads; embeddings that a head shares only where asked for."""
+        """Train the active heads; their output layers only where asked for."""
         backbone = {id(p) for p in self.model._backbone.parameters()}
         active = self.model._active.default.plan.heads.names
         for name, head in self.model.heads.items():
@@ -137,7 +137,7 @@ class NamedHeads(HeadStrategy):
                     parameter.requires_grad_(name in active)
             layer = head.output_embeddings
             if layer is not None and not train_embeddings:
-                layer.weight.requires_grad_(False)
+                layer.requires_grad_(False)
 
     def missing_loss(self) -> str | None:
         """Return a hint where no head is active."""

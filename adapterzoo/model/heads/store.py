@@ -39,7 +39,6 @@ def start(model: Any) -> None:
     """Make the heads that the config lists; the base model must exist."""
     model.heads = AdapterDict()
     model.custom_heads = {}
-    model.register_load_state_dict_pre_hook(_take_unprefixed)
     listed = getattr(model.config, "prediction_heads", None) or {}
     model.config.prediction_heads = {}
     document = vars(model.config).get("adapters")
@@ -49,14 +48,6 @@ def start(model: Any) -> None:
     for name in dict.fromkeys([*order, *listed]):
         # our entry names the active head, and the config has its labels
         add(model, name, config_from(model, listed[name]), set_active=not ours)
-
-
-def _take_unprefixed(model: Any, state: dict[str, Any], *_: Any) -> None:
-    """Rename the keys of a task class that has the parts of its base model without its prefix."""
-    prefix = f"{model.base_model_prefix}."
-    mine = model.state_dict().keys()
-    for key in [key for key in state if key not in mine and prefix + key in mine]:
-        state.setdefault(prefix + key, state.pop(key))
 
 
 # --- find ---

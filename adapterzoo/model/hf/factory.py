@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -154,6 +154,7 @@ def _make_named(
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
         "forward": _with_signature(base, backbone, generating),
+        "load_state_dict": _load_state_dict,
         **_features(backbone, on_base=True),
     }
     name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
@@ -165,6 +166,17 @@ def _make_named(
 
 
 # --- their methods ---
+
+
+def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Load tensors as `nn.Module.load_state_dict`; keys may lack the prefix of the base model."""
+    prefix, mine = f"{self.base_model_prefix}.", self.state_dict().keys()
+    missing = mine - state_dict.keys()
+    # such as those of T5ForConditionalGeneration, which has the parts of a T5Model
+    bare = {key for key in state_dict if key not in mine and prefix + key in missing}
+    if bare:
+        state_dict = {prefix + k if k in bare else k: t for k, t in state_dict.items()}
+    return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
 
 
 def with_rows(
