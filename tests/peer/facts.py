@@ -125,7 +125,8 @@ class Facts:
         self._check(bool(kept), "evaluated: no metrics")
         self._check(all(map(math.isfinite, kept.values())), f"evaluated: {kept}")
         shown = sorted((name, value) for name, value in kept.items() if value)
-        self.seen["evaluated"].append(", ".join(f"{name} {value:.4g}" for name, value in shown))
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown)
+        self.seen["evaluated"].append(f"{len(kept)} metrics: {numbers}")
         return metrics
 
     def _score(self, model: Any, inputs: Any, outputs: Any) -> None:
@@ -179,9 +180,10 @@ class Facts:
         # a head in an adapter's file has the adapter's name
         both = [name for name in own if name in theirs]
         wrong = [name for name in both if not same(tensors[name], theirs[name])]
-        wrong += sorted(set(theirs) - set(tensors)) if whole else []
         self._check(bool(own) and not wrong, f"loaded: {len(own)} tensors, not the same: {wrong}")
-        comparable = set(theirs) == set(tensors) and self._batch is not None
+        # everything was saved, though the head of a fusion may have become the model's own
+        comparable = (whole or set(theirs) == set(tensors)) and self._batch is not None
+        comparable &= set(getattr(model, "heads", ())) == set(getattr(fresh, "heads", ()))
         if comparable:
             self._compare(model, fresh)
         outputs = " and the same outputs" if comparable else ""

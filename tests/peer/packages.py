@@ -24,7 +24,10 @@ def install(transformers: Any) -> None:
     datasets: Any = importlib.import_module("datasets")
     datasets.load_metric = _Evaluate.load
     # sounds of `tiny` are decoded, and sampled as Whisper reads them
-    datasets.DatasetDict.cast_column = lambda self, *_: self
+    cast = datasets.DatasetDict.cast_column
+    datasets.DatasetDict.cast_column = lambda self, column, feature: (
+        self if isinstance(feature, datasets.Audio) else cast(self, column, feature)
+    )
     # datasets 5 gives a column where it gave a tensor
     datasets.arrow_dataset.Column.squeeze = lambda self, *given: self[:].squeeze(*given)
     transformers.WhisperFeatureExtractor.from_pretrained = _feature_extractor
