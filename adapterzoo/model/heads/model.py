@@ -128,8 +128,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     def active_head(self) -> str | list[str] | Composition | None:
         """The active head; None without one; a list or a composition of several.
 
-        The heads of a list each read the whole batch, or the rows of the adapter in their position.
-        A `BatchSplit` divides the batch among the heads, whatever the adapters do.
+        Heads of a list read the whole batch, or the rows of the adapter in their position. A
+        `BatchSplit` divides the batch among heads.
 
         Raises:
             CompositionError: on setting, it is a composition that heads cannot have.
@@ -230,8 +230,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             set_active: whether the result becomes the active head.
 
         Raises:
-            CompositionError: the heads differ in more than dropout, or the result is not finite;
-                nothing has changed, as with every error.
+            CompositionError: the heads differ in more than dropout, or the result is not finite.
             ConfigError: a value is not legal.
             DuplicateNameError: the name is taken.
             StateError: the model is sharded.
@@ -266,13 +265,11 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Args:
             *args: inputs of the base model by position; `input_ids` `[tokens]` is one row.
-            head: head, heads or composition of heads to use for this call; None: the active
-                ones.
-            adapter_names: for each row of the batch the adapter or composition that acts on it
-                instead of the active ones, None for the base model. Each row goes to the head with
-                the name of its adapter, or to the active head if there is none.
-            task_ids: if a `MultiTask` is active, the task of each row: a tensor of numbers
-                `[batch]`, or a list of numbers or names of its children.
+            head: head, heads or composition of heads for this call; None: the active ones.
+            adapter_names: the adapter or composition of each row, instead of the active ones; None
+                for the base model. A row goes to the head with its adapter's name, if there is one.
+            task_ids: with an active `MultiTask`, the task of each row: numbers `[batch]`, or a list
+                of numbers or names of its children.
             output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, the
                 values of gates: `{adapter: {block number: {location: [batch]}}}`.
             output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`:
@@ -281,8 +278,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             **kwargs: inputs of the base model by name, and the labels of the heads.
 
         Returns:
-            The output class of the task; a `MultiHeadOutput` if several heads are active, or if
-            rows go to heads of different kinds; the base model's own output if none is active.
+            The output class of the task; a `MultiHeadOutput` for several heads, or rows with heads
+            of different kinds; the base model's own output if none is active.
 
         Raises:
             CompositionError: the rows do not fit the batch or the heads, or a task is unknown.
@@ -324,10 +321,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             head_name: which head, heads or composition of heads; None for the active ones.
             attention_mask: `[batch, tokens]`, of the tokens with hidden states.
             return_dict: False for a tuple of loss, if any, logits, and the rest.
-            input_ids: `[batch, tokens]`, the tokens of the hidden states; pooling finds padding
-                and ends of sequences in them.
-            logits_to_keep: language models compute logits for this number of last tokens, or for
-                these positions; 0: for all.
+            input_ids: `[batch, tokens]`, in which pooling finds padding and ends of sequences.
+            logits_to_keep: number of last tokens, or positions, to compute logits for; 0: all.
             num_items_in_batch: divides the sum of the losses; None: the labels of this batch.
             **kwargs: labels and other arguments of heads: tensors, or dicts from names of heads to
                 tensors; `inputs`, the arguments of `forward`, for a static head that reads them.
