@@ -165,7 +165,6 @@ class AdapterHubSpelling:
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
         as_another: fields of ours for a config that is written as another class, with the `fixed`
             fields of this method: `LoRAConfig(use_dora=True)`.
-        quirk: model type and placement → what `adapters` computes instead, None if the same.
         convention: model type and config → the config with the conventions in which `adapters`
             computes it in such a model.
         fusion: the fields that the config of a fusion has, in which `adapters` computes one of
@@ -189,7 +188,6 @@ class AdapterHubSpelling:
     joins: Callable[[AdapterConfig, AdapterConfig], bool] = lambda _config, _other: False
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
-    quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
     fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
 

@@ -142,6 +142,15 @@ def another_task_class(model, folder):
         words.delete_adapter("a")
 
 
+@row("an adapter with a named head, loaded")
+def named_head_into_a_task_class(model, folder):
+    with_head(model, folder)
+    words = init(BertForMaskedLM(tiny_config("bert")))
+    with pytest.warns(UserWarning, match="head"):
+        words.load_adapter(folder)
+    assert "a" in words.adapters_config
+
+
 @row("names such as")
 def names_are_folders(model, folder):
     for name in ("a.b", "a/b"):

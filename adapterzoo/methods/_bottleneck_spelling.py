@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
@@ -130,13 +130,6 @@ _SHARED = Container(
 # --- what adapters 1.3 computes otherwise than its documentation says, seen in its sources ---
 
 
-def _quirk(model_type: str, placement: Placement) -> str | None:
-    """Return what `adapters` computes instead at a place of such a model."""
-    if model_type == "xmod" and placement.config.to_dict()["original_ln_before"]:
-        return "in a model without its language adapters, which it removes"
-    return None
-
-
 def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
     """Return the config with the place that its bottlenecks have in such a model."""
     values = config.to_dict()
@@ -174,7 +167,6 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         read_fields=_read_fields,
         unsayable=_unsayable,
         joins=_joins,
-        quirk=_quirk,
         convention=_convention,
         fusion=_fusion,
     )

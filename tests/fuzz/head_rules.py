@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from world import NAMES, World, head_values, same
 
-from adapterzoo import AdapterSetup, BatchSplit
+from adapterzoo import AdapterSetup, Split
 
 _TEXT = ("classification", "multilabel", "regression", "tagging", "qa")
 KINDS = {
@@ -100,10 +100,10 @@ class HeadRules(World):
     @precondition(lambda self: self.started and self.ledger.heads)
     @rule(data=st.data())
     def choose_a_composition(self, data: Any) -> None:
-        """Which rows a head answers is said by adapters, not by a composition of heads."""
+        """Compositions of heads divide a batch; what combines outputs is for adapters alone."""
         name = data.draw(st.sampled_from(list(self.ledger.heads)))
-        setup = BatchSplit(name, name, batch_sizes=[1, 2])
-        self.refused("active_head = BatchSplit", lambda: setattr(self.model, "active_head", setup))
+        setup = Split(name, name, splits=[1, 2])
+        self.refused("active_head = Split", lambda: setattr(self.model, "active_head", setup))
 
     @precondition(lambda self: self.started and self.ledger.heads)
     @rule(data=st.data())

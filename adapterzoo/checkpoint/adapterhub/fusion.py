@@ -29,8 +29,7 @@ from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
-from .names import BlockLocation, find_location, layout_of, location_of, name_of
-from .read import refuse_quirks
+from .names import BlockLocation, check_base, find_location, layout_of, location_of, name_of
 from .write import check_convention
 
 CONFIG = "adapter_fusion_config.json"
@@ -178,9 +177,9 @@ def _places(
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}
+    check_base(info)
     for config in fused:
         places = places_of(config, info.anatomy)
-        refuse_quirks(info, [place.placement for place in places])
         for member in config.members:
             check_convention(info, member)
         for place in places:

@@ -15,12 +15,19 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.places import Place, places_of, shared_key
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubFile, Container, Tensors, adapterhub_spellings
 
 from .config import joined, read_config, spelling_of
-from .names import PART_ORDER, BlockLocation, find_layer_site, find_location, location_of
+from .names import (
+    PART_ORDER,
+    BlockLocation,
+    check_base,
+    find_layer_site,
+    find_location,
+    location_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ def read_adapter(
         CheckpointError: there is no such method here, or a tensor is not what it should be.
         SiteError: the model lacks a site that the config asks for.
     """
+    check_base(info)
     words = frozenset(word for key in tensors for word in key.split("."))
     config = read_config(metadata, AdapterHubFile(metadata.get("version"), words))
     members: Sequence[AdapterConfig] = config.members
@@ -80,7 +88,6 @@ def read_adapter(
     config = joined([spelling_of(m).convention(info.model_type, m) for m in members])
     members = config.members
     places = places_of(config, info.anatomy)
-    refuse_quirks(info, [place.placement for place in places])
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
     for place in places:
         for container in spelling_of(place.placement.config).containers:
@@ -182,21 +189,4 @@ def check_fused(places: Sequence[Place]) -> None:
                 f"those of the model: it knows queries, keys and values one under the other, and "
                 f"no parts of a feed-forward layer. Nothing has been done. Train the adapter at "
                 f"other layers, or write {argument('format', 'native')} to save it."
-            )
-
-
-def refuse_quirks(info: ModelInfo, placements: Sequence[Placement]) -> None:
-    """Refuse an adapter with which `adapters` computes something else than its config says.
-
-    Raises:
-        CheckpointError: it does so for this method in this family.
-    """
-    for placement in placements:
-        what = spelling_of(placement.config).quirk(info.model_type, placement)
-        if what is not None:
-            raise CheckpointError(
-                f"for {info.model_type} models, adapters computes this adapter {what}, so the same "
-                f"tensors give different outputs. Nothing has been done. Train it "
-                f"again where it will run, or write "
-                f"{argument('format', 'native')} to save one of this library."
             )

@@ -15,8 +15,8 @@ from adapterzoo.errors import argument
 from adapterzoo.spelling import Container, Tensors
 
 from .config import joined, spelling_of, unsayable, write_config
-from .names import PART_ORDER, below_model, layout_of, location_of, name_of
-from .read import check_fused, refuse_quirks
+from .names import PART_ORDER, below_model, check_base, layout_of, location_of, name_of
+from .read import check_fused
 
 
 def write_adapter(
@@ -27,13 +27,13 @@ def write_adapter(
     Raises:
         CheckpointError: `adapters` does not have the family, the method or the places.
     """
+    check_base(info)
     for member in config.members:
         check_convention(info, member)
     layout = layout_of(info)
     members = [_as_flags(info, member) for member in config.members]
     written = write_config(joined([_swapped(m) for m in members] if layout.swapped else members))
     places = places_of(joined(members), info.anatomy)
-    refuse_quirks(info, [place.placement for place in places])
     by_path: dict[str, tuple[Container, list[Place]]] = {}
     for place in places:
         for container in spelling_of(place.placement.config).containers:
