@@ -52,6 +52,10 @@ class _Processor:
 
         self.feature_extractor = _feature_extractor()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        # what the pipeline asks of Whisper's own tokenizer: the text, and nothing optional
+        self.tokenizer._decode_asr = lambda found, **_: (
+            self.tokenizer.batch_decode(found[0]["tokens"])[0], {},
+        )  # fmt: skip
 
     def get_decoder_prompt_ids(self, **_: Any) -> None:
         """None are forced: the tiny vocabulary has no languages."""

@@ -57,8 +57,9 @@ def _run_one(peer: Path, what: str, name: str, seconds: int) -> dict[str, Any]:
         steps = _steps(name) if what == "scripts" else [(name, False)]
         for step in steps:
             outcome = _child(peer, what, step, Path(scratch), seconds)
+            facts = outcome.pop("facts")
             if step[0] == name:
-                _merge(line["facts"], outcome.pop("facts"))
+                _merge(line["facts"], facts)
             line |= outcome
             if line["failures"]:
                 break

@@ -73,7 +73,7 @@ _SPLITS = ("train", "validation", "test", "validation_matched")
 
 # what notebooks write of a GPU, of the rows of a data set and of Qwen's vocabulary
 _HERE = {
-    '"cuda"': '"cpu"', "torch.cuda.amp.autocast()": "torch.autocast('cpu')",
+    '"cuda"': '"cpu"', "torch.cuda.amp.autocast()": "torch.autocast('cpu', torch.float16)",
     "range(1000)": f"range({_ROWS})", "range(0,32)": f"range({_ROWS})", "151645": "1",
 }  # fmt: skip
 
@@ -222,7 +222,10 @@ class Hub:
                 value, features[column] = _cell(column, kind, sentence, draw)
                 row[column] = value
             rows.append(row)
-        return datasets.Dataset.from_list(rows, features=datasets.Features(features))
+        made = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+        # decoded sounds are arrays
+        sounds = [column for column, kind in columns.items() if kind == "audio"]
+        return made.with_format("numpy", sounds, output_all_columns=True) if sounds else made
 
 
 def _rename_head(folder: Path, name: str, new: str) -> None:
