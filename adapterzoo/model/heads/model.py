@@ -324,7 +324,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             input_ids: `[batch, tokens]`, in which pooling finds padding and ends of sequences.
             logits_to_keep: number of last tokens, or positions, to compute logits for; 0: all.
             num_items_in_batch: divides the sum of the losses; None: the labels of this batch.
-            **kwargs: labels and other arguments of heads: tensors, or dicts by names of heads.
+            **kwargs: arguments of heads, or dicts of them by head; `inputs`: those of `forward`.
 
         Returns:
             The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
