@@ -1,7 +1,6 @@
 """Adapters by name: make, install and remove them.
 
-Only `install` and `remove` put an adapter into a model and take it out; every other function adds
-or replaces adapters with `bring_in`.
+Only `install` and `remove` change a model; every other function adds adapters with `bring_in`.
 """
 
 from __future__ import annotations
@@ -351,7 +350,7 @@ def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
 
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
-    """Return the modules of an adapter: `{block number: {location: module}}`."""
+    """Return the modules of an adapter with tensors: `{block number: {location: module}}`."""
     records = model._adapter_state.records
     if isinstance(name, str) and name not in records:
         # scripts ask in this way whether an adapter is there
@@ -359,7 +358,8 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
         return {}
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
-    for path, module in modules_of(model, name):
+    held = ((p, m) for p, m in modules_of(model, name) if m.state_dict(keep_vars=True))
+    for path, module in held:
         if not places[path]:
             found[-1] = {"shared": [module]}
         for placement in places[path]:

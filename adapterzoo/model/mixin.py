@@ -96,8 +96,8 @@ class AdapterModelMixin:
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
-        Where one location holds several modules they come as a `ModuleList`. An unknown adapter
-        has none.
+        Only modules with tensors are listed. Where one location holds several they come as a
+        `ModuleList`. An unknown adapter has none.
 
         Warns:
             UserWarning: the adapter is unknown.
