@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PredictionHead,
         QuestionAnsweringHead,
         TaggingHead,
+        TaskHead,
     )
     from .hub import AdapterInfo, adapter_info, list_adapters
     from .methods.boft import BOFTConfig
@@ -89,6 +90,7 @@ _HOMES = {
     "Split": "composition",
     "Stack": "composition",
     "TaggingHead": "heads",
+    "TaskHead": "heads",
     "adapter_info": "hub",
     "init": "model",
     "list_adapters": "hub",
@@ -177,6 +179,7 @@ __all__ = [
     "Stack",
     "StaticAdapterFusionConfig",
     "TaggingHead",
+    "TaskHead",
     "UniPELTConfig",
     "VeraConfig",
     "adapter_info",

@@ -131,6 +131,9 @@ def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Bloc
     path = table
     if path is None:
         path = before[0] if before else None
+        # a table that the model does not call its own may embed anything, or nothing
+        if path is not None and isinstance(tree.modules[path], nn.Embedding):
+            return None
     while path is not None and parent(path) != owner:
         path = parent(path)
     if path not in before:
