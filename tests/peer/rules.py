@@ -115,6 +115,11 @@ RULES = (
     ),
     Rule(
         "documented",
+        "a native checkpoint has the head in the adapter's file, so there is no `head_config.json`",
+        line=r"head_config\.json",
+    ),
+    Rule(
+        "documented",
         "layers of adapters are visited by `model.adapter_modules(name)`",
         error=r"has no attribute 'apply_to_adapter_layers'",
     ),
