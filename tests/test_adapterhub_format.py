@@ -434,6 +434,14 @@ def test_the_feed_forward_layers_have_each_others_names_in_llama(tiny, tmp_path)
     assert other.adapters_config["a"] == model.adapters_config["a"]
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_ia3_of_the_paper_cannot_be_said_in_any_family(tiny, tmp_path, family):
+    model = tiny(family)
+    model.add_adapter("a", "ia3")
+    with refused(model, CheckpointError, "adapters has no convention='paper'", "format='native'"):
+        model.save_adapter(tmp_path, "a", format="adapterhub")
+
+
 # --- methods whose files the peer wrote with padded batches ---
 
 ZOO = [

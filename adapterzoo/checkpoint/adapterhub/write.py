@@ -32,7 +32,10 @@ def write_adapter(
         check_convention(info, member)
     layout = layout_of(info)
     members = [_as_flags(info, member) for member in config.members]
-    written = write_config(joined([_swapped(m) for m in members] if layout.swapped else members))
+    # a config that cannot be said is refused before its fields are exchanged
+    written = write_config(joined(members))
+    if layout.swapped:
+        written = write_config(joined([_swapped(m) for m in members]))
     places = places_of(joined(members), info.anatomy)
     by_path: dict[str, tuple[Container, list[Place]]] = {}
     for place in places:
