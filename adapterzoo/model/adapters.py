@@ -353,7 +353,6 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
     """Return the modules of an adapter with tensors: `{block number: {location: module}}`."""
     records = model._adapter_state.records
     if isinstance(name, str) and name not in records:
-        # scripts ask in this way whether an adapter is there
         warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
         return {}
     places = model._adapter_state.find(name).places
@@ -361,7 +360,8 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
     held = ((p, m) for p, m in modules_of(model, name) if m.state_dict(keep_vars=True))
     for path, module in held:
         if not places[path]:
-            found[-1] = {"shared": [module]}
+            parts = module.items() if isinstance(module, nn.ModuleDict) else [("shared", module)]
+            found[-1] = {key: [part] for key, part in parts}
         for placement in places[path]:
             block = found.setdefault(placement.site.layer, {})
             at = block.setdefault(placement.location or str(placement.site.role), [])

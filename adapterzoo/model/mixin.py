@@ -97,7 +97,7 @@ class AdapterModelMixin:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
         Only modules with tensors are listed. Where one location holds several they come as a
-        `ModuleList`. An unknown adapter has none.
+        `ModuleList`. An unknown adapter, of which scripts ask in this way, has none.
 
         Warns:
             UserWarning: the adapter is unknown.
