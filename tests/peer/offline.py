@@ -97,6 +97,8 @@ def install(fixtures: Path) -> None:
 
     datasets.load_from_disk = from_disk
     transformers.CLIPConfig.from_text_vision_configs = classmethod(_of_two_configs)
+    # every config of transformers 4 has one
+    transformers.CLIPConfig.eos_token_id = None
 
 
 def _features(row: list[str], tokenizer: Any, length: int) -> InputFeatures:

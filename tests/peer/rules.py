@@ -41,6 +41,11 @@ RULES = (
         "no heads for the class there; its texts are longer than the model's positions",
         error=r"Sequence length must be less than max_position_embeddings .* 128 and .* 77",
     ),
+    Rule(
+        "skipped",
+        "no heads for the class there",
+        error=r"'CLIP\w+' object has no attribute 'add_\w+_head'",
+    ),
     # --- environment ---
     Rule(
         "environment",
