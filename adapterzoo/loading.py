@@ -21,7 +21,8 @@ class WeightsLoader(ABC):
     """Saves and loads parameters of a model that belong to neither an adapter nor a head.
 
     A subclass chooses them by their names in `model.state_dict()`, and is given to the methods that
-    save and load adapters: `model.save_adapter(folder, "a", custom_weights_loaders=[loader])`.
+    save and load adapters: `model.save_adapter(folder, "a", custom_weights_loaders=[loader])`. Its
+    files are not downloaded from the Hub: load them from a folder.
 
     Attributes:
         model: whose parameters are saved.
@@ -55,18 +56,13 @@ class WeightsLoader(ABC):
         self.config_name = config_name
         self._pickled_name = weights_name
         self._use_safetensors = use_safetensors
-        for name in self.file_names:
+        for name in (config_name, self.weights_name, weights_name):
             if Path(name).name != name:
                 raise ConfigError(f"{name!r} is not a plain name. Write 'pooler.safetensors'.")
         if config_name in (self.weights_name, weights_name):
             raise ConfigError(
                 f"config_name={config_name!r} is the file of the tensors too. Write another name."
             )
-
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """The files to read, of which some may be missing."""
-        return self.config_name, *dict.fromkeys((self.weights_name, self._pickled_name))
 
     @abstractmethod
     def filter_func(self, name: str) -> Callable[[str], bool]:

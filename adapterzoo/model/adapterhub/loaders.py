@@ -39,11 +39,6 @@ def check(model: AdaptedModel, loaders: Sequence[Any] | None) -> tuple[Any, ...]
     return tuple(loaders or ())
 
 
-def file_names(loaders: Sequence[Any]) -> tuple[str, ...]:
-    """Return the files that loaders may read, for the download of a folder."""
-    return tuple(name for loader in loaders for name in getattr(loader, "file_names", ()))
-
-
 def save(loaders: Sequence[Any], folder: str | os.PathLike[str], name: str) -> None:
     """Let each loader save its weights.
 
