@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .checkpoint import files, fit, folders
 from .errors import CheckpointError, ConfigError, names_call
+from .model.adapterhub.arguments import report
 
 __all__ = ["WeightsLoader"]
 
@@ -152,8 +153,7 @@ class WeightsLoader(ABC):
         own = self._own(name)
         fit.check_fit(type(self.model).__name__, renamed, own, None)
         fit.fill(self.model, renamed)
-        for key in ("missing_keys", "unexpected_keys"):
-            (loading_info if loading_info is not None else {}).setdefault(key, [])
+        report(loading_info)
         return str(folder), name
 
     def _own(self, name: str) -> dict[str, Tensor]:

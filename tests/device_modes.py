@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from device_steps import (
@@ -31,7 +30,7 @@ from device_steps import (
     train,
     truth,
 )
-from pretend_gpus import DEVICES, pretend_gpus, replicate_module
+from pretend_gpus import DEVICES, pretend_gpus, replicas_on_cpu, replicate_module
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -207,14 +206,7 @@ def replica(method: str, dtype: torch.dtype) -> None:
     model = subject(method, dtype, layers=1)
 
     def parallel(**inputs: Tensor) -> Any:
-        with mock.patch.multiple(
-            replicate_module,
-            _broadcast_coalesced_reshape=lambda tensors, devices, detach=False: [
-                [(t.detach() if detach else t).clone() for t in tensors] for _ in devices
-            ],
-            _get_device_index=lambda device, *_: device,
-        ):
-            replicas = replicate_module.replicate(model, [0, 1])
+        replicas = replicas_on_cpu(model)
         outs = [r(**part(inputs, i, 2)) for i, r in enumerate(replicas)]
         loss = torch.stack([out.loss for out in outs]).mean()
         return SimpleNamespace(loss=loss, logits=torch.cat([out.logits for out in outs]))

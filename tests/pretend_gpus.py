@@ -194,3 +194,15 @@ def main():
 
 if __name__ == "__main__":
     main()
+
+
+def replicas_on_cpu(model: nn.Module) -> list[nn.Module]:
+    """Two replicas as DataParallel makes them, with numbers of their own on the CPU."""
+    with mock.patch.multiple(
+        replicate_module,
+        _broadcast_coalesced_reshape=lambda tensors, devices, detach=False: [
+            [(t.detach() if detach else t).clone() for t in tensors] for _ in devices
+        ],
+        _get_device_index=lambda device, *_: device,
+    ):
+        return replicate_module.replicate(model, [0, 1])

@@ -5,23 +5,13 @@ import shutil
 import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
+from graphs import Counting
 from snapshots import of_adapter, stir
 from transformers import AutoModel
 from variants import VARIANTS
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, init
 from adapterzoo.inject import recorded
-
-
-class Counting:
-    """Runs the graph as it is, and counts how often it was asked."""
-
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, example_inputs):
-        self.graphs += 1
-        return graph.forward
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from unittest import mock
-
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from graphs import Counting
+from pretend_gpus import replicas_on_cpu
 from snapshots import stir
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, MultiTask
 
-replicate_module = importlib.import_module("torch.nn.parallel.replicate")
 IDS = [2, 0, 1, 0]
 METHODS = {
     "mtl_lora": dict.fromkeys("abc", "mtl_lora[r=4,alpha=8,n_up_projection=2]"),
@@ -61,15 +59,6 @@ def same(found, expected):
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
 
 
-class Counting:
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, example_inputs):
-        self.graphs += 1
-        return graph.forward
-
-
 @EACH
 def test_a_call_with_tasks_compiles(configs):
     torch._dynamo.reset()
@@ -110,14 +99,7 @@ def test_each_replica_has_the_tasks_of_its_rows(configs):
     expected = gradients(model, model, task_ids=torch.tensor(IDS))
 
     def parallel(**inputs):
-        with mock.patch.multiple(
-            replicate_module,
-            _broadcast_coalesced_reshape=lambda tensors, devices, detach=False: [
-                [(t.detach() if detach else t).clone() for t in tensors] for _ in devices
-            ],
-            _get_device_index=lambda device, *_: device,
-        ):
-            replicas = replicate_module.replicate(model, [0, 1])
+        replicas = replicas_on_cpu(model)
         parts = [{k: t[2 * i : 2 * i + 2] for k, t in inputs.items()} for i in range(2)]
         outs = [replica(**part) for replica, part in zip(replicas, parts, strict=True)]
         return type(outs[0])(loss=torch.stack([out.loss for out in outs]).mean())

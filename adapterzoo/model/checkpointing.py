@@ -61,29 +61,21 @@ def save_adapter(
     with_head: bool = True,
     meta: Mapping[str, Any] | None = None,
     format: str = "native",
+    beside: bool = False,
 ) -> None:
-    """Save an adapter and its head to a folder; warn if embeddings beside it are trained too."""
-    embeddings = model._adapter_state.embeddings
-    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
-    own = (p for _, module in modules_of(model, name) for p in module.parameters())
-    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
-        warnings.warn(
-            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
-            f"Write save_embeddings(folder, {embeddings!r}) too.",
-            stacklevel=2,
-        )
-    write_adapter(model, folder, name, with_head, meta, format)
+    """Save an adapter and its head to a folder.
 
-
-def write_adapter(
-    model: AdaptedModel,
-    folder: StrPath,
-    name: str,
-    with_head: bool = True,
-    meta: Mapping[str, Any] | None = None,
-    format: str = "native",
-) -> None:
-    """Write an adapter and its head to a folder."""
+    Args:
+        model: with adapters.
+        folder: created if missing.
+        name: of the adapter.
+        with_head: whether to save its head.
+        meta: JSON values; None: those that the adapter was loaded with.
+        format: of the files.
+        beside: whether the caller saves trained embeddings too; if not, there is a warning.
+    """
+    if not beside:
+        _warn_of_embeddings(model, name)
     strategy = model._head_strategy
     record = model._adapter_state.find(name)
     documents.check_meta(meta)
@@ -103,6 +95,19 @@ def write_adapter(
         document["embeddings"] = embeddings
     stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
     documents.write(model, folder, stored, "adapter", format)
+
+
+def _warn_of_embeddings(model: AdaptedModel, name: str) -> None:
+    """Warn if named embeddings are trained with an adapter, whose file does not have them."""
+    embeddings = model._adapter_state.embeddings
+    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
+    own = (p for _, module in modules_of(model, name) for p in module.parameters())
+    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
+        warnings.warn(
+            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
+            f"Write save_embeddings(folder, {embeddings!r}) too.",
+            stacklevel=3,
+        )
 
 
 def load_adapter(
@@ -203,7 +208,7 @@ def fitting(
             warn_of_loss()
         warn()
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
-        arguments.report(asked)
+        arguments.report(asked.loading_info)
 
     return name, enter
 
@@ -384,6 +389,6 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
     if enter_head is not None:
         enter_head()
     warn()
-    arguments.report(asked)
+    arguments.report(asked.loading_info)
     loaders.load(asked, Path(folder), fuse.name)
     return fuse.name

@@ -56,7 +56,7 @@ def save(model: AdaptedModel, folder: Path) -> None:
     """
     state, heads = model._adapter_state, model._head_strategy.saved_names()
     for name in state.records:
-        checkpointing.write_adapter(model, folder / name, name, with_head=name in heads)
+        checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
     for name in _apart(model):
         head_files.save(model, folder / _folder_of(name), name)
     for name, fusion in state.fusions.items():

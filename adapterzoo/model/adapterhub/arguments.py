@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
@@ -102,11 +103,11 @@ def compare(asked: LoadOptions, config: AdapterConfig, model_name: object) -> No
         )
 
 
-def report(asked: LoadOptions) -> None:
+def report(loading_info: dict[str, Any] | None) -> None:
     """Fill the dict in which `adapters` lists what did not fit; a difference is an error here."""
-    if asked.loading_info is not None:
+    if loading_info is not None:
         for key in ("missing_keys", "unexpected_keys"):
-            asked.loading_info.setdefault(key, [])
+            loading_info.setdefault(key, [])
 
 
 def _warn(text: str) -> None:

@@ -66,7 +66,7 @@ def fitting(
     def enter() -> None:
         enter_head()
         warn()
-        arguments.report(asked)
+        arguments.report(asked.loading_info)
 
     return name, enter
 
