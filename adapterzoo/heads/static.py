@@ -21,6 +21,7 @@ from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
 from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types
+from ._call import HeadCall
 from ._layers import COUNT
 from ._losses import Count, Logits
 
@@ -93,7 +94,7 @@ class TaskHead(PredictionHead):
     """
 
     averages_itself: ClassVar[bool] = True
-
+    calls_base: ClassVar[bool] = True
     config: StaticConfig
 
     def __init__(
@@ -112,15 +113,12 @@ class TaskHead(PredictionHead):
         self.output_path = output_path
         self.is_tied = is_tied
         self.facts = {name: value for name, value in vars(task).items() if name not in held}
-        self._modules.update(task._modules)
+        for kind in held:
+            getattr(self, kind).update(getattr(task, kind))
         del self._modules[base_name]
-        self._parameters.update(task._parameters)
-        self._buffers.update(task._buffers)
         self._non_persistent_buffers_set |= task._non_persistent_buffers_set
         own = [*self.named_parameters(remove_duplicate=False)]
-        first: dict[int, str] = {}
-        for key, parameter in own:
-            first.setdefault(id(parameter), key)
+        first = {id(parameter): key for key, parameter in reversed(own)}
         self.aliases = {key: first[id(p)] for key, p in own if first[id(p)] != key}
 
     def around(self, base: Callable[..., Any] | None) -> nn.Module:
@@ -143,6 +141,10 @@ class TaskHead(PredictionHead):
             inputs: arguments of the forward of the class, with labels if there are any.
         """
         return self.around(base)(**inputs)
+
+    def answer(self, call: HeadCall) -> Any:
+        """Return the output of the class."""
+        return self(call.base, call.arguments(self.task_class.forward))
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Refuse: the class computes its loss in `forward`.
