@@ -1,8 +1,7 @@
 """The head of a task class of transformers as it is, where no other type of head equals it.
 
-output = f(base; x, layers), with f the forward of the task class. The head has the layers of the
-class, and the class computes with them around the base model of this model: its own pooling,
-activations and loss.
+output = f(base; x, layers): f, the forward of the task class, computes with the layers of the head
+around the base model of this model, with its own pooling, activations and loss.
 
 Differs from AdapterHub: there, such a head works only in the task class itself.
 """
@@ -38,8 +37,7 @@ class StaticConfig(HeadConfig):
         model_class: name of the class in transformers.
         label_names: arguments of its forward that hold labels.
         num_labels: number of classes; None if its tensors do not depend on it.
-        fields: of the transformers config, where the head's differ from those of the model; None:
-            nowhere.
+        fields: of the transformers config, where they differ from the model's; None: nowhere.
         tie_word_embeddings: as of language modeling heads.
     """
 
@@ -129,7 +127,9 @@ class TaskHead(PredictionHead):
         """
         made = self.task_class.__new__(self.task_class)
         children: Any = self._modules if base is None else {**self._modules, self.base_name: base}
-        vars(made).update(self.facts, training=self.training, _modules=children)
+        # a replica of DataParallel has its parameters as plain attributes
+        copied = vars(self).get("_former_parameters", {})
+        vars(made).update(self.facts | copied, training=self.training, _modules=children)
         vars(made).update(_parameters=self._parameters, _buffers=self._buffers)
         return made
 
