@@ -146,13 +146,20 @@ class Static:
             InexpressibleError: the values of `label2id` are not numbers.
         """
         names = self.config.get("label2id")
-        if not isinstance(names, Mapping) or len(names) != count:
-            return None
-        try:
-            return {str(label): int(number) for label, number in names.items()}
-        except (TypeError, ValueError) as error:
-            shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*names.items()][:10])
-            raise InexpressibleError(f"its config has label2id={{{shown}}}") from error
+        return label_numbers(names) if isinstance(names, Mapping) and len(names) == count else None
+
+
+def label_numbers(label2id: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the `label2id` of a transformers config with its numbers as integers.
+
+    Raises:
+        InexpressibleError: a value is not a number.
+    """
+    try:
+        return {str(label): int(number) for label, number in label2id.items()}
+    except (OverflowError, TypeError, ValueError) as error:
+        shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*label2id.items()][:10])
+        raise InexpressibleError(f"its config has label2id={{{shown}}}") from error
 
 
 def _role(path: str) -> str:
