@@ -138,10 +138,19 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         strategy.fill(self.lora_A, a, "lora_A")
         strategy.fill(self.lora_B, b, "lora_B")
 
+    @property
+    def delta_w(self) -> Tensor:
+        """The update without s, B A, `[d_out, d_in]`."""
+        return self.product(self.lora_B.dtype)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """Return B A, `[d_out, d_in]`, in the dtype, also under autocast."""
+        with exactly(self.lora_A.device):
+            return self.lora_B.to(dtype) @ self.lora_A.to(dtype)
+
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return the update s · B A, `[d_out, d_in]`, in the dtype, also under autocast."""
-        with exactly(self.lora_A.device):
-            return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
+        return self.scaling * self.product(dtype)
 
     def extra_repr(self) -> str:
         """Return widths, rank and scaling."""
