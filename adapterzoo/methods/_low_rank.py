@@ -144,11 +144,20 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         """Return A and B of the whole update."""
         return self.lora_A, self.lora_B
 
-    def delta(self, dtype: torch.dtype) -> Tensor:
-        """Return the update s · B A, `[d_out, d_in]`, in the dtype, also under autocast."""
+    @property
+    def delta_w(self) -> Tensor:
+        """The update without s, B A, `[d_out, d_in]`."""
+        return self.product(self.lora_B.dtype)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """Return B A, `[d_out, d_in]`, in the dtype, also under autocast."""
         a, b = self.whole_factors()
         with exactly(a.device):
-            return self.scaling * (b.to(dtype) @ a.to(dtype))
+            return b.to(dtype) @ a.to(dtype)
+
+    def delta(self, dtype: torch.dtype) -> Tensor:
+        """Return the update s · B A, `[d_out, d_in]`, in the dtype, also under autocast."""
+        return self.scaling * self.product(dtype)
 
     def extra_repr(self) -> str:
         """Return widths, rank and scaling."""
