@@ -167,6 +167,15 @@ class AdapterConfig(Config):
             SiteError: the model, or one of its blocks, lacks the sites.
         """
 
+    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return the placements, and those of what is trained beside the adapters.
+
+        Raises:
+            ConfigError: something would be trained in two ways.
+            SiteError: the model, or one of its blocks, lacks the sites.
+        """
+        return self.placements(anatomy)
+
     @abstractmethod
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Return a fresh adapter for the site, its parameters on the device and of the dtype.
@@ -331,6 +340,10 @@ class ConfigUnion(AdapterConfig):
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of all members, in their order."""
         return [placement for config in self.configs for placement in config.placements(anatomy)]
+
+    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return those of all members, in their order."""
+        return [p for config in self.configs for p in config.all_placements(anatomy)]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Raise: each placement of a union names the member that builds it."""

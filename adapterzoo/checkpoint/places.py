@@ -57,7 +57,7 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
         SiteError: the model has no place that the config asks for.
     """
     by_path: dict[str, list[Placement]] = {}
-    for placement in config.placements(anatomy):
+    for placement in config.all_placements(anatomy):
         by_path.setdefault(placement.site.path, []).append(placement)
     found: list[Place] = []
     for path, placements in by_path.items():
