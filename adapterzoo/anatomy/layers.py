@@ -31,9 +31,7 @@ def other_layers_of(
     return tuple(found)
 
 
-def biases_of(
-    tree: Tree, blocks: Sequence[Block]
-) -> tuple[tuple[Site, ...], tuple[str, ...]]:
+def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tuple[str, ...]]:
     """Return the layers whose output is a sum with their bias, and paths of others with a bias."""
     found, others = [], []
     for path, module in tree.modules.items():
