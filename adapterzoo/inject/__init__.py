@@ -18,6 +18,7 @@ from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
     BaseLayer,
+    InputStatistics,
     PositionAdapter,
     PromptAdapter,
 )
@@ -253,16 +254,24 @@ def release_input(module: nn.Module, reader: str, name: str) -> None:
         restore(module)
 
 
-def init_from_layer(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
+def init_from_layer(
+    layer: nn.Module,
+    adapter: Adapter,
+    originals: Mapping[str, Tensor],
+    inputs: InputStatistics | None = None,
+) -> None:
     """Initialize a new adapter from the layer that it will be added to.
 
     Args:
         layer: the layer.
         adapter: not yet added.
         originals: parameters of the layer as they were before adapters were merged into it.
+        inputs: of the layer, if its initial values need them.
     """
     for (part,), base in _beside(layer, (adapter,), originals):
         part.init_from_layer(base)
+        if inputs is not None:
+            part.init_from_inputs(inputs, base)
 
 
 def combine(
