@@ -75,6 +75,11 @@ class BaseLayer(ABC):
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether calling the layer includes other adapters."""
+        return False
+
+    @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
 
@@ -368,6 +373,23 @@ class PositionAdapter(Adapter):
     """An adapter that changes position numbers: `forward` calls `base` with the new ones."""
 
     acts_on = "input"
+
+
+class LanguageFreeAdapter(Adapter):
+    """An adapter in the place of a block's language adapters, which do not act.
+
+    Its input is the stream that they would read; in a `Stack` the first adapter acts first, and the
+    last one returns what the language adapters would have returned.
+
+    Attributes:
+        is_base: whether it only leaves them out, so that it does nothing beside another one.
+        joining: the configs of adapters that can act with it.
+    """
+
+    acts_on = "input"
+    stacks_only = "a base model without its language adapters"
+    is_base: ClassVar[bool] = False
+    joining: ClassVar[str]
 
 
 Joins: TypeAlias = Literal["inputs", "embeddings"]

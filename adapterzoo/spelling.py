@@ -167,6 +167,8 @@ class AdapterHubSpelling:
             fields of this method: `LoRAConfig(use_dora=True)`.
         convention: model type and config → the config with the conventions in which `adapters`
             computes it in such a model.
+        added: configs and anatomy → the config that an adapter of these configs has besides in
+            `adapters`, whose files do not name it; None: it has none.
         fusion: the fields that the config of a fusion has, in which `adapters` computes one of
             adapters of which the last has this config; its files lack them.
     """
@@ -189,7 +191,15 @@ class AdapterHubSpelling:
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
+    added: Callable[[Sequence[AdapterConfig], Anatomy], AdapterConfig | None] = (
+        lambda _configs, _anatomy: None
+    )
     fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
+
+    @property
+    def is_added(self) -> bool:
+        """Whether no file names it, but `added` does."""
+        return not self.containers
 
     @property
     def strictness(self) -> tuple[int, int]:

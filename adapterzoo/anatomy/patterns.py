@@ -133,6 +133,7 @@ class Row:
         apart: sub-layers whose output is not simply added to the stream; `note` says how the two
             meet.
         states: what the output of a block is, if not one state for each token of each row.
+        languages: the module that ends in language adapters.
         outside: whether the class only looks like a block.
         note: why there are no stream sites, or an explanation of `mixed` and `apart`.
     """
@@ -150,6 +151,7 @@ class Row:
     mixed: frozenset[SubLayerKind] = frozenset()
     apart: frozenset[SubLayerKind] = frozenset()
     states: str = ""
+    languages: str = ""
     outside: bool = False
     note: str = ""
 
@@ -385,6 +387,14 @@ ARCHITECTURES: Mapping[str, Row] = {
             r"attention\.self_attn_layer_norm": ("pre", "attention"),
             r"LayerNorm": ("pre", "mlp"),
         }
+    ),
+    "xmod": Row(
+        post_norm="!pre_norm",
+        norms={
+            r"attention\.output\.LayerNorm": ("at", "attention"),
+            r"output\.LayerNorm": ("at", "mlp"),
+        },
+        languages="output",
     ),
     "zaya": Row(
         roles={

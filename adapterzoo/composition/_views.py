@@ -54,6 +54,11 @@ class Around(BaseLayer):
         return self._inner.residual
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether calling it includes other adapters."""
+        return self._inner.is_adapted
+
+    @property
     def call(self) -> StackCall:
         """The call of the encoder or decoder."""
         return self._inner.call
@@ -95,6 +100,11 @@ class Nested(Around):
         """Return the output with the adapters."""
         adapted: Tensor = self._adapter(x, self._inner)
         return adapted
+
+    @property
+    def is_adapted(self) -> bool:
+        """True."""
+        return True
 
 
 class Whole:

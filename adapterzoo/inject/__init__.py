@@ -18,6 +18,7 @@ from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
     BaseLayer,
+    LanguageFreeAdapter,
     PositionAdapter,
     PromptAdapter,
 )
@@ -50,6 +51,7 @@ from .containers import (
 )
 from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
+from .languages import AdaptedLanguages
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .positions import AdaptedPositions
 from .views import matrix, put_slice, stores_transposed, take_slice
@@ -130,6 +132,8 @@ def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
         return AdaptedAttention
     if isinstance(adapter, PositionAdapter):
         return AdaptedPositions
+    if isinstance(adapter, LanguageFreeAdapter):
+        return AdaptedLanguages
     prompts = (m for m in adapter.modules() if isinstance(m, PromptAdapter))
     return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
 

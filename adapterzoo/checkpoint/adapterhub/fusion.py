@@ -29,7 +29,7 @@ from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
-from .names import BlockLocation, check_base, find_location, layout_of, location_of, name_of
+from .names import BlockLocation, find_location, layout_of, location_of, name_of
 from .write import check_convention
 
 CONFIG = "adapter_fusion_config.json"
@@ -177,7 +177,6 @@ def _places(
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}
-    check_base(info)
     for config in fused:
         places = places_of(config, info.anatomy)
         for member in config.members:

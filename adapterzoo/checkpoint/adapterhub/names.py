@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place
-from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.errors import listing
 from adapterzoo.spelling import Container
 
 BlockLocation = tuple[int, str]
@@ -35,7 +35,6 @@ class Layout:
         swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
             and `output_lora` for the first.
         entry: path of the module with the entry's tensors, if not the model or its encoder.
-        removes: what `adapters` removes from such models, for any method.
     """
 
     sublayers: Mapping[SubLayerKind, str]
@@ -43,7 +42,6 @@ class Layout:
     layers: Mapping[Role, str] = field(default_factory=dict)
     swapped: bool = False
     entry: str = ""
-    removes: str = ""
 
 
 _HUNG_IN = Layout(
@@ -99,7 +97,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "whisper": _HUNG_IN,
     "xlm-roberta": _BERT,
-    "xmod": replace(_BERT, removes="language adapters"),
+    "xmod": _BERT,
 }
 
 _KINDS: Mapping[str, SubLayerKind] = {
@@ -124,22 +122,6 @@ def layout_of(info: ModelInfo) -> Layout:
             f"names for {listing(sorted(LAYOUTS), limit=30)}"
         )
     return layout
-
-
-def check_base(info: ModelInfo) -> None:
-    """Refuse models that `adapters` changes, where equal tensors give other outputs.
-
-    Raises:
-        CheckpointError: it changes such models.
-    """
-    layout = LAYOUTS.get(info.model_type)
-    if layout is not None and layout.removes:
-        raise CheckpointError(
-            f"adapters removes the {layout.removes} of {info.model_type} models, which this model "
-            f"has, so the same tensors give different outputs. Nothing has been done. Train the "
-            f"adapter again where it will run, or write {argument('format', 'native')} to save "
-            f"one of this library."
-        )
 
 
 def location_of(container: Container, place: Place) -> BlockLocation | None:
