@@ -56,7 +56,7 @@ class AdapterMethod:
             if member.get("inv_adapter"):
                 found.append(AdapterMethod.invertible)
             spelling = adapterhub_spellings.get(member.architecture)
-            if spelling is not None and spelling.is_added:
+            if spelling is not None and spelling.added:
                 continue
             name = member.architecture if spelling is None else spelling.architecture[0]
             found.append(name or AdapterMethod.bottleneck)

@@ -168,7 +168,7 @@ class AdapterHubSpelling:
         convention: model type and config → the config with the conventions in which `adapters`
             computes it in such a model.
         added: configs and anatomy → the config that an adapter of these configs has besides in
-            `adapters`, whose files do not name it; None: it has none.
+            `adapters`, or None. Files do not name such a method; `added` of others is None.
         fusion: the fields that the config of a fusion has, in which `adapters` computes one of
             adapters of which the last has this config; its files lack them.
     """
@@ -191,15 +191,8 @@ class AdapterHubSpelling:
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
-    added: Callable[[Sequence[AdapterConfig], Anatomy], AdapterConfig | None] = (
-        lambda _configs, _anatomy: None
-    )
+    added: Callable[[Sequence[AdapterConfig], Anatomy], AdapterConfig | None] | None = None
     fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
-
-    @property
-    def is_added(self) -> bool:
-        """Whether no file names it, but `added` does."""
-        return not self.containers
 
     @property
     def strictness(self) -> tuple[int, int]:
@@ -226,7 +219,7 @@ class PeftField:
         check: the legal values.
     """
 
-    default: bool | float
+    default: bool | float | str
     check: Check = FLAG
 
 
@@ -238,12 +231,14 @@ class PeftLayer:
         name: path of the layer in the file.
         site: the layer in this model.
         fields: of PEFT's config; fields of patterns have this layer's values.
+        weight: gives the layer's weight in the model `[d_out, d_in]`; None if it has no values.
         tensors: in PEFT's layout, by our parameter names.
     """
 
     name: str
     site: Site
     fields: Mapping[str, Any]
+    weight: Callable[[], Tensor | None]
     tensors: Tensors = field(default_factory=dict)
 
 

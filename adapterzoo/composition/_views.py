@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,14 +49,19 @@ class Around(BaseLayer):
         return self._inner.padding_idx
 
     @property
+    def is_original(self) -> bool:
+        """Whether no earlier adapter acts."""
+        return self._inner.is_original
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The untouched parameters."""
+        return self._inner.parameters
+
+    @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer."""
         return self._inner.residual
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether calling it includes other adapters."""
-        return self._inner.is_adapted
 
     @property
     def call(self) -> StackCall:
@@ -102,9 +107,9 @@ class Nested(Around):
         return adapted
 
     @property
-    def is_adapted(self) -> bool:
-        """True."""
-        return True
+    def is_original(self) -> bool:
+        """False: the adapter acts."""
+        return False
 
 
 class Whole:

@@ -166,6 +166,6 @@ class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
         inp, norm = base.residual, norm_of(self.path, base)
         add = partial(self.added, instead=instead, base=base)
         r = self.result(x - inp, inp, x, norm, add)
-        if base.is_adapted:
+        if not base.is_original:
             return base(r + inp)
         return norm(r + inp) if self.original_ln_after else r

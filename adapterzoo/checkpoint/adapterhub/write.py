@@ -15,7 +15,14 @@ from adapterzoo.errors import argument
 from adapterzoo.spelling import Container, Tensors
 
 from .config import added, joined, spelling_of, unsayable, write_config
-from .names import PART_ORDER, below_model, layout_of, location_of, name_of
+from .names import (
+    PART_ORDER,
+    below_model,
+    layout_of,
+    location_of,
+    name_of,
+    prefix_of,
+)
 from .read import check_fused
 
 
@@ -41,7 +48,7 @@ def write_adapter(
     for place in places:
         for container in spelling_of(place.placement.config).containers:
             if location_of(container, place) is not None:
-                path = _joined_path(info.prefix, name_of(info, container, place, layout))
+                path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
                 by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
     for path, (container, here) in by_path.items():
@@ -51,7 +58,7 @@ def write_adapter(
         shared = shared_tensors(tensors, number if len(config.members) > 1 else None)
         for container in spelling_of(member).containers if shared else ():
             if container.at == "model":
-                path = _joined_path(info.prefix, below_model(info, container), container.name)
+                path = _joined_path(prefix_of(info), below_model(info, container), container.name)
                 theirs = {
                     f"{path}.{name}.{key}": tensor
                     for key, tensor in container.write(shared, member).items()
@@ -92,7 +99,7 @@ def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterC
     Raises:
         CheckpointError: the adapter does not do it.
     """
-    own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).is_added}
+    own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).added}
     mine = [m for n, m in enumerate(config.members) if n not in own]
     theirs = added([*own.values()], info.anatomy)
     if mine != theirs:
