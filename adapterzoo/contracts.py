@@ -418,6 +418,23 @@ class PositionAdapter(Adapter):
     acts_on = "input"
 
 
+class LanguageFreeAdapter(Adapter):
+    """An adapter in the place of a block's language adapters, which do not act.
+
+    Its input is the stream that they would read; in a `Stack` the first adapter acts first, and the
+    last one returns what the language adapters would have returned.
+
+    Attributes:
+        is_base: whether it only leaves them out, so that it does nothing beside another one.
+        joining: the configs of adapters that can act with it.
+    """
+
+    acts_on = "input"
+    stacks_only = "a base model without its language adapters"
+    is_base: ClassVar[bool] = False
+    joining: ClassVar[str]
+
+
 Joins: TypeAlias = Literal["inputs", "embeddings"]
 """Where added tokens join: at the output of the embedding table, or of the embedding module."""
 

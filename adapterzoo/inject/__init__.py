@@ -19,6 +19,7 @@ from adapterzoo.contracts import (
     AttentionAdapter,
     BaseLayer,
     InputStatistics,
+    LanguageFreeAdapter,
     PositionAdapter,
     PromptAdapter,
 )
@@ -51,6 +52,7 @@ from .containers import (
 )
 from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
+from .languages import AdaptedLanguages
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .positions import AdaptedPositions
 from .views import matrix, put_slice, stores_transposed, take_slice
@@ -131,6 +133,8 @@ def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
         return AdaptedAttention
     if isinstance(adapter, PositionAdapter):
         return AdaptedPositions
+    if isinstance(adapter, LanguageFreeAdapter):
+        return AdaptedLanguages
     prompts = (m for m in adapter.modules() if isinstance(m, PromptAdapter))
     return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
 
