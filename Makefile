@@ -122,7 +122,7 @@ devices: $(VENV)/.test-$(KEY)
 
 # writes the table that tests/test_anatomy.py and tests/test_architectures.py check
 architectures: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS)
+	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS) $(ARGS)
 
 # records again, then kills; tests/mutation/__init__.py describes each step
 mutants: $(VENV)/.test-$(KEY)
