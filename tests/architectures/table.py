@@ -62,7 +62,7 @@ one of the other methods at linear layers, which the cell names. All of them are
 {whole}.
 `bottleneck` is where sub-layers meet the residual stream; `invertible` is `seq_bn_inv`, which also
 needs an entry: a place in front of the first block. `prefix_tuning` sits at the attention,
-`prompt_tuning` at the input tokens, and `reft` at the output of blocks.
+`prompt_tuning` at the input tokens, `reft` at the output of blocks, and `ln_tuning` at the norms.
 """
 
 
@@ -105,14 +105,14 @@ def _widths(configs: list[AdapterConfig]) -> Iterator[AdapterConfig]:
         # sites of every kind in one run, but for those that cannot share a layer
         yield from (ConfigUnion(*configs[:n]) for n in range(len(configs), 1, -1))
     yield first
-    if "target_modules" in fields_of(first):
+    if "attn_matrices" in fields_of(first):
         yield first.replace(target_modules="all-linear")
 
 
 def linear() -> list[str]:
     """The methods at linear layers."""
     found = methods().items()
-    return [name for name, configs in found if "target_modules" in fields_of(configs[-1])]
+    return [name for name, configs in found if "attn_matrices" in fields_of(configs[-1])]
 
 
 def another(model_type: str) -> str:
