@@ -175,24 +175,25 @@ def cell(tiny: TinyModel, configs: Sequence[AdapterConfig]) -> tuple[str, str]:
     Returns:
         (text of a cell, why it is not green)
     """
-    refusal = ""
+    refusal = misfit = ""
     for config in configs:
         try:
             failures = report_on(tiny, config)
         except SiteError as error:
             refusal = refusal or _short(error)
             continue
-        except ConfigError:
+        except ConfigError as error:
+            misfit = misfit or _short(error)
             continue
         except Exception as error:  # noqa: BLE001  whatever a method raises is its failure
             return RED, type(error).__name__
         if failures:
             return RED, ", ".join(dict.fromkeys(f.check for f in failures))
         return (f"{GREEN} some" if refusal else GREEN), refusal
-    return "", refusal
+    return "", refusal or misfit
 
 
-def _short(error: SiteError) -> str:
+def _short(error: SiteError | ConfigError) -> str:
     """What the message says of the model."""
     text = str(error)
     if "no transformer blocks: " in text:
@@ -203,6 +204,8 @@ def _short(error: SiteError) -> str:
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
         ("reads no tokens", "it reads no tokens"),
+        ("no norm matches", "no module is called a norm"),
+        ("called with more than its input", "some norm has two inputs"),
         ("cannot have an adapter at its input", "nothing can stand in front of its first block"),
     ):
         if words in text:
