@@ -132,6 +132,11 @@ RULES = (
     ),
     Rule(
         "documented",
+        "a fused layer has an adapter for each of its parts",
+        error=r"'FusedAdapters' object has no attribute 'delta_w'",
+    ),
+    Rule(
+        "documented",
         "layers of adapters are visited by `model.adapter_modules(name)`",
         error=r"has no attribute 'apply_to_adapter_layers'",
     ),
