@@ -31,6 +31,7 @@ from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
+from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
@@ -197,7 +198,7 @@ def make(
                 f"own or of another model. Write add_adapter(…) of that one."
             )
     by_path: dict[str, list[Placement]] = {}
-    for placement in config.placements(model.anatomy):
+    for placement in config.all_placements(model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
     refuse_own_size(model, "it", by_path)
     layers = {path: layer_at(model._backbone, path) for path in by_path}
@@ -210,6 +211,7 @@ def make(
     }
     for path, module in modules.items():
         inject.check_put(layers[path], path, inject.container_of(module))
+    modules |= token_rows.shared(by_path, modules)
     if shared is not None:
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}
@@ -248,6 +250,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(name)
+    token_rows.update(model)
     list_ties(model, name)
 
 
@@ -273,6 +276,7 @@ def remove(model: AdaptedModel, name: str) -> None:
 def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
+    token_rows.leave(model, name)
     record = state.records.pop(name)
     model._active.forget(name)
     state.plans.clear()

@@ -102,6 +102,8 @@ class AdapterState:
         sharing: name of a group of adapters that share parameters → the adapters.
         plans: cached plans of mixed batches, by the compositions of their rows; cleared when
             adapters are added, removed or moved.
+        outputs: (path of an output layer, adapter) for those that have an adapter's rows of the
+            table that the layer is tied to.
         tied: keys of shared parameters → keys of those that they share, as last told to
             transformers.
         is_base: whether the model is its own base model; None: not known yet.
@@ -120,6 +122,7 @@ class AdapterState:
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     sharing: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
+    outputs: tuple[tuple[str, str], ...] = ()
     tied: dict[str, str] = field(default_factory=dict)
     is_base: bool | None = None
     embeddings: str = DEFAULT_EMBEDDINGS
