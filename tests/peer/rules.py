@@ -85,12 +85,6 @@ RULES = (
     ),
     Rule(
         "internals",
-        "the module of an invertible function, which the test hooks or takes out by hand",
-        error=r"del invertible_adapters\[|AssertionError: 2 != 0",
-        test=r"invertible",
-    ),
-    Rule(
-        "internals",
         "how many modules an adapter consists of",
         line=r"assertEqual\(num_expected_modules, num_found_modules\)",
     ),
