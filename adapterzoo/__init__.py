@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .methods.mam import MAMConfig
     from .methods.miss import MissConfig
     from .methods.mtl_lora import MTLLoRAConfig
+    from .methods.no_language_adapters import NoLanguageAdaptersConfig
     from .methods.oft import OFTConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
@@ -166,6 +167,7 @@ __all__ = [
     "MultiTask",
     "MultiTaskConfig",
     "MultipleChoiceHead",
+    "NoLanguageAdaptersConfig",
     "NoReftConfig",
     "OFTConfig",
     "ParBnConfig",
