@@ -52,8 +52,10 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
+    from .methods.miss import MissConfig
     from .methods.mtl_lora import MTLLoRAConfig
     from .methods.no_language_adapters import NoLanguageAdaptersConfig
+    from .methods.oft import OFTConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -161,11 +163,13 @@ __all__ = [
     "LoReftConfig",
     "MAMConfig",
     "MTLLoRAConfig",
+    "MissConfig",
     "MultiTask",
     "MultiTaskConfig",
     "MultipleChoiceHead",
     "NoLanguageAdaptersConfig",
     "NoReftConfig",
+    "OFTConfig",
     "ParBnConfig",
     "Parallel",
     "PooledHead",
