@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.loha import LoHaConfig
+    from .methods.lokr import LoKrConfig
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
     from .methods.mtl_lora import MTLLoRAConfig
@@ -156,6 +158,8 @@ __all__ = [
     "Fuse",
     "IA3Config",
     "LMHead",
+    "LoHaConfig",
+    "LoKrConfig",
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",

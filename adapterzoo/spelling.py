@@ -278,6 +278,8 @@ class PeftSpelling:
         embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
         optional: our parameters that exist only with some field of PEFT's.
+        forms: the sets of parameters of which a layer has one; empty: a layer has all that are
+            not optional.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
@@ -311,6 +313,7 @@ class PeftSpelling:
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    forms: tuple[frozenset[str], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, PeftField] = field(default_factory=dict)
     patterns: Mapping[str, tuple[str, str]] = field(default_factory=dict)

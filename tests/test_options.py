@@ -66,6 +66,8 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("boft", "init_weights_seed"): {"init_weights": False},
     ("ia3", "exclude_modules"): {"attn_matrices": ("q", "v")},
     ("ia3", "init_weights_seed"): {"init_weights": "bert"},
+    ("lokr", "decompose_both"): {"r": 1},
+    ("lokr", "rank_dropout_scale"): {"rank_dropout": 0.5},
     ("mtl_lora", "weights_sharpness"): {"n_up_projection": 2},
     ("ia3", "feedforward_modules"): {"target_modules": ["intermediate.dense"]},
     ("prefix_tuning", "shared_gating"): {"use_gating": True},

@@ -28,6 +28,9 @@ PAIRS = {
     "boft of 3": ("boft[boft_n_butterfly_factor=3,boft_block_size=8]",) * 2,
     # too wide to be folded into one factor
     "boft, wide": ("boft[boft_n_butterfly_factor=2,boft_block_size=256]",) * 2,
+    "loha": ("loha[r=2]", "loha[r=3,alpha=5]"),
+    "lokr": ("lokr[r=2]", "lokr[r=2,alpha=5]"),
+    "lokr, both": ("lokr[r=1,decompose_both=True]", "lokr[r=1,decompose_both=True,alpha=5]"),
     "seq_bn": ("seq_bn[reduction_factor=4]", "seq_bn[reduction_factor=2]"),
     # the width that pads the narrower one is not silent: sigmoid of 0 is 1/2
     "sigmoid": (SIGMOID % 4, SIGMOID % 2),

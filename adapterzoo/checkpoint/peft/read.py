@@ -169,8 +169,11 @@ def _resolve(name: str, theirs: PeftConfig, layers: Layers) -> None:
 def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
     spelling = theirs.spelling
     off = {name for name, flag in spelling.optional.items() if not theirs.fields[flag]}
-    needed = set(spelling.tensors) - off
+    forms = spelling.forms or (frozenset(spelling.tensors) - off,)
     for layer in layers.values():
+        needed = max(
+            forms, key=lambda form: (form == {*layer.tensors}, len(form & {*layer.tensors}))
+        )
         missing, surplus = needed - set(layer.tensors), set(layer.tensors) - needed
         if missing or surplus:
             which = f"no {listing(sorted(missing))}" if missing else listing(sorted(surplus))

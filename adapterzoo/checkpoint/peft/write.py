@@ -202,13 +202,10 @@ def _target_fields(
         field: [name for name in targets if any(path.endswith(name) for path in own)]
         for field, own in chosen.items()
     }
-    return {
-        **subsets,
-        "fan_in_fan_out": any(
-            part.placement.site.transposed for layer in layers.values() for part in layer.parts
-        ),
-        "target_modules": list(targets),
-    }
+    # not a field of all methods
+    sites = [part.placement.site for layer in layers.values() for part in layer.parts]
+    transposed = {"fan_in_fan_out": True} if any(site.transposed for site in sites) else {}
+    return {**subsets, **transposed, "target_modules": list(targets)}
 
 
 def _task_fields(
