@@ -29,9 +29,7 @@ def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     return tuple(path for path, ps in places.items() if ps and ps[0].location == ROWS)
 
 
-def shared(
-    places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]
-) -> dict[str, Any]:
+def shared(places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one module of rows for each of the paths that share a table.
 
     Args:
