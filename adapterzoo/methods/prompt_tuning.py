@@ -41,7 +41,12 @@ _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 
 @architectures.register("prompt_tuning")
 @config_strings.register("prompt_tuning")
-@spelled(_prompt_tuning_spelling.adapterhub, _prompt_tuning_spelling.peft)
+@spelled(
+    _prompt_tuning_spelling.adapterhub,
+    _prompt_tuning_spelling.peft,
+    _prompt_tuning_spelling.p_tuning,
+    _prompt_tuning_spelling.cpt,
+)
 @dataclass(frozen=True, kw_only=True)
 class PromptTuningConfig(AdapterConfig):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.

@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
+from adapterzoo.fields import field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.spelling import spelled
@@ -49,7 +50,7 @@ class VeraConfig(ProjectedConfig):
     architecture: ClassVar[str] = "vera"
     training_fields = ProjectedConfig.training_fields | {"save_projection"}
 
-    save_projection: bool = True
+    save_projection: bool = field(True, ours=True)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
         """Return a new adapter for the site."""
