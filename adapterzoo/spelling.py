@@ -280,8 +280,7 @@ class PeftSpelling:
         embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
         optional: our parameters that exist only with some field of PEFT's.
-        forms: the sets of parameters of which a layer has one; empty: a layer has all that are
-            not optional.
+        forms: the sets of parameters of which a layer has one; empty: all but optional ones.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
@@ -290,8 +289,7 @@ class PeftSpelling:
         refused: fields that cannot be reproduced unless they are off → the reason.
         derived: fields of ours that map layer names to numbers and that tensors give → the field of
             PEFT with the number for all other layers, and ours.
-        becomes: what an adapter of PEFT becomes here, in words, if its method is only read; empty
-            if it is written too.
+        becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
         subsets: fields that name some of the target modules (same name in PEFT and here) → whether
             a layer is among them, by its tensors in PEFT's layout.
