@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.loha import LoHaConfig
+    from .methods.lokr import LoKrConfig
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
     from .methods.miss import MissConfig
@@ -159,6 +161,8 @@ __all__ = [
     "Fuse",
     "IA3Config",
     "LMHead",
+    "LoHaConfig",
+    "LoKrConfig",
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",

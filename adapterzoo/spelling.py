@@ -283,12 +283,16 @@ class PeftSpelling:
         embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
         optional: our parameters that exist only with some field of PEFT's.
+        forms: the sets of parameters of which a layer has one; empty: all but optional ones.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
             with the number for all other layers (same name too).
         inert: other fields that do not change what an adapter computes.
         refused: fields that cannot be reproduced unless they are off → the reason.
+        derived: fields of ours that map layer names to numbers and that tensors give → the field of
+            PEFT with the number for all other layers, and ours.
+        becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
         subsets: fields that name some of the target modules (same name in PEFT and here) → whether
             a layer is among them, by its tensors in PEFT's layout.
@@ -316,11 +320,14 @@ class PeftSpelling:
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    forms: tuple[frozenset[str], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, PeftField] = field(default_factory=dict)
     patterns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    derived: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    becomes: str = ""
     wide: tuple[str, ...] = ()
     subsets: Mapping[str, Callable[[Tensors], bool]] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
@@ -367,6 +374,15 @@ adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelli
 peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
 """Our `architecture` → its PEFT spelling."""
 
+peft_readers: Registry[PeftSpelling] = Registry("PEFT reader")
+"""PEFT's methods that load as one of ours and are not written → their spelling."""
+
+
+def peft_readable() -> list[PeftSpelling]:
+    """Return the spellings of all methods in whose PEFT files adapters can be loaded."""
+    return [*peft_spellings.values(), *peft_readers.values()]
+
+
 _Config = TypeVar("_Config", bound=type[AdapterConfig])
 
 
@@ -393,6 +409,8 @@ def spelled(
                         spelling.constants,
                         spelling.as_another,
                     )
+            elif spelling.becomes:
+                peft_readers.register(spelling.peft_type)(spelling)
             else:
                 peft_spellings.register(config.architecture)(spelling)
         return config

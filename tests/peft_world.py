@@ -21,6 +21,8 @@ CONFIG = "adapter_config.json"
 CLASSES = {
     "bart": "BartForSequenceClassification",
     "bert": "BertForSequenceClassification",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "roberta": "RobertaForSequenceClassification",
     "distilbert": "DistilBertForSequenceClassification",
     "gpt2": "GPT2LMHeadModel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         read_model=_from_peft,
         unsayable=_unsayable,
         write_model=_to_peft,
+    )
+
+
+def cartridge(config: type[AdapterConfig]) -> PeftSpelling:
+    """Return how PEFT spells cartridges (Eyuboglu et al. 2025, arXiv:2506.06266), only read.
+
+    A cartridge is the same table, trained from the cache of a text.
+    """
+    plain = peft(config)
+    return replace(
+        plain,
+        peft_type="CARTRIDGE",
+        becomes="a prefix that computes the same; training changes its frozen tokens too",
+        inert=plain.inert | {"num_frozen_tokens"},
     )
 
 

@@ -32,6 +32,9 @@ PAIRS = {
     "oft exactly": ("oft[oft_block_size=8,use_cayley_neumann=False,block_share=True]",) * 2,
     "miss": ("miss[r=5]",) * 2,
     "miss in all forms": ("miss[r=4,init_weights='mini',mini_r=2]", "miss[r=4]"),
+    "loha": ("loha[r=2]", "loha[r=3,alpha=5]"),
+    "lokr": ("lokr[r=2]", "lokr[r=2,alpha=5]"),
+    "lokr, both": ("lokr[r=1,decompose_both=True]", "lokr[r=1,decompose_both=True,alpha=5]"),
     "seq_bn": ("seq_bn[reduction_factor=4]", "seq_bn[reduction_factor=2]"),
     # the width that pads the narrower one is not silent: sigmoid of 0 is 1/2
     "sigmoid": (SIGMOID % 4, SIGMOID % 2),

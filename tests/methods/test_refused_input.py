@@ -201,6 +201,8 @@ FILES = {
     "vera": "vera[r=4]",
     "dvora": "dvora[r=4]",
     "ia3": "ia3",
+    "loha": "loha[r=2]",
+    "lokr": "lokr[r=2]",
     "seq_bn": "seq_bn[reduction_factor=4]",
     "seq_bn_inv": "seq_bn_inv[reduction_factor=4]",
     "compacter": "compacter[reduction_factor=4]",
@@ -250,7 +252,7 @@ def test_native_files_that_do_not_fit_are_refused(method, how, tmp_path):
 HUB = {
     name: FILES[name]
     for name in FILES
-    if name not in ("boft", "oft", "miss", "dora", "vera", "dvora", "ia3", "loreft")
+    if name not in ("boft", "oft", "miss", "dora", "vera", "dvora", "ia3", "loha", "lokr", "loreft")
 }
 HUB["ia3"] = "ia3[convention='adapterhub']"
 HUB["vera"] = "vera[r=4,convention='adapterhub']"
@@ -274,7 +276,10 @@ def test_files_of_adapters_that_do_not_fit_are_refused(method, how, tmp_path):
         model.load_adapter(tmp_path, load_as="b")
 
 
-PEFT = {name: FILES[name] for name in ("lora", "dora", "boft", "oft", "miss", "vera", "ia3")}
+PEFT = {
+    name: FILES[name]
+    for name in ("lora", "dora", "boft", "oft", "miss", "vera", "ia3", "loha", "lokr")
+}
 PEFT["prefix_tuning"] = "prefix_tuning_flat[prefix_length=3,positions='shifted']"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from adapterzoo.checkpoint.formats import method_of, short
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
-from adapterzoo.spelling import PeftField, PeftSpelling, peft_spellings
+from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"
 # a hint for every adapter that PEFT can merge
@@ -55,12 +55,13 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         CheckpointError: there is no such method here, or a value is not legal or cannot be
             reproduced.
     """
-    types = sorted({spelling.peft_type for spelling in peft_spellings.values()})
+    types = sorted({spelling.peft_type for spelling in peft_readable()})
     spelling = method_of(
         metadata,
         "peft_type",
-        [s for s in peft_spellings.values() if s.peft_type == metadata.get("peft_type")],
-        f"PEFT that exist here: {listing(types)} (as {listing(peft_spellings, limit=40)}). {MERGE}",
+        [s for s in peft_readable() if s.peft_type == metadata.get("peft_type")],
+        f"PEFT that exist here: {listing(types, limit=40)} "
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE}",
     )
     for name, reason in spelling.refused.items():
         if metadata.get(name):
@@ -71,7 +72,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
     known = {*_INERT.split()}
-    for each in peft_spellings.values():
+    for each in peft_readable():
         known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
         known |= {*each.optional.values()}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):

@@ -7,6 +7,7 @@ numbers that PEFT did not use. Only facts that the tensors lack come from the co
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,12 @@ from adapterzoo.checkpoint.places import shared_key
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, listing
-from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_spellings
+from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_readable
 
 from .config import CONFIG, PeftConfig
 from .patterns import by_name, exactly, most_common, short_names, values_at
 
+_LOG = logging.getLogger(__name__)
 # PEFT's keys do not have the adapter's name, those of other tools do
 _NAME = "default"
 
@@ -60,6 +62,8 @@ def read_adapter(
         raise CheckpointError(
             f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
         ) from error
+    if spelling.becomes:
+        _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
     read = {path: spelling.read(layer) for path, layer in layers.items()}
     found = {f"{path}/{name}": t for path, own in read.items() for name, t in own.items()}
     return config, found | {shared_key(name): t for name, t in shared.items()}, rest
@@ -72,9 +76,9 @@ def _sorted(
     spelling = theirs.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
-    others = {key for each in peft_spellings.values() for key in each.shared.values()} - {*wide}
+    others = {key for each in peft_readable() for key in each.shared.values()} - {*wide}
     # the tensor names of other methods, and of other versions of this one
-    stems = {f".{end.partition('_')[0]}_" for s in peft_spellings.values() for end in _ends(s)}
+    stems = {f".{end.partition('_')[0]}_" for s in peft_readable() for end in _ends(s)}
     sites = {site.path: site for site in info.anatomy if site.parameter is None}
     layers: dict[str, PeftLayer] = {}
     shared: Tensors = {}
@@ -179,8 +183,11 @@ def _resolve(name: str, theirs: PeftConfig, layers: Layers) -> None:
 def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
     spelling = theirs.spelling
     off = {name for name, flag in spelling.optional.items() if not theirs.fields[flag]}
-    needed = set(spelling.tensors) - off
+    forms = spelling.forms or (frozenset(spelling.tensors) - off,)
     for layer in layers.values():
+        needed = max(
+            forms, key=lambda form: (form == {*layer.tensors}, len(form & {*layer.tensors}))
+        )
         missing, surplus = needed - set(layer.tensors), set(layer.tensors) - needed
         if missing or surplus:
             which = f"no {listing(sorted(missing))}" if missing else listing(sorted(surplus))
@@ -222,7 +229,8 @@ def _in_one_dtype(
 
 def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
-    patterns, subsets = theirs.spelling.patterns, theirs.spelling.subsets
+    subsets = theirs.spelling.subsets
+    patterns = {**theirs.spelling.patterns, **theirs.spelling.derived}
     varying = {ours for _, ours in patterns.values()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
     read = theirs.spelling.read_layers([*layers.values()]) if layers else ()
