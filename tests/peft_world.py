@@ -30,8 +30,6 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "mt5": "MT5ForConditionalGeneration",
     "phi3": "Phi3ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
     "t5": "T5ForConditionalGeneration",
     "vit": "ViTForImageClassification",
     "whisper": "WhisperForConditionalGeneration",
