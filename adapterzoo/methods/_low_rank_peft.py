@@ -12,6 +12,7 @@ from adapterzoo.anatomy import OutputSlice
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,
     PeftField,
@@ -23,6 +24,7 @@ from adapterzoo.spelling import (
 )
 
 from ._low_rank_config import LowRankConfig
+from ._peft_arguments import BIAS, EXCLUDED, STORED, TARGETS, ours
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 _FIELDS = {
@@ -50,6 +52,41 @@ _REFUSED = {
     "megatron_config": "it belongs to layers that Megatron has split",
     "enable_lora": "it was written by PEFT before 0.3, for parts of fused layers",
 }
+ARGUMENTS = PeftArguments(
+    class_name="LoraConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **BIAS,
+        "r": ours(8, "r"),
+        "lora_alpha": ours(8, "alpha"),
+        "lora_dropout": ours(0.0, "dropout"),
+        "use_rslora": ours(False, "use_rslora"),
+        "rank_pattern": ours({}, "rank_pattern"),
+        "alpha_pattern": ours({}, "alpha_pattern"),
+        "init_lora_weights": PeftArgument(
+            True,
+            "init_weights",
+            {True: "lora"},
+            "initial values here are True (B is zero), or init_weights='bert' (both normal). Write "
+            "init_lora_weights=True.",
+        ),
+        "megatron_core": PeftArgument("megatron.core"),
+        "qalora_group_size": PeftArgument(16),
+        **{
+            name: PeftArgument(hint="it belongs to initial values that are not here. Leave it out.")
+            for name in ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
+        },
+        "ensure_weight_tying": PeftArgument(False),
+        "velora_config": PeftArgument(hint="it compresses activations. Leave it out."),
+        **{
+            name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
+            for name, reason in _REFUSED.items()
+            if name != "enable_lora"
+        },
+    },
+)
 # initial values that leave the base weights unchanged
 _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -148,7 +185,7 @@ def spelling(
         refuse=_refuse,
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         write_layers=lambda layers: [_write_layer(layer) for layer in layers],
-        **{"unsayable": unsayable, "join": join, **more},
+        **{"arguments": ARGUMENTS, "unsayable": unsayable, "join": join, **more},
     )
 
 
