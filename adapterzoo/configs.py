@@ -177,6 +177,15 @@ class AdapterConfig(Config):
             SiteError: the model, or one of its blocks, lacks the sites.
         """
 
+    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return the placements, and those of what is trained beside the adapters.
+
+        Raises:
+            ConfigError: something would be trained in two ways.
+            SiteError: the model, or one of its blocks, lacks the sites.
+        """
+        return self.placements(anatomy)
+
     @abstractmethod
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Return a fresh adapter for the site, its parameters on the device and of the dtype.
@@ -206,6 +215,19 @@ class AdapterConfig(Config):
             ConfigError: a value does not fit the placements.
         """
         return None
+
+    @property
+    def plain(self) -> AdapterConfig:
+        """The config of an equal adapter in the peers' files; see `plain_tensors`."""
+        return self
+
+    def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of one place of the adapter of `plain`, by parameter.
+
+        Args:
+            tensors: of an adapter of this config, by parameter.
+        """
+        return tensors
 
     @property
     def averages_shared(self) -> bool:
@@ -320,9 +342,18 @@ class ConfigUnion(AdapterConfig):
         """Whether the gradients of all members are exact."""
         return all(config.gradients_are_exact for config in self.configs)
 
+    @property
+    def plain(self) -> AdapterConfig:
+        """The union of what the members are in files of the peers."""
+        return ConfigUnion(*(config.plain for config in self.configs))
+
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of all members, in their order."""
         return [placement for config in self.configs for placement in config.placements(anatomy)]
+
+    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return those of all members, in their order."""
+        return [p for config in self.configs for p in config.all_placements(anatomy)]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Raise: each placement of a union names the member that builds it."""

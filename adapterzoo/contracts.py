@@ -120,6 +120,16 @@ class BaseLayer(ABC):
         return None
 
     @property
+    def is_original(self) -> bool:
+        """Whether no earlier adapter acts."""
+        return False
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The untouched parameters of the whole layer by name, as it stores them."""
+        raise StateError("this layer does not show its parameters.")
+
+    @property
     @abstractmethod
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer, for a site with a `source`.
@@ -170,10 +180,12 @@ class Adapter(Contained, ABC):
             `"input"` for one that changes the layer's input. It determines how a `Stack` nests: the
             first adapter of a stack always acts first.
         stacks_only: why it cannot be in averages, fusions and splits; empty if it can.
+        stands_alone: whether one name can have no other adapter at its layer.
     """
 
     acts_on: ClassVar[str] = "output"
     stacks_only: ClassVar[str] = ""
+    stands_alone: ClassVar[bool] = False
     reads_call: bool = False
     shared_key: tuple[str, int | None] | None = None
 
@@ -427,9 +439,11 @@ class WeightAdapter(Adapter):
     Attributes:
         is_additive: whether `weight` adds something that does not depend on the layer, so that
             it does not matter which of several such adapters are merged and which are active.
+        keeps_weight: whether only the bias changes, so that the layer needs no weight matrix.
     """
 
     is_additive: bool = False
+    keeps_weight: ClassVar[bool] = False
 
     @abstractmethod
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
@@ -455,6 +469,39 @@ class WeightAdapter(Adapter):
             `[d_out]`.
         """
         return b
+
+
+class CopyAdapter(WeightAdapter):
+    """An adapter that runs a copy of its layer, with parameters of its own, in the layer's place.
+
+    Attributes:
+        layer: the copy. Building the adapter for a layer sets it; `init_from_layer` or a file gives
+            it values.
+    """
+
+    stands_alone: ClassVar[bool] = True
+    layer: nn.Module
+
+    @abstractmethod
+    def parameter(self, name: str, value: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged value of a parameter, of which a norm has no matrix.
+
+        Args:
+            name: of the parameter.
+            value: so far, float32 or float64, as the layer stores it.
+            base: the layer; `base.parameters` are its untouched ones.
+        """
+
+
+def replaced(value: Tensor, own: Tensor, plain: Tensor) -> Tensor:
+    """Return `own` where nothing has changed `plain` yet; otherwise add its difference to `value`.
+
+    Args:
+        value: with the changes of earlier adapters.
+        own: the adapter's value.
+        plain: the layer's value.
+    """
+    return torch.where(value == plain, own, value + (own - plain))
 
 
 class SharedInputAdapter(Adapter):

@@ -35,12 +35,14 @@ class PeftArgument:
         ours: our field of the same meaning; None: there is none, and only the default is legal.
         values: PEFT's legal values → ours; None: those of our field.
         hint: what is wrong with other values, and what to write.
+        passes: whether texts that are not among `values` are passed on, for our field to check.
     """
 
     default: Any = None
     ours: str | None = None
     values: Mapping[Any, Any] | None = None
     hint: str = "it has no meaning here. Leave it out."
+    passes: bool = False
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""
@@ -163,7 +165,7 @@ def _mapped(own: PeftArguments, given: Mapping[str, Any]) -> Mapping[str, Any]:
     changed = {
         name: same[name][value]
         for name, value in given.items()
-        if isinstance(value, bool) and value in same.get(name, {})
+        if isinstance(value, (bool, str)) and value in same.get(name, {})
     }
     return {**given, **changed} if changed else given
 
@@ -179,6 +181,8 @@ def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any
         return argument.default if value is None else value
     if isinstance(value, (str, bool)) and value in argument.values:
         return argument.values[value]
+    if argument.passes and isinstance(value, str):
+        return value
     raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")
 
 

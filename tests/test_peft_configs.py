@@ -22,7 +22,7 @@ from adapterzoo import (
     PromptTuningConfig,
     VeraConfig,
 )
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.peft_arguments import COMMON, classes_of_peft
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -88,6 +88,7 @@ def test_no_field_of_theirs_is_ignored(name):
         else:
             other = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3}}.get(field, [1])
             other = {"num_virtual_tokens": 7, "encoder_hidden_size": 7}.get(field, other)
+            other = {"modules_to_save": ["norm"], "bias": "all"}.get(field, other)
             other = "TEXT" if field == "prompt_tuning_init" else other
             other = "Hi" if field == "prompt_tuning_init_text" else other
             other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other
@@ -98,13 +99,13 @@ def test_no_field_of_theirs_is_ignored(name):
             continue
         try:
             after = _read(cls, arguments, changed)
-        except ConfigError as error:
+        except (ConfigError, SiteError) as error:
             # of a value that our field cannot have either
             refused.append(str(error))
         else:
             assert after != before, field
     assert all(
-        re.search(r"init\w*=|prompt_tuning_init|prefix_projection|boft_block", text)
+        re.search(r"init\w*=|bias=|prompt_tuning_init|prefix_projection|boft_block", text)
         for text in refused
     ), refused
 
@@ -171,6 +172,8 @@ def test_an_object_adapts_the_same_layers(family, kind, monkeypatch):
         (lambda: AdapterConfig.load("lora[lora_alpha=16,bias='none']"), LoRAConfig(alpha=16)),
         (lambda: AdapterConfig.load("lora", lora_alpha=16), LoRAConfig(alpha=16)),
         (lambda: LoRAConfig(r=4).replace(lora_dropout=0.1), LoRAConfig(r=4, dropout=0.1)),
+        (lambda: LoRAConfig(init_lora_weights="pissa"), LoRAConfig(init_weights="pissa")),
+        (lambda: BOFTConfig(bias="boft_only"), BOFTConfig(bias="lora_only")),
         (lambda: IA3Config(init_ia3_weights=True), IA3Config()),
         (lambda: BOFTConfig(bias="none", boft_block_size=4), BOFTConfig(boft_block_size=4)),
         (
@@ -194,9 +197,9 @@ def test_names_of_theirs_are_arguments(made, means):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"bias": "all"}, r"bias='all'.*Write bias='none'"),
-        ({"modules_to_save": ["embed_tokens"]}, r"modules_to_save=.*train_embeddings=True"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa'.*init_lora_weights=True"),
+        ({"bias": "some"}, r"bias='some'.*Write bias='none'"),
+        ({"init_lora_weights": False}, r"init_lora_weights=False.*init_lora_weights=True"),
+        ({"init_lora_weights": "eva"}, r"init_weights='eva'.*'pissa'"),
         ({"lora_alpha": 2, "alpha": 2}, r"lora_alpha=2, alpha=.*Write only alpha=2"),
         ({"inference_mode": True}, r"inference_mode=True.*train_adapter"),
         ({"task_type": "CLS"}, r"task_type='CLS'.*'SEQ_CLS'"),
@@ -214,9 +217,9 @@ def test_values_without_a_meaning_are_refused_by_name(fields, says):
     ("config", "says"),
     [
         (peft.LoHaConfig, r"peft_type='LOHA'.*'BOFT', 'IA3', 'LORA'"),
-        (lambda: peft.LoraConfig(bias="all"), "bias='all'"),
-        (lambda: peft.LoraConfig(modules_to_save=["norm"]), "modules_to_save="),
-        (lambda: peft.LoraConfig(trainable_token_indices=[1]), "trainable_token_indices="),
+        (lambda: peft.LoraConfig(init_lora_weights=False), "init_lora_weights=False"),
+        (lambda: peft.PromptTuningConfig(modules_to_save=["norm"]), "modules_to_save="),
+        (lambda: peft.LoraConfig(layer_replication=[(0, 1)]), "layer_replication="),
         (lambda: peft.LoraConfig(task_type="SEQ_CLS"), r"has 'CAUSAL_LM'. Write task_type='CAUS"),
         (lambda: {"peft_type": "LORA", "r": 4, "speed": 3}, r"speed=3.*there is no such field"),
         (lambda: peft.VeraConfig(save_projection=False), "save_projection=False"),

@@ -24,7 +24,8 @@ Role = Literal[
     "other",
 ]
 Kind = Literal[
-    "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry", "positions"
+    "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry", "positions",
+    "layer",
 ]  # fmt: skip
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
@@ -71,7 +72,7 @@ class Site:
         kind: what is adapted: a layer with a 2-D weight, an embedding, a fused parameter that
             holds all experts, or (stream sites) a module's output, a norm, a block; "entry": the
             input of the first block, with as many tokens as the model's input; "positions": a
-            module that takes position numbers.
+            module that takes position numbers; "layer": another layer with parameters.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
@@ -243,6 +244,10 @@ class Anatomy:
         positions: the modules that take position numbers.
         unmovable: stacks whose positions cannot be changed → the reason.
         tokens: where tokens are embedded; None if that is unknown.
+        others: modules with parameters of their own and without a weight matrix, such as norms.
+        biases: layers whose output is a sum with their bias.
+        odd_biases: paths of other modules with a bias.
+        shared_tables: paths of embeddings that share one weight.
     """
 
     blocks: tuple[Block, ...]
@@ -255,6 +260,10 @@ class Anatomy:
     positions: tuple[Site, ...] = ()
     unmovable: Mapping[str, str] = field(default_factory=dict)
     tokens: TokenInput | None = None
+    others: tuple[Site, ...] = ()
+    biases: tuple[Site, ...] = ()
+    odd_biases: tuple[str, ...] = ()
+    shared_tables: tuple[tuple[str, ...], ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         """Yield every whole site: those of the blocks, then those outside."""

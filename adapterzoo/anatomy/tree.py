@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from adapterzoo.contracts import Contained
+
 from .names import below
 from .sites import Role
 
@@ -20,7 +22,7 @@ class Tree:
 
     def __init__(self, model: nn.Module, given: Mapping[str, Role] | None = None) -> None:
         self.given = given or {}
-        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.modules: dict[str, nn.Module] = dict(_plain(model, "", set()))
         self.containers = [
             path
             for path, module in self.modules.items()
@@ -63,6 +65,16 @@ class Tree:
             path = path.rpartition(".")[0]
             if path in self.modules:
                 yield self.modules[path]
+
+
+def _plain(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those below by path, each once; adapters are not a part of the model."""
+    if id(module) in seen or isinstance(module, Contained):
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module.named_children():
+        yield from _plain(child, f"{path}.{name}" if path else name, seen)
 
 
 class Branch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +47,16 @@ class Around(BaseLayer):
     def padding_idx(self) -> int | None:
         """The token without gradient."""
         return self._inner.padding_idx
+
+    @property
+    def is_original(self) -> bool:
+        """Whether no earlier adapter acts."""
+        return self._inner.is_original
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The untouched parameters."""
+        return self._inner.parameters
 
     @property
     def residual(self) -> Tensor:
@@ -95,6 +105,11 @@ class Nested(Around):
         """Return the output with the adapters."""
         adapted: Tensor = self._adapter(x, self._inner)
         return adapted
+
+    @property
+    def is_original(self) -> bool:
+        """False: the adapter acts."""
+        return False
 
 
 class Whole:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -229,6 +230,7 @@ def base_of(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     active: ActiveState | None = None,
+    kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> BaseLayer:
     """Return the layer as passed to its adapters, outside a forward.
 
@@ -237,6 +239,7 @@ def base_of(
         weight: `[d_out, d_in]`, to pass as the untouched weight; None: the layer's own.
         bias: `[d_out]`, to pass as the untouched bias; None: the layer's own.
         active: of the model; None: that of the layer's adapters, if it has any.
+        kept: the untouched values of parameters that hold merged ones, as the layer stores them.
     """
     if active is None and isinstance(layer, Adapted):
         active = layer._link.active
@@ -244,6 +247,7 @@ def base_of(
     base = LayerCall(layer, plain, context=None if active is None else active.call)
     base.shown = weight
     base.shown_bias = bias
+    base.kept = kept
     return base
 
 

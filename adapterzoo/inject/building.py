@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -12,9 +14,10 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, Site, part_names
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter, SharedModules
+from adapterzoo.contracts import Adapter, CopyAdapter, SharedModules
 from adapterzoo.errors import ConfigError
 
+from .adapted import plain_class
 from .containers import SHARED, AdapterDict, container_of
 from .parts import ExpertAdapters, FusedAdapters, mergeable
 from .quantized import is_quantized
@@ -62,9 +65,16 @@ def build(
     device, dtype = device_of(layer), _dtype(layer, model_dtype)
     built = [p.config.build(p.site, at or device, dtype) for p in placements]
     for placement, adapter in zip(placements, built, strict=True):
+        if isinstance(adapter, CopyAdapter):
+            adapter.layer = blank_copy(layer, path, at or device)
         if id(placement.config) in sharing:
             adapter.shared_key = "", sharing[id(placement.config)]
     sites = [p.site for p in placements]
+    if len(built) > 1 and any(adapter.stands_alone for adapter in built):
+        raise ConfigError(
+            f"{placements[0].config!r} with {placements[1].config!r}: at {path!r} one replaces "
+            f"values of the layer that the other changes. Train the layer in one way only."
+        )
     if sites[0].kind == "entry" and len(built) > 1:
         raise ConfigError(
             f"{placements[0].config!r} with {placements[1].config!r}: both change the input of the "
@@ -92,6 +102,49 @@ def build(
         mergeable(part[2])
         grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
     return ExpertAdapters({n: FusedAdapters(ps) for n, ps in grouped.items()})
+
+
+def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
+    """Return a copy of a layer without adapters, its parameters uninitialized and trainable.
+
+    Args:
+        layer: not changed.
+        path: of the layer.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: the layer cannot be copied, or its copy cannot run in its place.
+    """
+    takes = inspect.signature(plain_class(layer).forward).parameters
+    children = [c for c in layer.children() if not isinstance(c, AdapterDict)]
+    buffers = {*layer._buffers} - layer._non_persistent_buffers_set
+    why = ""
+    if is_quantized(layer):
+        why = "its weight is quantized"
+    elif any(True for child in children for _ in child.parameters()):
+        why = "it computes with parameters beside those of the layers in it"
+    elif len(takes) != 2:
+        why = f"it is called with more than its input ({', '.join([*takes][1:])})"
+    elif buffers:
+        why = f"it has statistics ({', '.join(sorted(buffers))})"
+    if why:
+        raise ConfigError(
+            f"the layer at {path!r}, a {plain_class(layer).__name__}, cannot have a copy for each "
+            f"adapter: {why}. Leave it out."
+        )
+    memo: dict[int, Any] = {}
+    for parameter in layer._parameters.values():
+        if parameter is not None:
+            fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            memo[id(parameter)] = nn.Parameter(fresh, parameter.is_floating_point())
+    bare = plain_class(layer).__new__(plain_class(layer))
+    gone = ("_link", "_hf_hook", "_old_forward", "forward")
+    own = {name: value for name, value in vars(layer).items() if name not in gone}
+    own["_modules"] = {n: m for n, m in layer._modules.items() if not isinstance(m, AdapterDict)}
+    # hooks of users and of accelerate run around the layer, and so around its copy
+    own |= {name: type(held)() for name, held in own.items() if "_hooks" in name}
+    vars(bare).update(copy.deepcopy(own, memo))
+    return bare
 
 
 def build_shared(

@@ -6,7 +6,7 @@ d_out]`, fused experts keep one tensor for all, and quantized ones are packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,7 @@ class LayerCall(BaseLayer):
         "_module",
         "_residual",
         "_rest",
+        "kept",
         "shown",
         "shown_bias",
     )
@@ -59,6 +60,8 @@ class LayerCall(BaseLayer):
         self._last: tuple[Tensor, Tensor] | None = None
         self.shown: Tensor | None = None
         self.shown_bias: Tensor | None = None
+        # the untouched values of parameters that hold merged ones
+        self.kept: Mapping[str, Tensor] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the untouched layer's output; keep its other return values for `pack`."""
@@ -97,6 +100,17 @@ class LayerCall(BaseLayer):
     def bias(self) -> Tensor | None:
         """The untouched bias."""
         return own(self._module, "bias") if self.shown_bias is None else self.shown_bias
+
+    @property
+    def is_original(self) -> bool:
+        """True: the layer alone."""
+        return True
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The untouched parameters by name."""
+        own = self._module._parameters
+        return {name: self.kept.get(name, p) for name, p in own.items() if p is not None}
 
     @property
     def scale(self) -> float | Tensor:

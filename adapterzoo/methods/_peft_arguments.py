@@ -13,10 +13,7 @@ TARGETS: Mapping[str, PeftArgument] = {
     "layers_pattern": PeftArgument(
         hint="the blocks of the model are found without it. Leave it out."
     ),
-    "modules_to_save": PeftArgument(
-        hint="only the head of a model and its embeddings are trained beside an adapter. Leave it "
-        "out: train_adapter(…) trains the head, with train_embeddings=True the embeddings too."
-    ),
+    "modules_to_save": PeftArgument(ours="modules_to_save"),
 }
 EXCLUDED: Mapping[str, PeftArgument] = {"exclude_modules": PeftArgument(ours="exclude_modules")}
 # PEFT sets it by the class of each layer, whatever is given
@@ -24,14 +21,22 @@ STORED: Mapping[str, PeftArgument] = {
     "fan_in_fan_out": PeftArgument(default=False, values={True: None, False: None})
 }
 BIAS: Mapping[str, PeftArgument] = {
+    # PEFT names the adapted layers by the method
     "bias": PeftArgument(
-        "none", hint="the biases of the base model stay frozen. Write bias='none'."
+        "none", "bias", {"boft_only": "lora_only", "vera_only": "lora_only"}, passes=True
     )
+}
+TOKENS: Mapping[str, PeftArgument] = {
+    "trainable_token_indices": PeftArgument(ours="trainable_token_indices")
 }
 PROMPT: Mapping[str, PeftArgument] = {
     name: PeftArgument(hint="the model has this number. Leave it out.")
     for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
-} | {"modules_to_save": TARGETS["modules_to_save"]}
+} | {
+    "modules_to_save": PeftArgument(
+        hint="only the head of the model is trained beside it. Leave it out."
+    )
+}
 
 
 def ours(default: object, name: str) -> PeftArgument:

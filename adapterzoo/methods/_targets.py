@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adapterzoo.anatomy import Anatomy, Role, Site
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Layers, Maybe, field
 
+from ._beside import BesideConfig
 from ._patterns import ALL_LINEAR, Modules, matches
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
@@ -52,7 +53,7 @@ class Matrices(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetedConfig(AdapterConfig):
+class TargetedConfig(BesideConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:

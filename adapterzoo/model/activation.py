@@ -44,6 +44,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.runtime import Plan
 
+from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.interface import HeadNames
 from .hf.backbone import plain_token
@@ -107,6 +108,7 @@ def make_plan(
         if step is not None:
             steps[path] = step
     steps.update(model._head_strategy.steps(parts))
+    steps.update(token_rows.steps(model, parts, acting))
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():

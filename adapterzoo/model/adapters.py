@@ -6,7 +6,6 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable
-from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
+from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -32,6 +31,7 @@ from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
+from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
@@ -198,7 +198,7 @@ def make(
                 f"own or of another model. Write add_adapter(…) of that one."
             )
     by_path: dict[str, list[Placement]] = {}
-    for placement in config.placements(model.anatomy):
+    for placement in config.all_placements(model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
     refuse_own_size(model, "it", by_path)
     layers = {path: layer_at(model._backbone, path) for path in by_path}
@@ -211,6 +211,7 @@ def make(
     }
     for path, module in modules.items():
         inject.check_put(layers[path], path, inject.container_of(module))
+    modules |= token_rows.shared(by_path, modules)
     if shared is not None:
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}
@@ -249,6 +250,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(name)
+    token_rows.update(model)
     list_ties(model, name)
 
 
@@ -274,6 +276,7 @@ def remove(model: AdaptedModel, name: str) -> None:
 def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
+    token_rows.leave(model, name)
     record = state.records.pop(name)
     model._active.forget(name)
     state.plans.clear()
@@ -347,30 +350,6 @@ def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
     """Yield the number and module of each block."""
     for block in model.anatomy.blocks:
         yield block.layer, model._backbone.get_submodule(block.path)
-
-
-def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
-    """Return the modules of an adapter with tensors: `{block number: {location: module}}`."""
-    records = model._adapter_state.records
-    if isinstance(name, str) and name not in records:
-        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
-        return {}
-    places = model._adapter_state.find(name).places
-    found: dict[int, dict[str, list[nn.Module]]] = {}
-    held = ((p, m) for p, m in modules_of(model, name) if m.state_dict(keep_vars=True))
-    for path, module in held:
-        if not places[path]:
-            parts = module.items() if isinstance(module, nn.ModuleDict) else [("shared", module)]
-            found[-1] = {key: [part] for key, part in parts}
-        for placement in places[path]:
-            block = found.setdefault(placement.site.layer, {})
-            at = block.setdefault(placement.location or str(placement.site.role), [])
-            if module not in at:
-                at.append(module)
-    return {
-        layer: {at: ms[0] if len(ms) == 1 else nn.ModuleList(ms) for at, ms in block.items()}
-        for layer, block in found.items()
-    }
 
 
 def move(

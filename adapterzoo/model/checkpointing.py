@@ -33,7 +33,7 @@ from adapterzoo.names import check_name
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
 from .adapterhub import arguments, loaders
-from .heads import checkpoints, tables, ties
+from .heads import checkpoints, tables, ties, token_rows
 from .heads.interface import LoadOptions
 from .hf import documents
 from .hf.info import info_of
@@ -268,7 +268,7 @@ def _filled(
     config = AdapterConfig.from_dict(document)
     everywhere: set[str] = set()
     if leave_out:
-        everywhere = {inject_path(p.site) for p in config.placements(model.anatomy)}
+        everywhere = {inject_path(p.site) for p in config.all_placements(model.anatomy)}
         config = _leaving_out(config, leave_out)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating
@@ -294,6 +294,7 @@ def _filled(
         real = _with_memory(model, module, path, list(record.places[path]))
         modules[path] = real if dtype is None else real.to(dtype)
         fit.fill(modules[path], by_path.get(path, {}))
+    modules |= token_rows.shared(record.places, modules)
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
     return dataclasses.replace(record, coming=modules, meta=kept)

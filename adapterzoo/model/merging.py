@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.composition import Stack, parse
-from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
+from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantized import is_quantized
 
 from .activation import refuse_merged, refuse_merged_part, refuse_mixed, refuse_overridden, replan
+from .heads import token_rows
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, modules_of
@@ -59,11 +60,16 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
             if not isinstance(module, inject.ExpertAdapters):
                 inject.mergeable(module)
         _refuse_unwritable(model, path)
-    _refuse_tied(model, modules)
+    # rows that act in all modules with a table may change it
+    rows = [p for p in modules if any(token_rows.act_on_all(model, name, p) for name in added)]
+    _refuse_tied(model, (path for path in modules if path not in rows))
+    first = _first_with(model, modules)
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
     try:
         for path, beside in modules.items():
+            if first[path] != path:
+                continue
             before[path] = _copies(backbone.get_submodule(path), beside)
             # values kept by an earlier merge are the originals
             state.originals[path] = before[path] | kept.get(path, {})
@@ -198,7 +204,8 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
     state = model._adapter_state
     lost = {path for name in state.merged for path in state.records[name].places if path}
-    lost -= set(state.originals)
+    first = _first_with(model, (*state.originals, *lost))
+    lost = {path for path in lost if first[path] not in state.originals}
     if at is not None:
         lost &= at
     if lost:
@@ -206,6 +213,16 @@ def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
             f"the base weights at {min(lost)!r} were merged before they were saved, so the "
             f"originals are not known. Load the base model and the adapters again."
         )
+
+
+def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
+    """Return for each path the first one whose layer has the same weight."""
+    found: dict[object, str] = {}
+    firsts = {}
+    for path in paths:
+        weight = model._backbone.get_submodule(path)._parameters.get("weight")
+        firsts[path] = found.setdefault(path if weight is None else id(weight), path)
+    return firsts
 
 
 def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
@@ -246,16 +263,19 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     for parameter, stored in own.items():
         transposed = inject.stores_transposed(layer, parameter)
         original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
-        base = inject.base_of(layer, original, bias)
+        base = inject.base_of(layer, original, bias, kept=kept)
         w = original.to(compute_dtype(original.dtype))
         for adapter in adapters:
             if isinstance(adapter, inject.ExpertAdapters):
                 w = adapter.changed(parameter, w, base)
+            elif isinstance(adapter, CopyAdapter):
+                stored_w = adapter.parameter(parameter, w.mT if transposed else w, base)
+                w = stored_w.mT if transposed else stored_w
             else:
                 w = inject.mergeable(adapter).weight(w, base)
         target = cast("Tensor", layer._parameters[parameter])
         _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
-        if parameter == "weight" and original.dim() == 2:
+        if parameter == "weight" and (original.dim() == 2 or bias is not None):
             # adapters of a parameter do not change the bias, of which there is no copy
             b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
             own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
@@ -301,7 +321,10 @@ def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:
             names.update(dict.fromkeys(adapter._modules))
         else:
             names.update(weight=None, bias=None)
-            inject.matrix(layer)
+            if isinstance(adapter, CopyAdapter):
+                names.update(dict.fromkeys(layer._parameters))
+            elif not inject.mergeable(adapter).keeps_weight:
+                inject.matrix(layer)
     stored = {name: layer._parameters.get(name) for name in names}
     return {name: t.detach().clone() for name, t in stored.items() if t is not None}
 

@@ -41,7 +41,14 @@ from .hf import (
 )
 from .peft import switching
 from .peft.names import with_names_of_peft
-from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
+from .state import (
+    AdapterState,
+    anatomy_of,
+    backbone_of,
+    by_location,
+    fusion_modules,
+    modules_of,
+)
 
 
 @names_calls
@@ -105,7 +112,7 @@ class AdapterModelMixin:
         Warns:
             UserWarning: the adapter is unknown.
         """
-        return adapters.by_location(self, name)
+        return by_location(self, name)
 
     def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each block's number and module, an encoder's blocks before its decoder's."""
@@ -1305,6 +1312,7 @@ class AdapterModelMixin:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         embeddings.arrive(model)
+        ties.update_outputs(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

@@ -5,6 +5,7 @@ Tensors live in the modules of the model, except for the originals of merged wei
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -101,6 +102,8 @@ class AdapterState:
         sharing: name of a group of adapters that share parameters → the adapters.
         plans: cached plans of mixed batches, by the compositions of their rows; cleared when
             adapters are added, removed or moved.
+        outputs: (path of an output layer, adapter) for those that have an adapter's rows of the
+            table that the layer is tied to.
         tied: keys of shared parameters → keys of those that they share, as last told to
             transformers.
         is_base: whether the model is its own base model; None: not known yet.
@@ -120,6 +123,7 @@ class AdapterState:
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     sharing: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
+    outputs: tuple[tuple[str, str], ...] = ()
     tied: dict[str, str] = field(default_factory=dict)
     is_base: bool | None = None
     embeddings: str = DEFAULT_EMBEDDINGS
@@ -238,6 +242,33 @@ def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
     if not path:
         return inject.shared_of(backbone)
     return inject.adapters_of(inject.below_wrappers(backbone.get_submodule(path)))
+
+
+def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
+    """Return the modules of an adapter with tensors: `{block number: {location: module}}`."""
+    records = model._adapter_state.records
+    if isinstance(name, str) and name not in records:
+        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
+        return {}
+    record = model._adapter_state.find(name)
+    found: dict[int, dict[str, dict[nn.Module, None]]] = {}
+    for path, module in modules_of(model, name):
+        listed: list[tuple[int, str, nn.Module]] = [
+            (p.site.layer, p.location or str(p.site.role), module) for p in record.places[path]
+        ]
+        if not listed:
+            for shared in module.children() if len(record.config.members) > 1 else [module]:
+                named = shared if isinstance(shared, nn.ModuleDict) else {"shared": shared}
+                listed += [(-1, key, part) for key, part in named.items()]
+        for layer, location, part in listed:
+            if part.state_dict(keep_vars=True):
+                found.setdefault(layer, {}).setdefault(location, {})[part] = None
+    return {
+        layer: {
+            at: next(iter(ms)) if len(ms) == 1 else nn.ModuleList(ms) for at, ms in block.items()
+        }
+        for layer, block in found.items()
+    }
 
 
 def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from world import ROWS, World, run
 from adapterzoo import AdapterSetup, Average, BatchSplit, Fuse, Parallel, Split, Stack
 
 _NOBODY = "nobody"
-_ILLEGAL = ("", "a.b", "a/b", "keys", " a", "a,b", None, 3)
+_ILLEGAL = ("", "a.b", "a/b", "keys", " a", "a:b", None, 3)
 
 # what is wrong whatever the model holds
 ALWAYS: dict[str, Callable[[Any, Any], Any]] = {

@@ -6,6 +6,7 @@ numbers that PEFT did not use. Only facts that the tensors lack come from the co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -98,7 +99,8 @@ def _sorted(
         if path is None:
             lost.add(named)
             continue
-        layer = layers.setdefault(path, PeftLayer(named, sites[path], theirs.fields))
+        weight = functools.partial(_weight, sites[path], info)
+        layer = layers.setdefault(path, PeftLayer(named, sites[path], theirs.fields, weight))
         if parameter in layer.tensors:
             raise CheckpointError(
                 f"the file has two tensors {parameter!r} for {path!r}. Save the adapter again, "
@@ -121,6 +123,14 @@ def _sorted(
     for name in theirs.patterns:
         _resolve(name, theirs, layers)
     return layers, shared, rest
+
+
+def _weight(site: Site, info: ModelInfo) -> Tensor | None:
+    """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
+    found = info.tensor(f"{info.prefix}.{site.path}.weight".removeprefix("."))
+    if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
+        return None
+    return found.detach().mT if site.transposed else found.detach()
 
 
 def _ends(spelling: PeftSpelling) -> dict[str, str]:

@@ -26,7 +26,7 @@ from adapterzoo.model.mixin import AdapterModelMixin
 from . import forward, store
 from .interface import HeadNames, HeadStrategy
 from .named import NamedHeads
-from .ties import list_ties
+from .ties import list_ties, update_outputs
 
 
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
@@ -364,6 +364,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """
         if (head := self._language_modeling_head()) is not None:
             head.replace_output(new_embeddings)
+            update_outputs(self)
             list_ties(self)
 
     def _language_modeling_head(self) -> PredictionHead | None:

@@ -32,7 +32,7 @@ from .embeddings import drop_biases
 from .interface import HeadNames
 from .output_layers import start_with
 from .tables import table_of
-from .ties import list_ties
+from .ties import list_ties, update_outputs
 
 
 def start(model: Any) -> None:
@@ -225,6 +225,7 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
     listed = {**model.config.prediction_heads, name: head.config.to_dict()}
     model.config.prediction_heads = listed
     tie(model, head, name)
+    update_outputs(model)
     list_ties(model)
     if set_active:
         activate(model, name)
@@ -341,6 +342,7 @@ def resize(
         if bias is not None and bias.shape[0] != rows:
             bias = _with_rows(bias, rows, None if mean_resizing else 0.0)
         head.resize_output(weight, bias)
+    update_outputs(model)
     list_ties(model)
     return resized
 

@@ -12,9 +12,11 @@ from torch import nn
 from adapterzoo.composition import Composition
 from adapterzoo.configs import MultiTaskConfig
 from adapterzoo.errors import ConfigError, FieldError, StateError, listing
-from adapterzoo.model.activation import refuse_merged, refuse_overridden
+from adapterzoo.model.activation import refuse_merged, refuse_overridden, replan
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, modules_of, prefixes_of, shareable_of
+
+from . import token_rows
 
 LOCATION = "embeddings"
 """Where an adapter has a table of tokens of its own."""
@@ -43,7 +45,14 @@ def ties(model: AdaptedModel) -> dict[str, str]:
         for path, key in shareable_of(model, group[0]):
             first, *others = (f"{start}{prefixes[path]}{key}" for prefixes in alike)
             found.update(dict.fromkeys(others, first))
-    return {**found, **model._head_strategy.ties()}
+    return {**found, **model._head_strategy.ties(), **token_rows.ties(model)}
+
+
+def update_outputs(model: AdaptedModel) -> None:
+    """Let the output layers that are tied to a table now have the rows of adapters."""
+    if token_rows.update(model):
+        replan(model)
+        list_ties(model)
 
 
 def list_ties(model: AdaptedModel, name: str | None = None) -> None:
@@ -60,7 +69,8 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         gone = any(f".{name}." in f"{key} {other}" for key, other in before.items())
         # most adapters have no table, and the fiftieth must cost no more than the first
         shares = any(name in group for group in model._adapter_state.sharing.values())
-        if not gone and not shares and not tables_of(model, name):
+        there = tables_of(model, name) or token_rows.paths_of(model, name)
+        if not gone and not shares and not there:
             return
     tied = ties(model)
     vars(own).pop("_tied_weights_keys", None)

@@ -20,6 +20,8 @@ from adapterzoo.peft_arguments import COMMON, PeftArguments, classes_of_peft, tr
 from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 _ALL_LINEAR = "all-linear"
+# fields with names of layers
+_NAMING = {"target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,7 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     values = dict(config if isinstance(config, Mapping) else config.to_dict())
     spelling, arguments = _method(values)
     _check_task(model, values.get("task_type"))
-    if _is_head(model, values.get("modules_to_save")):
-        # each adapter is trained and saved with its own copy of the head anyway
-        del values["modules_to_save"]
+    values["modules_to_save"] = _without_head(model, values.get("modules_to_save"))
     if values.get("tokenizer_name_or_path") == model.config.name_or_path:
         values.pop("tokenizer_name_or_path", None)
     own = {*arguments.fields}
@@ -70,9 +70,8 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
             f"here. Its fields: {listing(sorted(own), limit=40)}. Leave it out."
         )
     fields = {name: value for name, value in values.items() if name in own}
-    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        if name in fields:
-            fields[name] = _below_base(model, fields[name])
+    for name in fields.keys() & _NAMING:
+        fields[name] = _below_base(model, fields[name])
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     if "target_modules" in found.field_names() and not found["target_modules"]:
@@ -117,17 +116,19 @@ def _check_task(model: AdaptedModel, task: Any) -> None:
         )
 
 
-def _is_head(model: AdaptedModel, names: Any) -> bool:
-    """Return whether these modules are exactly parts of a static head that adapters copy."""
+def _without_head(model: AdaptedModel, names: Any) -> Any:
+    """Return the names of modules without those of a static head, of which adapters have copies."""
     if not names or isinstance(names, str) or model._head_strategy.is_named:
-        return False
+        return names
     head = layers_of(model)
     base = [path for path, _ in model._backbone.named_modules()]
-    return all(
-        any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
-        and not any(path == n or path.endswith(f".{n}") for path in base)
+    kept = [
+        n
         for n in names
-    )
+        if any(path == n or path.endswith(f".{n}") for path in base)
+        or not any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
+    ]
+    return kept or None
 
 
 def _below_base(model: AdaptedModel, value: Any) -> Any:

@@ -1,0 +1,173 @@
+"""Rows of the table of tokens, one set for each adapter: `trainable_token_indices`.
+
+E'(t) = R[i] for the i-th token of the list, E(t) for all others; the rows R `[tokens, d]` start as
+those of the table E. An output layer that is tied to the table scores these tokens with R as well:
+logits[t] = h · R[i] + b[t].
+
+Differs from PEFT: the table is not copied in each forward; a bias of the output layer is kept;
+several adapters can act in one call, and each row of a batch can have its own.
+Cost: tokens · d parameters, in memory and in files, whatever the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.averaging import Combination
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
+from adapterzoo.errors import SiteError, listing
+
+from ._patterns import matches
+
+ROWS = "token rows"
+"""The location of the rows of a table; all modules that share the table share them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRowsConfig(AdapterConfig):
+    """The part of a config that its `trainable_token_indices` add, for one table.
+
+    Attributes:
+        table: name or end of the path of the embedding; None for the model's own table of tokens.
+        tokens: their numbers, in ascending order.
+    """
+
+    architecture: ClassVar[str] = "token_rows"
+
+    table: str | None = None
+    tokens: tuple[int, ...] = ()
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each module that has the table.
+
+        Raises:
+            SiteError: there is no such table, or it has fewer tokens.
+        """
+        tables = {site.path: site for site in anatomy if site.kind == "embedding"}
+        own = anatomy.tokens.table if anatomy.tokens is not None else None
+        if self.table is None:
+            found = [own] if own in tables else []
+        else:
+            found = [path for path in tables if matches(path, (self.table,))]
+        if not found:
+            what = "no table of tokens" if self.table is None else f"no embedding {self.table!r}"
+            raise SiteError(
+                f"trainable_token_indices: this model has {what}; embeddings: "
+                f"{listing(tables) or 'none'}. Write {{'name of an embedding': [ids]}}."
+            )
+        tied = {path: group for group in anatomy.shared_tables for path in group}
+        paths = dict.fromkeys(p for path in found for p in tied.get(str(path), (str(path),)))
+        if len({tied.get(path, (path,)) for path in paths}) > 1:
+            raise SiteError(
+                f"trainable_token_indices={{{self.table!r}: …}}: several embeddings have this "
+                f"name, {listing(paths)}. Write the whole path of one."
+            )
+        size = tables[next(iter(paths))].d_in
+        if outside := [token for token in self.tokens if token >= size]:
+            raise SiteError(
+                f"trainable_token_indices has {listing(outside)}, and the table at "
+                f"{next(iter(paths))!r} has the tokens 0 to {size - 1}. Write "
+                f"model.resize_token_embeddings({max(outside) + 1}) first if they are new, or "
+                f"smaller numbers."
+            )
+        return [Placement(tables[path], self, ROWS) for path in paths]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
+        """Return a fresh adapter for the site."""
+        return TokenRows(self.tokens, site.d_out, device, dtype)
+
+
+class TokenRows(WeightAdapter):
+    """The table, or the output layer tied to it, with other rows for some tokens.
+
+    Attributes:
+        rows: R `[tokens, d]`.
+        tokens: their numbers, in ascending order; saved with the config.
+    """
+
+    stands_alone: ClassVar[bool] = True
+    tokens: Tensor
+
+    def __init__(
+        self, tokens: tuple[int, ...], width: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the rows.
+
+        Args:
+            tokens: in ascending order.
+            width: of the table.
+            device: of the rows.
+            dtype: of the table.
+        """
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
+        numbers = torch.tensor(tokens, device=device, dtype=torch.long)
+        self.register_buffer("tokens", numbers, persistent=False)
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Take the values of the table."""
+        with torch.no_grad():
+            self.rows.copy_(base.weight.mT[self.tokens])
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the embeddings `[*batch, d]` of tokens `x` `[*batch]`.
+
+        In an output layer, return the logits `[*batch, vocab]` of features `x` `[*batch, d]`.
+        """
+        return self._scored(x, base) if x.is_floating_point() else self._embedded(x, base)
+
+    def _embedded(self, x: Tensor, base: BaseLayer) -> Tensor:
+        y, plain = base(x), base.original(x)
+        ids = x.to(self.tokens.dtype).contiguous()
+        at = torch.searchsorted(self.tokens, ids).clamp(max=len(self.tokens) - 1)  # [*batch]
+        own = embedding(at, self.rows)  # [*batch, d]
+        scale = base.scale
+        if isinstance(scale, Tensor):
+            # cast like the families that have such a scale
+            own = own * scale.to(own.dtype)
+        elif scale != 1.0:
+            own = own * scale
+        own = own.to(y.dtype)
+        listed = (self.tokens[at] == ids).unsqueeze(-1)  # [*batch, 1]
+        return torch.where(listed, own if y is plain else y + (own - plain), y)
+
+    def _scored(self, x: Tensor, base: BaseLayer) -> Tensor:
+        y, plain = base(x), base.original(x)
+        bias = None if base.bias is None else base.bias[self.tokens]  # [tokens]
+        own = linear(x, self.rows.to(x.dtype), bias).to(y.dtype)  # [*batch, tokens]
+        if y is not plain:
+            own = own + (y - plain).index_select(-1, self.tokens)
+        return y.index_copy(-1, self.tokens, own)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight, `[d, vocab_size]`."""
+        own, plain = self.rows.to(w.dtype).mT, base.weight[:, self.tokens].to(w.dtype)
+        return w.index_copy(1, self.tokens, replaced(w[:, self.tokens], own, plain))
+
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return the values of the table."""
+        return {"rows": base.weight.mT[self.tokens]}
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Combine the rows linearly.
+
+        Raises:
+            CompositionError: the strategy leaves out entries.
+        """
+        if strategy.strategy.prunes:
+            raise strategy.refusal("a row of a table is not a sum of such")
+        self.combine_linearly(["rows"], adapters, weights, strategy, base)

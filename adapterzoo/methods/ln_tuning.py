@@ -1,0 +1,74 @@
+"""LN tuning — the norms of a model, trained for each adapter.
+
+Paper: Zhao et al. 2023, arXiv:2312.11420, §3. y = norm_θ'(x) with the adapter's own gain and bias
+θ', initially those of the model.
+
+Differs from the paper: only norms are trained. Differs from PEFT: without `target_modules` all
+norms of the base model are trained, where PEFT has a list of names for some families.
+Cost: the parameters of the norms for each adapter, nothing in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import Placement, architectures, config_strings
+from adapterzoo.errors import SiteError, listing
+from adapterzoo.fields import Layers, field
+
+from ._layer_copy import CopyConfig
+from ._patterns import Modules, matches
+
+
+@architectures.register("ln_tuning")
+@config_strings.register("ln_tuning")
+@dataclass(frozen=True, kw_only=True)
+class LNTuningConfig(CopyConfig):
+    """Config of LN tuning.
+
+    Attributes:
+        target_modules: names or last parts of paths of norms, or one regular expression for whole
+            paths; None: all norms.
+        exclude_modules: the same, for those to leave out.
+        leave_out: numbers of blocks whose norms are not trained.
+    """
+
+    architecture: ClassVar[str] = "ln_tuning"
+
+    target_modules: str | tuple[str, ...] | None = field(None, Modules())
+    exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
+    leave_out: tuple[int, ...] = field((), Layers())
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each norm.
+
+        Raises:
+            SiteError: a name matches no norm, or all are left out.
+        """
+        norms = [site for site in anatomy.others if site.kind == "norm"]
+        wanted = self.target_modules
+        parts = wanted if isinstance(wanted, tuple) else ()
+        missing = [name for name in parts if not any(matches(s.path, (name,)) for s in norms)]
+        found = [s for s in norms if wanted is None or matches(s.path, wanted)]
+        if missing or not found:
+            raise SiteError(
+                f"LNTuningConfig(target_modules={wanted!r}): no norm matches "
+                f"{listing(missing) if missing else repr(wanted)}. Names of norms in this model: "
+                f"{_names(norms)}. Write some of them."
+            )
+        out = self.exclude_modules
+        kept = [s for s in found if out is None or not matches(s.path, out)]
+        kept = [s for s in kept if s.layer not in self.leave_out]
+        if not kept:
+            raise SiteError(
+                f"LNTuningConfig(exclude_modules={out!r}, leave_out={[*self.leave_out]!r}): these "
+                f"exclude every norm. Write fewer."
+            )
+        return [Placement(site, self, "norm") for site in kept]
+
+
+def _names(sites: Iterable[Site]) -> str:
+    return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30) or "none"
