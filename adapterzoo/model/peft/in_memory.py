@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adapterzoo.checkpoint import fit
@@ -67,14 +68,20 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     adapter, document = stored.adapter, stored.metadata["head"]
     own = dict(modules_of(model, name))
     fit.check_fit(type(model).__name__, adapter, named_tensors(own, keep_vars=True), None)
-    enter = None
+    enter, strategy = None, model._head_strategy
     if document is not None:
         asked = LoadOptions(overwrite_ok=True)
-        enter = model._head_strategy.fitting(HeadRecord(document, stored.head), name, asked)
+        enter = strategy.fitting(HeadRecord(document, stored.head), name, asked)
     for path, module in own.items():
         start = f"{path}/"
         fit.fill(
             module, {k.removeprefix(start): t for k, t in adapter.items() if k.startswith(start)}
         )
-    if enter is not None:
+    # a head that is there keeps its tensors, which an optimizer may have
+    there = strategy.record(name) if name in strategy.saved_names() else None
+    if there is not None:
+        with torch.no_grad():
+            for key in stored.head.keys() & there.tensors.keys():
+                there.tensors[key].copy_(stored.head[key])
+    elif enter is not None:
         enter()
