@@ -392,10 +392,9 @@ def spelled(
                     )  # fmt: skip
             else:
                 peft_spellings.register(config.architecture)(spelling)
-                if spelling.arguments is not None:
-                    classes_of_peft[config] = replace(
-                        spelling.arguments, peft_type=spelling.peft_type, fixed=spelling.fixed
-                    )
+                if (own := spelling.arguments) is not None:
+                    own = replace(own, peft_type=spelling.peft_type, fixed=spelling.fixed)
+                    classes_of_peft[config] = own
         return config
 
     return declared

@@ -8,6 +8,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.spelling import AdapterHubSpelling, Container, PeftSpelling, same
 
 from . import _low_rank_adapterhub, _low_rank_peft
+from ._low_rank_arguments import ARGUMENTS
 from ._peft_arguments import ours
 
 
@@ -24,7 +25,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells LoRA."""
-    arguments = _low_rank_peft.ARGUMENTS
+    arguments = ARGUMENTS
     return _low_rank_peft.spelling(
         config,
         {"use_dora": False},

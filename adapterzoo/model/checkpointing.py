@@ -18,13 +18,7 @@ from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateNameError,
-    argument,
-    listing,
-)
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.inject.building import build, device_of, give_memory, inject_path, layer_at
 from adapterzoo.methods import undrawn
 from adapterzoo.methods.fusion import AdapterFusionConfig

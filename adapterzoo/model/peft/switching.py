@@ -139,7 +139,9 @@ def list_of(model: AdaptedModel, names: str | Sequence[str]) -> list[str]:
         ConfigError: there is no name.
         UnknownNameError: an adapter is unknown.
     """
-    each = [names] if isinstance(names, str) else [*dict.fromkeys(names)]
+    # anything else is looked for as a name, and not found
+    listed = isinstance(names, (list, tuple, set, frozenset))
+    each: list[Any] = [*dict.fromkeys(names)] if listed else [names]
     if not each:
         raise ConfigError(
             f"no name is given. Adapters: {listing(model._adapter_state.records)}. Write one."
@@ -169,7 +171,7 @@ def disable(model: AdaptedModel) -> None:
     _refuse_merged(model)
     state, setup = model._adapter_state, model._active.default.plan.setup
     if not state.records:
-        raise StateError("the model has no adapter. Write add_adapter('a', 'lora') first.")
+        raise StateError("the model has no adapter. Write add_adapter('a') first.")
     if setup is not None:
         state.disabled = setup
         set_active(model, None)
