@@ -199,7 +199,8 @@ def test_names_of_theirs_are_arguments(made, means):
     [
         ({"bias": "some"}, r"bias='some'.*Write bias='none'"),
         ({"init_lora_weights": False}, r"init_lora_weights=False.*init_lora_weights=True"),
-        ({"init_lora_weights": "eva"}, r"init_weights='eva'.*'pissa'"),
+        ({"init_lora_weights": "loftq"}, r"init_weights='loftq'.*'pissa'"),
+        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_options.*init_data=batches"),
         ({"lora_alpha": 2, "alpha": 2}, r"lora_alpha=2, alpha=.*Write only alpha=2"),
         ({"inference_mode": True}, r"inference_mode=True.*train_adapter"),
         ({"task_type": "CLS"}, r"task_type='CLS'.*'SEQ_CLS'"),

@@ -46,8 +46,15 @@ ARGUMENTS = PeftArguments(
         "megatron_core": PeftArgument("megatron.core"),
         "qalora_group_size": PeftArgument(16),
         **{
+            name: PeftArgument(
+                hint="write its fields as init_options={…}, and the batches as "
+                "add_adapter(…, init_data=batches)."
+            )
+            for name in ("corda_config", "eva_config")
+        },
+        **{
             name: PeftArgument(hint="it belongs to initial values that are not here. Leave it out.")
-            for name in ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
+            for name in ("loftq_config", "lora_ga_config")
         },
         "ensure_weight_tying": PeftArgument(False),
         "velora_config": PeftArgument(hint="it compresses activations. Leave it out."),

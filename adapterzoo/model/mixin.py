@@ -146,6 +146,7 @@ class AdapterModelMixin:
         config: AdapterConfig | str | Mapping[str, Any] | None = None,
         overwrite_ok: bool = False,
         set_active: bool = False,
+        init_data: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
         """Add an adapter with fresh parameters, on each layer's device and in its dtype.
 
@@ -156,14 +157,17 @@ class AdapterModelMixin:
                 which is "default" then if not given; the adapter is trained and active afterwards.
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
+            init_data: batches, each with the arguments of a call, for the initial values that
+                need inputs of the layers: `init_weights="eva"` and `"corda"` of LoRA. It is read
+                several times, so a list or a DataLoader.
 
         Raises:
-            ConfigError: the name or a value of the config is not legal.
+            ConfigError: the name or a value of the config is not legal, or data are missing.
             DuplicateNameError: the name is taken.
             SiteError: the model has no place that the config asks for.
             StateError: the model is sharded.
         """
-        switching.add(self, adapter_name, config, overwrite_ok, set_active)
+        switching.add(self, adapter_name, config, overwrite_ok, set_active, init_data)
 
     @switching.also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place
-from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.errors import listing
 from adapterzoo.spelling import Container
 
 BlockLocation = tuple[int, str]
@@ -36,7 +36,6 @@ class Layout:
             and `output_lora` for the first.
         entry: path of the module with the entry's tensors, if not the model or its encoder.
         is_base: whether such a model has no base model in 4.57, even where it has one today.
-        removes: what `adapters` removes from such models, for any method.
     """
 
     sublayers: Mapping[SubLayerKind, str]
@@ -45,7 +44,6 @@ class Layout:
     swapped: bool = False
     entry: str = ""
     is_base: bool = False
-    removes: str = ""
 
 
 _HUNG_IN = Layout(
@@ -109,7 +107,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "whisper": _HUNG_IN,
     "xlm-roberta": _BERT,
-    "xmod": replace(_BERT, removes="language adapters"),
+    "xmod": _BERT,
 }
 
 _KINDS: Mapping[str, SubLayerKind] = {
@@ -140,22 +138,6 @@ def prefix_of(info: ModelInfo) -> str:
     """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
     layout = LAYOUTS.get(info.model_type)
     return "" if layout is not None and layout.is_base else info.prefix
-
-
-def check_base(info: ModelInfo) -> None:
-    """Refuse models that `adapters` changes, where equal tensors give other outputs.
-
-    Raises:
-        CheckpointError: it changes such models.
-    """
-    layout = LAYOUTS.get(info.model_type)
-    if layout is not None and layout.removes:
-        raise CheckpointError(
-            f"adapters removes the {layout.removes} of {info.model_type} models, which this model "
-            f"has, so the same tensors give different outputs. Nothing has been done. Train the "
-            f"adapter again where it will run, or write {argument('format', 'native')} to save "
-            f"one of this library."
-        )
 
 
 def location_of(container: Container, place: Place) -> BlockLocation | None:

@@ -19,11 +19,10 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubFile, Container, Tensors, adapterhub_spellings
 
-from .config import joined, read_config, spelling_of
+from .config import added, joined, read_config, spelling_of
 from .names import (
     PART_ORDER,
     BlockLocation,
-    check_base,
     find_layer_site,
     find_location,
     location_of,
@@ -75,7 +74,6 @@ def read_adapter(
         CheckpointError: there is no such method here, or a tensor is not what it should be.
         SiteError: the model lacks a site that the config asks for.
     """
-    check_base(info)
     words = frozenset(word for key in tensors for word in key.split("."))
     config = read_config(metadata, AdapterHubFile(metadata.get("version"), words))
     members: Sequence[AdapterConfig] = config.members
@@ -85,7 +83,8 @@ def read_adapter(
     keys = [key for key in found.values() if key is not None and not _is_repeated(key)]
     sites = [site for key in keys if (site := _site(info, key)) is not None]
     members = [spelling_of(m).place(m, sites, info.anatomy) for m in members]
-    config = joined([spelling_of(m).convention(info.model_type, m) for m in members])
+    members = [spelling_of(m).convention(info.model_type, m) for m in members]
+    config = joined([*members, *added(members, info.anatomy)])
     members = config.members
     places = places_of(config, info.anatomy)
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}

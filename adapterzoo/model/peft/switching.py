@@ -23,13 +23,15 @@ DEFAULT = "default"
 """PEFT's name of an adapter without one."""
 
 
-def add(model: AdaptedModel, name: str, config: Any, overwrite_ok: bool, active: bool) -> None:
-    """Add an adapter with a config of ours or of PEFT."""
+def add(
+    model: AdaptedModel, name: str, config: Any, overwrite_ok: bool, active: bool, init_data: Any
+) -> None:
+    """Add an adapter with a config of ours or of PEFT; arguments as of `adapters.add`."""
     if not configs.is_peft(config):
-        adapters.add(model, name, config, overwrite_ok, active)
+        adapters.add(model, name, config, overwrite_ok, active, init_data)
         return
     found = configs.read(model, config)
-    adapters.add(model, name, found.config, overwrite_ok, active)
+    adapters.add(model, name, found.config, overwrite_ok, active, init_data)
     if found.is_frozen:
         for parameter in parameters_of(model, name):
             parameter.requires_grad_(False)
