@@ -781,8 +781,9 @@ class AdapterModelMixin:
         Args:
             save_directory: the folder; created if missing.
             adapter_name: the adapter.
-            with_head: whether to save its head in the same file: the head of the same name, or
-                the only active one; or the adapter's copy of a static head.
+            with_head: whether to save its head in the same file: the head of the same name; without
+                one the only active head, unless it has the name of another adapter or fusion; or
+                the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
             custom_weights_loaders: save weights of other modules to the same folder; see
