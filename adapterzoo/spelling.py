@@ -387,12 +387,9 @@ def spelled(
             spelling = make(config)
             if isinstance(spelling, AdapterHubSpelling):
                 adapterhub_spellings.register(config.architecture)(spelling)
-                group = spelling.architecture[0]
-                if group is not None and spelling.fixed:
-                    variants[config] = Variant(
-                        group, spelling.fixed, spelling.required, spelling.constants,
-                        spelling.as_another,
-                    )  # fmt: skip
+                if (group := spelling.architecture[0]) is not None and spelling.fixed:
+                    told = spelling.fixed, spelling.required, spelling.constants
+                    variants[config] = Variant(group, *told, spelling.as_another)
             else:
                 peft_spellings.register(config.architecture)(spelling)
                 if (own := spelling.arguments) is not None:

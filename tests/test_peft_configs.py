@@ -217,7 +217,7 @@ def test_values_without_a_meaning_are_refused_by_name(fields, says):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (peft.LoHaConfig, r"peft_type='LOHA'.*'BOFT', 'IA3', 'LORA'"),
+        (peft.HRAConfig, r"peft_type='HRA'.*'BOFT', 'IA3', .*'LORA'"),
         (lambda: peft.LoraConfig(init_lora_weights=False), "init_lora_weights=False"),
         (lambda: peft.PromptTuningConfig(modules_to_save=["norm"]), "modules_to_save="),
         (lambda: peft.LoraConfig(layer_replication=[(0, 1)]), "layer_replication="),
