@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -51,6 +51,7 @@ from torch import Tensor
 from .anatomy import Anatomy, Site, SubLayerKind
 from .configs import AdapterConfig, Placement, Variant, variants
 from .fields import FLAG, Check
+from .peft_arguments import PeftArguments, classes_of_peft
 from .registry import Registry
 
 Fields = dict[str, Any]
@@ -278,6 +279,7 @@ class PeftSpelling:
     Attributes:
         config: our config class.
         peft_type: PEFT's name of the method.
+        arguments: the fields of PEFT's config class, as users write them; None: it is only read.
         tensors: our parameters → the ends of PEFT's keys, without the adapter's name. The first
             end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same for embeddings, if the ends differ.
@@ -316,6 +318,7 @@ class PeftSpelling:
 
     config: type[AdapterConfig]
     peft_type: str
+    arguments: PeftArguments | None = None
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
@@ -400,19 +403,16 @@ def spelled(
             spelling = make(config)
             if isinstance(spelling, AdapterHubSpelling):
                 adapterhub_spellings.register(config.architecture)(spelling)
-                group = spelling.architecture[0]
-                if group is not None and spelling.fixed:
-                    variants[config] = Variant(
-                        group,
-                        spelling.fixed,
-                        spelling.required,
-                        spelling.constants,
-                        spelling.as_another,
-                    )
+                if (group := spelling.architecture[0]) is not None and spelling.fixed:
+                    told = spelling.fixed, spelling.required, spelling.constants
+                    variants[config] = Variant(group, *told, spelling.as_another)
             elif spelling.becomes:
                 peft_readers.register(spelling.peft_type)(spelling)
             else:
                 peft_spellings.register(config.architecture)(spelling)
+                if (own := spelling.arguments) is not None:
+                    own = replace(own, peft_type=spelling.peft_type, fixed=spelling.fixed)
+                    classes_of_peft[config] = own
         return config
 
     return declared

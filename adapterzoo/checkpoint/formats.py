@@ -53,6 +53,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """The model of a checkpoint: its name on the Hub or its folder, None if unknown, and commit."""
+
+    name: str | None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The facts about the model to fill or save that formats need.
 
@@ -133,8 +141,21 @@ class Format(Protocol):
             CheckpointError: the format cannot express the checkpoint.
         """
 
+    def base(self, folder: Path) -> Base:
+        """Return the model that an adapter was trained on.
+
+        Raises:
+            CheckpointError: the config is missing or damaged.
+        """
+
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of all files that a folder of this format may have; others are kept."""
+
+
+def base_of(values: Mapping[str, Any], name: str, revision: str) -> Base:
+    """Return the model that the config of a file names in these fields."""
+    found = (values.get(name), values.get(revision))
+    return Base(*(value if isinstance(value, str) and value else None for value in found))
 
 
 def inexpressible(why: str, *hints: str) -> CheckpointError:

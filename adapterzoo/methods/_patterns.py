@@ -23,7 +23,8 @@ class Modules(Check):
         """Return a tuple of names, a string or None."""
         if isinstance(value, str) or not isinstance(value, Iterable):
             return value
-        return tuple(value)
+        # PEFT keeps names as a set, which has no order
+        return tuple(sorted(value) if isinstance(value, (set, frozenset)) else value)
 
     def fits(self, value: object) -> bool:
         """Return whether none is empty."""

@@ -15,7 +15,36 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tensors
+
+from ._peft_arguments import PROMPT, ours
+
+
+def _unsized(fields: Mapping[str, Any]) -> str | None:
+    """Return why the MLP cannot be made: PEFT takes its width from the model."""
+    if fields.get("prefix_projection") and fields.get("encoder_hidden_size") is None:
+        return (
+            "prefix_projection=True needs the width of its MLP. Write encoder_hidden_size=768, "
+            "which PEFT sets to the width of the model."
+        )
+    return None
+
+
+_ARGUMENTS = PeftArguments(
+    class_name="PrefixTuningConfig",
+    fields={
+        **PROMPT,
+        "num_virtual_tokens": ours(None, "prefix_length"),
+        "encoder_hidden_size": ours(None, "bottleneck_size"),
+        "prefix_projection": PeftArgument(
+            False, "flat", {True: False, False: True}, "legal are True and False."
+        ),
+        "init_weights": PeftArgument(hint="a prefix starts at random. Leave it out."),
+    },
+    implied={"positions": "shifted", "encoder_prefix": False, "cross_prefix": False},
+    unsayable=_unsized,
+)
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
@@ -27,6 +56,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="PREFIX_TUNING",
+        arguments=_ARGUMENTS,
         shared={"table": "prompt_embeddings"},
         fields={
             "num_transformer_submodules": PeftField(1, Range(1, 2)),

@@ -10,6 +10,7 @@ from adapterzoo.anatomy import Anatomy, usual_joins
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.fields import MAX_WIDTH, Range
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubSpelling,
     Container,
@@ -21,7 +22,30 @@ from adapterzoo.spelling import (
     same,
 )
 
+from ._peft_arguments import PROMPT, ours
+
 _OURS = "prompt_embedding"
+_ARGUMENTS = PeftArguments(
+    class_name="PromptTuningConfig",
+    fields={
+        **PROMPT,
+        "num_virtual_tokens": ours(None, "prompt_length"),
+        "prompt_tuning_init": PeftArgument(
+            "RANDOM",
+            "prompt_init",
+            {"RANDOM": "random_uniform", "TEXT": "from_string"},
+            "legal are 'RANDOM' and 'TEXT'. Write one of these.",
+        ),
+        "prompt_tuning_init_text": ours(None, "prompt_init_text"),
+        "tokenizer_name_or_path": PeftArgument(
+            hint="the tokenizer is that of the model's name. Leave it out."
+        ),
+        "tokenizer_kwargs": PeftArgument(
+            hint="the tokenizer is that of the model's name. Leave it out."
+        ),
+    },
+    implied={"joins": "inputs"},
+)
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
@@ -43,7 +67,8 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells prompt tuning: rows that join the table's output."""
     inert = "prompt_tuning_init prompt_tuning_init_text tokenizer_kwargs"
-    return replace(_rows(config, "PROMPT_TUNING", inert), write_model=_write_model)
+    rows = _rows(config, "PROMPT_TUNING", inert)
+    return replace(rows, write_model=_write_model, arguments=_ARGUMENTS)
 
 
 def p_tuning(config: type[AdapterConfig]) -> PeftSpelling:

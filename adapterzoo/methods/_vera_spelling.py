@@ -12,6 +12,7 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubSpelling,
     Fields,
@@ -23,6 +24,29 @@ from adapterzoo.spelling import (
 )
 
 from . import _projected_adapterhub
+from ._peft_arguments import BIAS, STORED, TARGETS, ours
+
+_ARGUMENTS = PeftArguments(
+    class_name="VeraConfig",
+    fields={
+        **TARGETS,
+        **STORED,
+        **BIAS,
+        "r": ours(256, "r"),
+        "projection_prng_key": ours(0, "projection_prng_key"),
+        "save_projection": PeftArgument(
+            True, hint="A and B are always in the file. Write save_projection=True."
+        ),
+        "vera_dropout": ours(0.0, "dropout"),
+        "d_initial": ours(0.1, "vera_d"),
+        "init_weights": PeftArgument(
+            True,
+            "init_weights",
+            {True: "vera"},
+            "there is one kind of initial values. Write init_weights=True.",
+        ),
+    },
+)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -39,6 +63,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="VERA",
+        arguments=_ARGUMENTS,
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
         fields={

@@ -130,12 +130,12 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     """
     metadata = checkpoint.metadata.get("head")
     if not info.named_heads:
-        return Task(info.model_class, _task_of(info.model_class)), dict(checkpoint.head)
+        return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
     if metadata is None:
         return _without_head(info), {}
     config = dict(metadata.get("config") or {})
     if (own := config.get("model_class")) is not None:
-        return Task(own, _task_of(own)), info.to_static(own, metadata, checkpoint.head)
+        return Task(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
     head_type = config.get("head_type")
     known = head_types.get(str(head_type))
     task_type = None if known is None else known.peft_task
@@ -152,7 +152,8 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
-def _task_of(model_class: str) -> str | None:
+def task_of(model_class: str) -> str | None:
+    """Return PEFT's name of the task of a class; None if it has none."""
     for task, mapping in TASKS.items():
         classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
         if model_class in set(classes):
