@@ -284,6 +284,9 @@ class PeftSpelling:
             with the number for all other layers (same name too).
         inert: other fields that do not change what an adapter computes.
         refused: fields that cannot be reproduced unless they are off → the reason.
+        beside: the fields for what is trained beside the adapters, the same in PEFT and here.
+        of_norms: whether the layers are norms; otherwise they have a weight matrix.
+        maybe: our parameters that a layer may lack.
         wide: parameters that stay in float32 over half-precision layers.
         subsets: fields that name some of the target modules (same name in PEFT and here) → whether
             a layer is among them, by its tensors in PEFT's layout.
@@ -316,6 +319,9 @@ class PeftSpelling:
     patterns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
+    of_norms: bool = False
+    maybe: frozenset[str] = frozenset()
     wide: tuple[str, ...] = ()
     subsets: Mapping[str, Callable[[Tensors], bool]] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None

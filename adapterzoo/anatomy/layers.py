@@ -31,9 +31,7 @@ def other_layers_of(
     return tuple(found)
 
 
-def biases_of(
-    tree: Tree, blocks: Sequence[Block]
-) -> tuple[tuple[Site, ...], tuple[str, ...]]:
+def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tuple[str, ...]]:
     """Return the layers whose output is a sum with their bias, and paths of others with a bias."""
     found, others = [], []
     for path, module in tree.modules.items():
@@ -79,7 +77,7 @@ def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> 
     layer, stack = (-1, "") if inside is None else (inside.layer, inside.stack)
     # a bias is as long as the output of its layer
     own = (module._parameters.get("bias"), *_own(module))
-    width = next(p.shape[-1] for p in own if p is not None)
+    width = next(p.shape[-1] if p.dim() else 1 for p in own if p is not None)
     return Site(path, "other", layer, stack, kind, width, width)
 
 

@@ -308,7 +308,10 @@ def _beside(
 
     first = adapters[0]
     if not isinstance(first, ExpertAdapters):
-        yield tuple(adapters), base_of(layer, shown("weight"), originals.get("bias"), kept=originals)
+        yield (
+            tuple(adapters),
+            base_of(layer, shown("weight"), originals.get("bias"), kept=originals),
+        )
         return
     for parameter in first._modules:
         weight = shown(parameter)

@@ -22,6 +22,7 @@ from adapterzoo.spelling import (
     Tensors,
 )
 
+from ._beside import BESIDE
 from ._low_rank_config import LowRankConfig
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
@@ -42,7 +43,6 @@ _REFUSED = {
     "alora_invocation_tokens": "it acts only after certain tokens",
     "layer_replication": "it has more layers than the model",
     "target_parameters": "it adapts parameters of fused experts one by one",
-    "trainable_token_indices": "it replaces rows of the embedding",
     "use_bdlora": "its factors are block-diagonal and packed",
     "arrow_config": "it routes each token among several adapters",
     "kasa_config": "it removes singular values from the base weights",
@@ -143,6 +143,7 @@ def spelling(
         embedding_tensors=_EMBEDDING_TENSORS,
         fields=_FIELDS,
         patterns=_PATTERNS,
+        beside=BESIDE,
         inert=_INERT,
         refused=_REFUSED,
         refuse=_refuse,

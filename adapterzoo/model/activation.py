@@ -108,7 +108,13 @@ def make_plan(
         if step is not None:
             steps[path] = step
     steps.update(model._head_strategy.steps(parts))
-    steps.update(token_rows.steps(model, parts, acting))
+    outputs = token_rows.steps(model, parts, acting)
+    if both := sorted(steps.keys() & outputs.keys()):
+        raise CompositionError(
+            f"{setup!r}: at {both[0].removeprefix('head//')!r} one adapter has the output layer "
+            f"for itself, and another has rows of it. Activate one of them."
+        )
+    steps.update(outputs)
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():

@@ -18,8 +18,8 @@ from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._token_rows import ROWS
 from adapterzoo.model.state import AdaptedModel, modules_of
 
-# in plans: no path of the base model starts with it
-_OUTPUT = "output//"
+# in plans, as for copies of a head: no path of the base model starts with it
+_OUTPUT = "head//"
 
 
 def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
@@ -29,9 +29,7 @@ def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     return tuple(path for path, ps in places.items() if ps and ps[0].location == ROWS)
 
 
-def shared(
-    places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]
-) -> dict[str, Any]:
+def shared(places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one module of rows for each of the paths that share a table.
 
     Args:
