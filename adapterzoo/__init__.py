@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.ln_tuning import LNTuningConfig
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
     from .methods.mtl_lora import MTLLoRAConfig
@@ -156,6 +157,7 @@ __all__ = [
     "Fuse",
     "IA3Config",
     "LMHead",
+    "LNTuningConfig",
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",

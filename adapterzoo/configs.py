@@ -207,6 +207,19 @@ class AdapterConfig(Config):
         return None
 
     @property
+    def plain(self) -> AdapterConfig:
+        """The config of an equal adapter in the peers' files; see `plain_tensors`."""
+        return self
+
+    def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of one place of the adapter of `plain`, by parameter.
+
+        Args:
+            tensors: of an adapter of this config, by parameter.
+        """
+        return tensors
+
+    @property
     def averages_shared(self) -> bool:
         """Whether shared parameters are averaged; otherwise they must be equal."""
         return False
@@ -318,6 +331,11 @@ class ConfigUnion(AdapterConfig):
     def gradients_are_exact(self) -> bool:
         """Whether the gradients of all members are exact."""
         return all(config.gradients_are_exact for config in self.configs)
+
+    @property
+    def plain(self) -> AdapterConfig:
+        """The union of what the members are in files of the peers."""
+        return ConfigUnion(*(config.plain for config in self.configs))
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of all members, in their order."""

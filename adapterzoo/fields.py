@@ -127,6 +127,16 @@ class Text(Check):
         return value is None or isinstance(value, str)
 
 
+class AnyValue(Check):
+    """Any value."""
+
+    legal = "any value"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return True
+
+
 class Positive(Check):
     """A finite number above 0."""
 

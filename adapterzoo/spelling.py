@@ -216,7 +216,7 @@ class PeftField:
         check: the legal values.
     """
 
-    default: bool | float
+    default: bool | float | str
     check: Check = FLAG
 
 
@@ -228,12 +228,14 @@ class PeftLayer:
         name: path of the layer in the file.
         site: the layer in this model.
         fields: of PEFT's config; fields of patterns have this layer's values.
+        weight: gives the layer's weight in the model `[d_out, d_in]`; None if it has no values.
         tensors: in PEFT's layout, by our parameter names.
     """
 
     name: str
     site: Site
     fields: Mapping[str, Any]
+    weight: Callable[[], Tensor | None]
     tensors: Tensors = field(default_factory=dict)
 
 

@@ -18,6 +18,7 @@ from snapshots import of_adapter
 from torch.nn.parallel import DistributedDataParallel
 
 from adapterzoo import AutoAdapterModel, MultiTask
+from adapterzoo.heads import StaticConfig
 
 STEPS = 10
 TASKS = {
@@ -47,6 +48,25 @@ def train(model, name):
     model.train_adapter(name)
     model.eval()
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def trains_a_static_head(rank, world):
+    whole = batch(4 * world)
+    mine = {key: value[4 * rank : 4 * rank + 4] for key, value in whole.items()}
+    models = []
+    for _ in range(2):
+        model = build("lora")
+        config = StaticConfig(model_class="BertForSequenceClassification", num_labels=3)
+        model.add_prediction_head_from_config("a", config, overwrite_ok=True)
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.double().heads["a"].classifier.weight)
+        models.append((model, train(model, "a")))
+    (alone, expected), (model, trained) = models
+    alone(**whole).loss.backward()
+    parallel = DistributedDataParallel(model)
+    parallel(**mine).loss.backward()
+    for key, parameter in expected.items():
+        torch.testing.assert_close(trained[key].grad, parameter.grad, rtol=0, atol=1e-12)
 
 
 def of_tasks(configs):
@@ -112,6 +132,7 @@ def main(rank, world, rendezvous):
         if not moved <= wanted or heads != {"a", "b"}:
             raise RuntimeError(f"{method}: moved {sorted(moved - wanted)[:3]}")
         print(method)  # noqa: T201  the test reads it
+    trains_a_static_head(rank, world)
     trains_tasks(rank, world)
     # see examples/distributed.py: no DDP module may own the group when Python ends
     del parallel

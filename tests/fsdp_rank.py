@@ -25,6 +25,7 @@ from transformers import BertForSequenceClassification, BertModel
 import adapterzoo
 from adapterzoo import AutoAdapterModel, DoRAConfig, MultiTask
 from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.heads import StaticConfig
 
 WORLD = 2
 STEPS = 3
@@ -191,6 +192,24 @@ def a_head_inverts_what_acts_on_the_embeddings(rank):
     close(model.state_dict(), alone.state_dict(), "after training")
 
 
+def a_static_head_trains(rank):
+    """The layers of a task class, which its own forward reads around the base model."""
+
+    def made():
+        torch.manual_seed(0)
+        model = AutoAdapterModel.from_config(tiny_config("bert"))
+        model.add_adapter("a", "lora")
+        config = StaticConfig(model_class="BertForSequenceClassification", num_labels=3)
+        model.add_prediction_head_from_config("a", config)
+        return model.double()
+
+    everything = batch(4 * WORLD)
+    mine = {key: value[4 * rank : 4 * rank + 4] for key, value in everything.items()}
+    alone, model = made(), shard(made())
+    close(train(model, "a", mine), train(alone, "a", everything), "gradient")
+    close(model.state_dict(), alone.state_dict(), "after training")
+
+
 def tasks_train_what_they_share(rank):
     """Each process has rows of some tasks of MTL-LoRA only."""
 
@@ -272,8 +291,15 @@ def static_and_tied_heads_are_saved_as_unsharded(rank, folder):
         model.add_masked_lm_head("a")
         return model.double().eval()
 
+    def task():
+        torch.manual_seed(0)
+        model = AutoAdapterModel.from_config(tiny_config("bert"))
+        model.add_adapter("a", "lora", set_active=True)
+        model.add_prediction_head_from_config("a", StaticConfig(model_class="BertForMaskedLM"))
+        return model.double().eval()
+
     inputs = {key: value for key, value in batch(2).items() if key != "labels"}
-    for kind, make in (("static", static), ("tied", tied)):
+    for kind, make in (("static", static), ("tied", tied), ("task", task)):
         plain, model = make(), shard(make())
         with torch.no_grad():
             found, expected = model(**inputs).logits, plain(**inputs).logits
@@ -360,6 +386,7 @@ def main(rank, rendezvous, folder, cases):
         trains_gathers_and_reloads(family, method, rank, folder / family / method)
         print(case, flush=True)  # noqa: T201  the test reads it
     a_head_inverts_what_acts_on_the_embeddings(rank)
+    a_static_head_trains(rank)
     tasks_train_what_they_share(rank)
     what_is_fixed_is_refused(rank, folder / "refused")
     static_and_tied_heads_are_saved_as_unsharded(rank, folder / "heads")

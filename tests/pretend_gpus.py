@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from adapterzoo import AdapterSetup, AutoAdapterModel
 from adapterzoo.configs import config_strings
+from adapterzoo.heads import StaticConfig
 
 replicate_module = importlib.import_module("torch.nn.parallel.replicate")
 DEVICES = ("pretend:0", "pretend:1")
@@ -41,6 +42,9 @@ HEADS = {
     "question answering": lambda m: m.add_qa_head("h"),
     "masked lm": lambda m: m.add_masked_lm_head("h"),
     "causal lm": lambda m: m.add_causal_lm_head("h"),
+    "static": lambda m: m.add_prediction_head_from_config(
+        "h", StaticConfig(model_class="BertForPreTraining")
+    ),
 }
 
 

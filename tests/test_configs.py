@@ -296,7 +296,7 @@ def test_a_rank_out_of_bounds_is_refused(r, near):
         ("alpha", math.inf, "Write alpha="),
         ("dropout", 1.0, "Write dropout="),
         ("dropout", -0.1, "Write dropout=0.0"),
-        ("init_weights", "pissa", "Write init_weights='lora'"),
+        ("init_weights", "pizza", "Write init_weights='lora'"),
         ("dtype", "int8", "Write dtype=None"),
         ("attn_matrices", ("q", "z"), "Write attn_matrices=['q', 'v']"),
         ("attn_matrices", (), "Write target_modules='all-linear'"),

@@ -189,6 +189,17 @@ def own_heads(model, folder):
         model.register_custom_head("mine", Mine)
 
 
+@row("`isinstance(module, LoRALayer)`")
+def layers_with_adapters(model, folder):
+    for config, kind in (("lora", "loras"), ("dora", "loras"), ("seq_bn", "adapters")):
+        model.add_adapter("a", config, overwrite_ok=True)
+        found = [getattr(m, kind)["a"] for m in model.modules() if hasattr(m, kind)]
+        assert found == [module for _, module in model.adapter_modules("a")]
+        for lora in found if kind == "loras" else ():
+            torch.nn.init.normal_(lora.lora_B)
+            torch.testing.assert_close(lora.delta_w, lora.lora_B @ lora.lora_A)
+
+
 @row("`get_layer`")
 def blocks(model, folder):
     assert not hasattr(model, "get_layer")

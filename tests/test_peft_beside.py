@@ -117,5 +117,5 @@ def test_new_tokens_do_not_save_the_whole_table(tmp_path):
     model.save_adapter(tmp_path / "own", "a")
     width = model.config.hidden_size
     for file in (tmp_path / "peft" / TENSORS, tmp_path / "own" / "adapter.safetensors"):
-        rows = [t for k, t in load_file(file).items() if "lora" not in k]
+        rows = [t for k, t in load_file(file).items() if "lora" not in k and t.dim() == 2]
         assert [t.shape for t in rows] == [(2, width)]

@@ -8,7 +8,7 @@ them, so that a checkpoint that it cannot express is an error before the disk ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import folders
+from .places import plain
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
@@ -255,6 +257,11 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     chosen = formats.find(name)
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
+    if name != "native" and kind == "adapter":
+        config = AdapterConfig.from_dict(checkpoint.metadata["config"])
+        config, tensors = plain(config, checkpoint.adapter, info.anatomy)
+        metadata = {**checkpoint.metadata, "config": config.to_dict()}
+        checkpoint = replace(checkpoint, metadata=metadata, adapter=tensors)
     contents = chosen.encode(checkpoint, kind, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     with folders.saving(folder):

@@ -67,3 +67,25 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
         names = part_names([p.site for p in placements])
         found += [Place(p, path, f"{name}.") for p, name in zip(placements, names, strict=True)]
     return found
+
+
+def plain(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
+) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """Return an adapter as files of the peers hold it, see `AdapterConfig.plain`.
+
+    Args:
+        config: of the adapter.
+        tensors: of all its places.
+        anatomy: of the model.
+    """
+    exported = config.plain
+    if exported is config or exported == config:
+        return config, dict(tensors)
+    found = dict(tensors)
+    for place in places_of(config, anatomy):
+        start = place.key("")
+        own = {key.removeprefix(start): found.pop(key) for key in [*found] if key.startswith(start)}
+        changed = place.placement.config.plain_tensors(own)
+        found |= {place.key(name): tensor for name, tensor in changed.items()}
+    return exported, found

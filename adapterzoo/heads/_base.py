@@ -19,6 +19,7 @@ from adapterzoo.contracts import Head
 from adapterzoo.registry import Registry
 
 from ._backbone import Backbone
+from ._call import HeadCall
 from ._labels import checked, find_labels, labels_from, recounted
 from ._losses import IGNORED, Count, Logits
 from ._pooling import Pooling
@@ -213,10 +214,12 @@ class PredictionHead(Head):
         has_exit: whether `forward` takes `at_exit`, a function that is applied to the input of
             the last layer, with which invertible adapters undo their change of the embeddings.
         averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
+        calls_base: whether `answer` makes the arguments of the base model itself.
     """
 
     has_exit: ClassVar[bool] = False
     averages_itself: ClassVar[bool] = False
+    calls_base: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
         """Keep the config.
@@ -228,6 +231,27 @@ class PredictionHead(Head):
         super().__init__()
         self.config = config
         self.pooling = pooling
+
+    def answer(self, call: HeadCall) -> Any:
+        """Return the output of the task, with the loss if there are labels.
+
+        Args:
+            call: gives the hidden states and the labels.
+        """
+        config, given = self.config, call.given
+        hidden, mask = call.features(self.pooling)
+        hidden = self.tokens_to_score(hidden, given.get("logits_to_keep", 0))
+        extra = {name: given.get(name) for name in config.inputs}
+        if self.has_exit and call.at_exit is not None:
+            extra["at_exit"] = call.at_exit
+        logits: Logits = self(hidden, mask, **extra)
+        labels, loss = config.find_labels(call.name, given), None
+        if labels is not None:
+            masked = config.mask_labels(labels, mask)
+            loss = self.loss(logits, masked, given.get("num_items_in_batch"))
+        scores = logits if isinstance(logits, tuple) else (logits,)
+        values = dict(zip(config.logit_names, scores, strict=True))
+        return call.output(config.output_class, loss, values)
 
     def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
         """Return the hidden states to compute logits for; all, unless the head scores tokens.

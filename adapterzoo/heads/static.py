@@ -1,8 +1,7 @@
 """The head of a task class of transformers as it is, where no other type of head equals it.
 
-output = f(base; x, layers), with f the forward of the task class. The head has the layers of the
-class, and the class computes with them around the base model of this model: its own pooling,
-activations and loss.
+output = f(base; x, layers): f, the forward of the task class, computes with the layers of the head
+around the base model of this model, with its own pooling, activations and loss.
 
 Differs from AdapterHub: there, such a head works only in the task class itself.
 """
@@ -21,6 +20,7 @@ from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
 from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types
+from ._call import HeadCall
 from ._layers import COUNT
 from ._losses import Count, Logits
 
@@ -37,8 +37,7 @@ class StaticConfig(HeadConfig):
         model_class: name of the class in transformers.
         label_names: arguments of its forward that hold labels.
         num_labels: number of classes; None if its tensors do not depend on it.
-        fields: of the transformers config, where the head's differ from those of the model; None:
-            nowhere.
+        fields: of the transformers config, where they differ from the model's; None: nowhere.
         tie_word_embeddings: as of language modeling heads.
     """
 
@@ -93,7 +92,7 @@ class TaskHead(PredictionHead):
     """
 
     averages_itself: ClassVar[bool] = True
-
+    calls_base: ClassVar[bool] = True
     config: StaticConfig
 
     def __init__(
@@ -112,15 +111,12 @@ class TaskHead(PredictionHead):
         self.output_path = output_path
         self.is_tied = is_tied
         self.facts = {name: value for name, value in vars(task).items() if name not in held}
-        self._modules.update(task._modules)
+        for kind in held:
+            getattr(self, kind).update(getattr(task, kind))
         del self._modules[base_name]
-        self._parameters.update(task._parameters)
-        self._buffers.update(task._buffers)
         self._non_persistent_buffers_set |= task._non_persistent_buffers_set
         own = [*self.named_parameters(remove_duplicate=False)]
-        first: dict[int, str] = {}
-        for key, parameter in own:
-            first.setdefault(id(parameter), key)
+        first = {id(parameter): key for key, parameter in reversed(own)}
         self.aliases = {key: first[id(p)] for key, p in own if first[id(p)] != key}
 
     def around(self, base: Callable[..., Any] | None) -> nn.Module:
@@ -131,7 +127,9 @@ class TaskHead(PredictionHead):
         """
         made = self.task_class.__new__(self.task_class)
         children: Any = self._modules if base is None else {**self._modules, self.base_name: base}
-        vars(made).update(self.facts, training=self.training, _modules=children)
+        # a replica of DataParallel has its parameters as plain attributes
+        copied = vars(self).get("_former_parameters", {})
+        vars(made).update(self.facts | copied, training=self.training, _modules=children)
         vars(made).update(_parameters=self._parameters, _buffers=self._buffers)
         return made
 
@@ -143,6 +141,10 @@ class TaskHead(PredictionHead):
             inputs: arguments of the forward of the class, with labels if there are any.
         """
         return self.around(base)(**inputs)
+
+    def answer(self, call: HeadCall) -> Any:
+        """Return the output of the class."""
+        return self(call.base, call.arguments(self.task_class.forward))
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Refuse: the class computes its loss in `forward`.

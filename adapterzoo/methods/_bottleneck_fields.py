@@ -6,10 +6,10 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName
 from adapterzoo.configs import AdapterConfig, Placement
@@ -41,13 +41,24 @@ class InvertibleKind(InvertibleAdapter):
     """Base of the invertible functions that `inv_adapter` names.
 
     Attributes:
-        block: the module with their parameters, built from a config, width, device and dtype.
+        block: the module with their parameters, built from a config, width, device and dtype;
+            `forward(x, rev=False)` is the function, or with `rev` its inverse.
         is_unscaled: whether the function reads the output of a table without its scale.
     """
 
     container = "invertible_adapters"
     block: ClassVar[type[nn.Module]]
     is_unscaled: bool = False
+
+
+class InvertibleModules(SharedModules):
+    """Shared modules with an invertible function; as a module it is this function."""
+
+    container = InvertibleKind.container
+
+    def forward(self, x: Tensor, rev: bool = False) -> Tensor:
+        """Return the function of `x` `[*batch, d]`, or its inverse with `rev`; same shape."""
+        return cast("Tensor", self["invertible"](x, rev=rev))
 
 
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
@@ -187,12 +198,11 @@ class BottleneckFields(HypercomplexFields, PlainFields):
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
         """Return the shared modules: "invertible" and "phm", if there are such."""
-        parts = SharedModules()
+        parts = SharedModules() if self.inv_adapter is None else InvertibleModules()
         if self.inv_adapter is not None:
             width = next(p.site.d_in for p in placements if p.site.kind == "entry")
             made = invertible_adapters[self.inv_adapter].block
             parts["invertible"] = made(self, width, device, dtype)
-            parts.container = InvertibleKind.container
         if self.shares_matrices:
             sites = [p.site for p in placements if p.site.kind != "entry"]
             parts["phm"] = projections["phm"].shared(

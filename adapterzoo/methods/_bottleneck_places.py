@@ -101,6 +101,7 @@ PLACES: Mapping[str, Places] = {
     "beit": Places(
         {"attention": Place(factor="lambda_1"), "mlp": Place(factor="lambda_2")}, entry="none"
     ),
+    "clip_vision_model": Places(entry="none"),
     "electra": Places(entry="embeddings"),
     "gemma2": Places(_GEMMA, entry="embed_tokens", is_unscaled=True),
     "gemma3_text": Places(_GEMMA),

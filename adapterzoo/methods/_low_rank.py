@@ -20,9 +20,10 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
 
-from ._init import constant, drawn, generator, kaiming, normal
+from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
+from ._starts import drawing
 
 
 class LowRank(SharedInputAdapter, WeightAdapter):
@@ -71,9 +72,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         rank = config.rank_at(site.path)
         lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
-        small = normal(0.02, source)
-        zero_b = config.init_weights == "lora"
-        fresh = (kaiming(source), constant(0.0)) if zero_b else (small, small)
+        fresh = drawing(config.init_weights, rank, source)
         dtype = config.dtype_at(dtype)
         self.lora_A = drawn((*lead, rank, site.d_in), fresh[0], device, dtype)
         self.lora_B = drawn((*several, *lead, site.d_out, rank), fresh[1], device, dtype)
@@ -126,7 +125,10 @@ class LowRank(SharedInputAdapter, WeightAdapter):
             strategy: the strategy and its options.
             gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
         """
-        factors = [(upcast(x.lora_A, self.lora_A), upcast(x.lora_B, self.lora_B)) for x in adapters]
+        factors = [
+            (upcast(a, self.lora_A), upcast(b, self.lora_B))
+            for a, b in (adapter.whole_factors() for adapter in adapters)
+        ]
         if gains is not None:
             pairs = zip(factors, gains, strict=True)
             factors = [(a, b * gain.unsqueeze(-1)) for (a, b), gain in pairs]
@@ -138,10 +140,24 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         strategy.fill(self.lora_A, a, "lora_A")
         strategy.fill(self.lora_B, b, "lora_B")
 
+    def whole_factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B of the whole update."""
+        return self.lora_A, self.lora_B
+
+    @property
+    def delta_w(self) -> Tensor:
+        """The update without s, B A, `[d_out, d_in]`."""
+        return self.product(self.lora_B.dtype)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """Return B A, `[d_out, d_in]`, in the dtype, also under autocast."""
+        a, b = self.whole_factors()
+        with exactly(a.device):
+            return b.to(dtype) @ a.to(dtype)
+
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return the update s · B A, `[d_out, d_in]`, in the dtype, also under autocast."""
-        with exactly(self.lora_A.device):
-            return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
+        return self.scaling * self.product(dtype)
 
     def extra_repr(self) -> str:
         """Return widths, rank and scaling."""

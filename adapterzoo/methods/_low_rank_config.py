@@ -23,6 +23,7 @@ from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, fie
 
 from ._init import DTYPE, DTYPES
 from ._patterns import Patterns, fits_end, matching
+from ._starts import DRAWN
 from ._targets import TARGETS, TargetedConfig
 
 _RANK = Range(1, MAX_WIDTH)
@@ -39,7 +40,8 @@ class LowRankConfig(TargetedConfig):
         alpha: numerator of the scaling.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
-            normal with deviation 0.02.
+            normal with deviation 0.02; "gaussian": B is zero and A normal with deviation 1 / r;
+            "orthogonal": neither is zero, but B A is.
         init_weights_seed: makes the initial values independent of earlier random numbers.
         use_rslora: scale by alpha / √r.
         rank_pattern: path endings or regular expressions to the rank of the layers they match.
@@ -50,7 +52,7 @@ class LowRankConfig(TargetedConfig):
     r: int = field(8, _RANK)
     alpha: float = field(8, FACTOR)
     dropout: float = field(0.0, Share())
-    init_weights: str = field("lora", Choice("lora", "bert"))
+    init_weights: str = field("lora", Choice(*DRAWN))
     init_weights_seed: int | None = field(None, SEED)
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
@@ -80,8 +82,14 @@ class LowRankConfig(TargetedConfig):
 
     @property
     def starts_as_identity(self) -> bool:
-        """Whether B starts as zero."""
-        return self.init_weights == "lora"
+        """Whether B A starts as zero."""
+        return self.init_weights in ("lora", "gaussian")
+
+    @property
+    def plain(self) -> LowRankConfig:
+        """The config with initial values that both peers know."""
+        known = self.init_weights in ("lora", "bert")
+        return self if known else self.replace(init_weights="lora")
 
     def rank_at(self, path: str) -> int:
         """Return the rank of the adapter at a path."""

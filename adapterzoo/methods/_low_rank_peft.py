@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, listing
-from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
+from adapterzoo.fields import FACTOR, MAX_WIDTH, AnyValue, Range, Share
 from adapterzoo.spelling import (
     Fields,
     PeftField,
@@ -24,6 +24,7 @@ from adapterzoo.spelling import (
 
 from ._beside import BESIDE
 from ._low_rank_config import LowRankConfig
+from ._started_peft import REPRODUCED, read_start
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 _FIELDS = {
@@ -31,10 +32,11 @@ _FIELDS = {
     "lora_alpha": PeftField(8.0, FACTOR),
     "lora_dropout": PeftField(0.0, Share()),
     "use_rslora": PeftField(False),
+    "init_lora_weights": PeftField(True, AnyValue()),
 }
 _PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
 _INERT = frozenset(
-    ("corda_config", "ensure_weight_tying", "eva_config", "init_lora_weights", "loftq_config",
+    ("corda_config", "ensure_weight_tying", "eva_config", "loftq_config",
      "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
      "velora_config")
 )  # fmt: skip
@@ -59,6 +61,8 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     init = fields.get("init_lora_weights")
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
+    if init in REPRODUCED and not fields.get("use_dora"):
+        return None
     return (
         f"it says init_lora_weights={str(init)[:80]!r}: that initialization changed the base "
         f"weights, so A and B belong to weights that this model does not have. Save it with PEFT "
@@ -82,8 +86,10 @@ def _read_layer(layer: PeftLayer) -> Fields:
             f"rank {a.shape[0]}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
             f"in adapter_config.json."
         )
+    init = fields["init_lora_weights"]
     return {
         **{name: fields[name] for name in ("use_rslora", "lora_bias") if name in fields},
+        **({"init_weights": init} if init in REPRODUCED else {}),
         "r": a.shape[0],
         "alpha": fields["lora_alpha"],
         # embeddings have no dropout
@@ -147,6 +153,7 @@ def spelling(
         inert=_INERT,
         refused=_REFUSED,
         refuse=_refuse,
+        read=read_start,
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         write_layers=lambda layers: [_write_layer(layer) for layer in layers],
         **{"unsayable": unsayable, "join": join, **more},

@@ -88,8 +88,10 @@ class NiceBlock(nn.Module):
                 name, nn.ModuleDict({"0": affine(width, half), "2": affine(half, width)})
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the function. `x` `[*batch, d]`, same shape."""
+    def forward(self, x: Tensor, rev: bool = False) -> Tensor:
+        """Return the function of `x` `[*batch, d]`, or its inverse with `rev`; same shape."""
+        if rev:
+            return self.inverse(x)
         x1, x2 = x.chunk(2, -1)  # [*batch, d / 2] each
         y1 = x1 + self._of("F", x2)
         y2 = x2 + self._of("G", y1)
@@ -133,26 +135,27 @@ class NiceAdapter(InvertibleKind, FusibleAdapter):
         return self._applied(y, base) if instead is None else y + instead(y).to(y.dtype)
 
     def _applied(self, y: Tensor, base: BaseLayer) -> Tensor:
-        block = self._block(y, base)
+        function = self._function(y, base)
         if self.is_unscaled:
-            return cast("Tensor", base.scale * block(y / base.scale))
-        return cast("Tensor", block(y))
+            return cast("Tensor", base.scale * function(y / base.scale))
+        return cast("Tensor", function(y))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
         """Return the input of the head's last layer. `y` `[*batch, d]`, same shape."""
-        return self._block(y, base).inverse(y)
+        return cast("Tensor", self._function(y, base)(y, rev=True))
 
-    def _block(self, x: Tensor, base: BaseLayer) -> NiceBlock:
-        """Return the parameters.
+    def _function(self, x: Tensor, base: BaseLayer) -> nn.Module:
+        """Return the module that is the function; calling it runs a user's hooks.
 
         Raises:
             StateError: `x` has another width.
         """
-        block = cast("NiceBlock", cast("nn.ModuleDict", base.shared(self))["invertible"])
+        function = cast("nn.ModuleDict", base.shared(self))
+        block = cast("NiceBlock", function["invertible"])
         width = 2 * cast("Affine", cast("nn.ModuleDict", block.F)["0"]).weight.shape[1]
         if x.shape[-1] != width:
             raise StateError(
                 f"an invertible adapter of {width} features got {list(x.shape)}: in this model "
                 f"embeddings or heads have another width than the blocks. Use 'seq_bn'."
             )
-        return block
+        return function

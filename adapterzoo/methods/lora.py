@@ -6,10 +6,10 @@ alpha / √rank with `use_rslora`.
 
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: parameters
 live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
-drop the same features of it. Differs from adapters: a `Stack` adds the updates; a gated update
-is scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
-Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
-Cannot do: initializations that change the base weights (PiSSA, OLoRA, LoftQ).
+drop the same features of it; PiSSA and OLoRA do not change the base weight (`_started`). Differs
+from adapters: a `Stack` adds the updates; a gated update is scaled by s as well; without
+`convention="adapterhub"` a gate does not read padding.
+Cost per site: rank · (d_in + d_out) parameters, two products of that size, four with a start.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from adapterzoo.spelling import spelled
 from . import _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
-from ._low_rank import LowRank
-from ._low_rank_config import LowRankConfig
 from ._rows import features, gated, restored
+from ._started import Started, StartedConfig
+from ._starts import replaces_weight
 
 
 @architectures.register("lora")
 @config_strings.register("lora")
 @spelled(_lora_spelling.adapterhub, _lora_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig(LowRankConfig):
-    """Config of LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
+class LoRAConfig(StartedConfig):
+    """Config of LoRA; `TargetedConfig` chooses the layers, `StartedConfig` sizes and start.
 
     Attributes:
         use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
@@ -74,13 +74,18 @@ class LoRAConfig(LowRankConfig):
                 f"{type(self).__name__}(convention={self.convention!r}): has an effect only with "
                 f"use_gating=True. Write convention='paper'."
             )
+        if self.use_gating and replaces_weight(self.init_weights):
+            raise ConfigError(
+                f"{type(self).__name__}(use_gating=True, init_weights={self.init_weights!r}): the "
+                f"gate would scale the replaced part of the weight. Write init_weights='lora'."
+            )
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
         """Return a fresh adapter for the site."""
         return LoRA(self, site, device, dtype)
 
 
-class LoRA(LowRank):
+class LoRA(Started):
     """y = base(x) + s · B A dropout(x) (+ s · B's bias)."""
 
     is_additive = True
@@ -116,19 +121,16 @@ class LoRA(LowRank):
             self.reads_call = self.gate.reads_call
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer with the update; in an embedding `x` is token numbers `[*batch]`.
-
-        `x` `[*batch, d_in]` → `[*batch, d_out]`.
-        """
-        y = base(x)
-        b = self.lora_B
+        """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
+        y, b = base(x), self.lora_B
         if self.looks_up:
             update = self.looked_up(x, base) @ b.T  # [*batch, d_out]
             return y + (update * (self.scaling * base.scale)).to(y.dtype)
         t = base.from_input(self, x)  # [*batch, rank]
-        if self.gate is None and self.lora_B_bias is None:
+        if self.gate is None and self.lora_B_bias is None and self.start is None:
             return expand(y, t, b, self.scaling)
-        update = linear(t, b, self.lora_B_bias) * self.scaling
+        start = 0.0 if self.start is None else self.start(x)
+        update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
@@ -138,19 +140,19 @@ class LoRA(LowRank):
         """Return whether they are of the same dtype, dropout and options, on features."""
         kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
         options = {(a.gate is None, a.lora_B_bias is None) for a in adapters}
-        return len(kinds) == len(options) == 1 and not any(a.looks_up for a in adapters)
+        alone = any(a.looks_up or a.start is not None for a in adapters)
+        return len(kinds) == len(options) == 1 and not alone
 
     @classmethod
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
-        one = adapters[0]
+        one, y = adapters[0], base(x)  # [rows, *tokens, d_out]
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
         scaling = [each.scaling for each in adapters]
         gates = [each.gate for each in adapters if each.gate is not None]
         biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
-        y = base(x)  # [rows, *tokens, d_out]
         if not (gates or biases) or not groups.rows:
             return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
         stack = stacked(a, b, scaling)

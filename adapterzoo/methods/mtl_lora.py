@@ -189,11 +189,10 @@ class MTLLoRA(LowRank):
         scaling = [each.scaling for each in adapters]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
-    def delta(self, dtype: torch.dtype) -> Tensor:
-        """Return the update s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A, `[d_out, d_in]`, in the dtype."""
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """Return Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A, `[d_out, d_in]`, in the dtype."""
         with exactly(self.lora_A.device):
-            b = self.task_specific.after(self.up(dtype))
-            return self.scaling * (b @ self.lora_A.to(dtype))
+            return self.task_specific.after(self.up(dtype)) @ self.lora_A.to(dtype)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A, `[d_out, d_in]`."""

@@ -70,6 +70,7 @@ def make_plan(
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
+        CompositionError: adapters have an output layer, and rows of it, for themselves.
         UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state

@@ -6,7 +6,6 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable
-from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
+from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -354,30 +353,6 @@ def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
     """Yield the number and module of each block."""
     for block in model.anatomy.blocks:
         yield block.layer, model._backbone.get_submodule(block.path)
-
-
-def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
-    """Return the modules of an adapter with tensors: `{block number: {location: module}}`."""
-    records = model._adapter_state.records
-    if isinstance(name, str) and name not in records:
-        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
-        return {}
-    places = model._adapter_state.find(name).places
-    found: dict[int, dict[str, list[nn.Module]]] = {}
-    held = ((p, m) for p, m in modules_of(model, name) if m.state_dict(keep_vars=True))
-    for path, module in held:
-        if not places[path]:
-            parts = module.items() if isinstance(module, nn.ModuleDict) else [("shared", module)]
-            found[-1] = {key: [part] for key, part in parts}
-        for placement in places[path]:
-            block = found.setdefault(placement.site.layer, {})
-            at = block.setdefault(placement.location or str(placement.site.role), [])
-            if module not in at:
-                at.append(module)
-    return {
-        layer: {at: ms[0] if len(ms) == 1 else nn.ModuleList(ms) for at, ms in block.items()}
-        for layer, block in found.items()
-    }
 
 
 def move(

@@ -39,7 +39,14 @@ from .hf import (
     setups,
     vocabularies,
 )
-from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
+from .state import (
+    AdapterState,
+    anatomy_of,
+    backbone_of,
+    by_location,
+    fusion_modules,
+    modules_of,
+)
 
 
 @names_calls
@@ -102,7 +109,7 @@ class AdapterModelMixin:
         Warns:
             UserWarning: the adapter is unknown.
         """
-        return adapters.by_location(self, name)
+        return by_location(self, name)
 
     def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each block's number and module, an encoder's blocks before its decoder's."""
@@ -1278,7 +1285,7 @@ class AdapterModelMixin:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         embeddings.arrive(model)
-        ties.update_outputs(model)
+        ties.after_loading(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

@@ -5,6 +5,7 @@ Tensors live in the modules of the model, except for the originals of merged wei
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -239,6 +240,33 @@ def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
     if not path:
         return inject.shared_of(backbone)
     return inject.adapters_of(inject.below_wrappers(backbone.get_submodule(path)))
+
+
+def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
+    """Return the modules of an adapter with tensors: `{block number: {location: module}}`."""
+    records = model._adapter_state.records
+    if isinstance(name, str) and name not in records:
+        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
+        return {}
+    record = model._adapter_state.find(name)
+    found: dict[int, dict[str, dict[nn.Module, None]]] = {}
+    for path, module in modules_of(model, name):
+        listed: list[tuple[int, str, nn.Module]] = [
+            (p.site.layer, p.location or str(p.site.role), module) for p in record.places[path]
+        ]
+        if not listed:
+            for shared in module.children() if len(record.config.members) > 1 else [module]:
+                named = shared if isinstance(shared, nn.ModuleDict) else {"shared": shared}
+                listed += [(-1, key, part) for key, part in named.items()]
+        for layer, location, part in listed:
+            if part.state_dict(keep_vars=True):
+                found.setdefault(layer, {}).setdefault(location, {})[part] = None
+    return {
+        layer: {
+            at: next(iter(ms)) if len(ms) == 1 else nn.ModuleList(ms) for at, ms in block.items()
+        }
+        for layer, block in found.items()
+    }
 
 
 def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:

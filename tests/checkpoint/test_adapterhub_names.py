@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import load_file
+from snapshots import adapter_bits, stir
+from transformers import (
+    AutoConfig,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+)
 
-from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig
+from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig, init
 from adapterzoo.checkpoint.adapterhub.names import (
     LAYOUTS,
     find_block,
@@ -31,7 +41,8 @@ FAMILIES = json.loads(FILE.read_text())["families"]
 
 def test_every_family_that_is_written_was_seen_at_the_peer():
     # its places are written out in test_adapterhub_places, from the peer's source
-    assert set(LAYOUTS) - {"gemma3_text"} <= set(FAMILIES)
+    halves = {f"clip_{tower}" for tower in TOWERS}
+    assert set(LAYOUTS) - {"gemma3_text"} - halves <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,6 +80,61 @@ def test_the_names_of_the_peer_lead_to_all_places_and_back(family):
             # what the peer hangs into a plain base model has no prefix
             expected = {name.removeprefix(f"{info.prefix}.") for name in theirs[kind]}
             assert names == expected
+
+
+# a half of CLIP to its config and its classes
+TOWERS = {
+    "text_model": (CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection),
+    "vision_model": (CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection),
+}
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_a_half_of_clip_has_the_names_that_it_has_in_the_whole(tower, tmp_path):
+    """At the peer no class of CLIP has a base model with another path."""
+    config, *classes = TOWERS[tower]
+    sizes = FAMILIES["clip"]["config"][f"{tower.removesuffix('_model')}_config"]
+    models = [init(cls(config(**sizes, projection_dim=16))) for cls in classes]
+    kinds = {
+        "bottlenecks": BnConfig(mh_adapter=True, output_adapter=True, reduction_factor=4,
+                                non_linearity="relu"),
+        "lora": LoRAConfig(attn_matrices=("q", "k", "v"), intermediate_lora=True,
+                           output_lora=True),
+    }  # fmt: skip
+    for writer, reader in (models, models[::-1]):
+        for kind, asked in kinds.items():
+            folder = tmp_path / type(writer).__name__ / kind
+            writer.add_adapter(kind, asked)
+            stir(writer, kind)
+            writer.save_adapter(folder, kind, format="adapterhub-safetensors")
+            names = {
+                key.partition(f".{kind}.")[0] for key in load_file(*folder.glob("*adapter.s*"))
+            }
+            theirs = {name.removeprefix("clip.") for name in FAMILIES["clip"][kind]}
+            assert names == {name for name in theirs if name.startswith(tower)}
+            reader.load_adapter(folder, load_as="back", with_head=False)
+            assert adapter_bits(writer, kind) == adapter_bits(reader, "back")
+            reader.delete_adapter("back")
+            writer.delete_adapter(kind)
+    if tower == "text_model":
+        writer.add_adapter("inv", "seq_bn_inv")
+        writer.save_adapter(tmp_path / "inv", "inv", format="adapterhub-safetensors")
+        keys = load_file(*(tmp_path / "inv").glob("*adapter.s*"))
+        assert "text_model.invertible_adapters.inv.F.0.weight" in keys
+        reader.load_adapter(tmp_path / "inv", with_head=False)
+        assert adapter_bits(writer, "inv") == adapter_bits(reader, "inv")
+
+
+def test_a_file_of_the_other_half_of_clip_is_refused(tmp_path):
+    models = []
+    for config, cls, _ in TOWERS.values():
+        models.append(init(cls(config(num_hidden_layers=2, hidden_size=32, intermediate_size=32,
+                                      num_attention_heads=4))))  # fmt: skip
+    models[0].add_adapter("a", "seq_bn")
+    models[0].save_adapter(tmp_path, "a", format="adapterhub-safetensors")
+    with pytest.raises(CheckpointError, match=r"text_model\.encoder\.layers\.0"):
+        models[1].load_adapter(tmp_path)
+    assert not models[1].has_adapters()
 
 
 def info_about(family):

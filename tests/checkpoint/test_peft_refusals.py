@@ -52,6 +52,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "another method": ({"peft_type": "ADALORA"}, ("'ADALORA'", "LORA", "merge_and_unload")),
     "no name": ({"peft_type": ["LORA"]}, ("peft_type=['LORA']",)),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, ("base weights", "path_initial_model")),
+    "pissa and DoRA": ({"init_lora_weights": "pissa", "use_dora": True}, ("base weights",)),
     "corda": ({"init_lora_weights": "corda"}, ("base weights",)),
     "an unknown start": ({"init_lora_weights": {"a": 1}}, ("base weights",)),
     "aLoRA": ({"alora_invocation_tokens": [1]}, ("alora_invocation_tokens=[1]", "tokens")),

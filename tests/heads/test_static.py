@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 from families import tiny_config
+from graphs import Counting
+from pretend_gpus import replicas_on_cpu
 from snapshots import refused
 
 import adapterzoo
@@ -217,6 +219,31 @@ def test_a_head_that_generates_gives_the_tokens_of_its_class(family, name):
     ids = torch.randint(5, 60, (2, 6), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), static.generate(ids, **options))
+
+
+@pytest.mark.parametrize(("name", "values", "inputs", "labels"), CASES)
+def test_replicas_of_a_static_head_have_all_its_parameters(name, values, inputs, labels, tmp_path):
+    task_model(name, values).save_pretrained(tmp_path / "task")
+    model, inputs = loaded(tmp_path / "task"), double(inputs)
+    expected = model(**inputs, **labels)
+    for replica in replicas_on_cpu(model):
+        check_equal(replica(**inputs, **labels), expected)
+
+
+@pytest.mark.parametrize("number", [0, 6, 8, 9])
+def test_a_static_head_compiles_once(number, tmp_path):
+    name, values, inputs, labels = CASES[number]
+    task_model(name, values).save_pretrained(tmp_path / "task")
+    model, inputs = loaded(tmp_path / "task"), double(inputs)
+    # the class writes the kind of labels to its config, at which the compiler looks
+    expected = model(**inputs, **labels)
+    torch._dynamo.reset()
+    backend = Counting()
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        check_equal(run(**inputs, **labels), expected)
+    assert backend.graphs == 1
+    torch._dynamo.reset()
 
 
 def test_what_cannot_be_a_head_says_why():

@@ -16,8 +16,10 @@ from adapterzoo import (
     AutoAdapterModel,
     Average,
     BatchSplit,
+    ConfigUnion,
     DoubleSeqBnInvConfig,
     Fuse,
+    LoRAConfig,
     Parallel,
     SeqBnConfig,
     SeqBnInvConfig,
@@ -129,6 +131,37 @@ def test_the_head_reads_the_inverse_of_what_it_read(family):
     for handle in handles:
         handle.remove()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("config", [INV, ConfigUnion(LoRAConfig(), INV)], ids=["inv", "union"])
+def test_code_of_adapters_calls_and_hooks_the_function(family, config):
+    model, inputs = made(family, a=config), tiny_inputs(family, batch=2)
+    assert model.get_invertible_adapter() is None
+    model.set_active_adapters("a")
+    function = model.get_invertible_adapter()
+    assert function is model.base_model.get_invertible_adapter()
+    x = torch.randn(2, 3, 32, dtype=torch.float64)
+    nice = next(m for m in function.modules() if isinstance(m, NiceBlock))
+    assert same_bits(function(x), nice(x))
+    assert (function(x) - x).abs().max() > 0.01
+    torch.testing.assert_close(function(function(x), rev=True), x, rtol=1e-12, atol=1e-12)
+    calls = []
+    hook = function.register_forward_hook(
+        lambda _, args, kwargs, y: calls.append((args[0], kwargs.get("rev", False), y)),
+        with_kwargs=True,
+    )
+    logits(model, inputs, head="head")
+    assert [rev for _, rev, _ in calls] == [False, True]
+    for read, rev, y in calls:
+        assert same_bits(y, nice.inverse(read) if rev else nice(read))
+    hook.remove()
+    # paths of parameters lead through the property
+    held = dict(model.base_model.named_parameters())
+    paths = [path for path in held if path.startswith("invertible_adapters.a.")]
+    assert len(paths) == 8
+    for path in paths:
+        assert model.base_model.get_parameter(path) is held[path]
 
 
 def test_without_blocks_the_inverse_undoes_the_function():

@@ -369,7 +369,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype):
         ({"alpha": float("inf")}, ["alpha=inf"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),
         ({"dropout": -0.1}, ["dropout=-0.1", "Write dropout=0.0"]),
-        ({"init_weights": "pissa"}, ["init_weights='pissa'", "'lora', 'bert'"]),
+        ({"init_weights": "pizza"}, ["init_weights='pizza'", "'lora', 'bert'"]),
         ({"dtype": "int8"}, ["dtype='int8'", "float32"]),
         ({"attn_matrices": ["q", "x"]}, ["'x'", "'q', 'k', 'v', 'o'", "Write attn_matrices"]),
         ({"attn_matrices": [["q"]]}, ["attn_matrices=[['q']]", "Write attn_matrices"]),

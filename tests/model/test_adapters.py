@@ -8,7 +8,16 @@ from families import tiny_config, tiny_inputs
 from snapshots import adapter_bits, changes, of_adapter, output, same_bits, snapshot, stir
 from transformers import AutoModelForSequenceClassification
 
-from adapterzoo import AdapterConfig, LoRAConfig, SeqBnConfig, Stack, init
+from adapterzoo import (
+    AdapterConfig,
+    ConfigUnion,
+    LoRAConfig,
+    PrefixTuningConfig,
+    SeqBnConfig,
+    SeqBnInvConfig,
+    Stack,
+    init,
+)
 from adapterzoo.contracts import Adapter
 from adapterzoo.inject import adapters_of
 
@@ -92,6 +101,13 @@ def test_modules_are_found_by_block_and_location(model):
     query_and_value = [adapters_of(attention.query)["b"], adapters_of(attention.value)["b"]]
     assert [*found[1]["selfattn_lora"]] == query_and_value
     assert list(model.get_adapter("e")) == [-1]
+    model.add_adapter("u", ConfigUnion(PrefixTuningConfig(), SeqBnInvConfig(leave_out=[0])))
+    found = model.get_adapter("u")
+    assert {layer: set(at) for layer, at in found.items()} == {
+        -1: {"self_prefix", "invertible"}, 1: {"output_adapter"}
+    }  # fmt: skip
+    assert found[-1]["invertible"] is model.invertible_adapters["u"].get_submodule("1.invertible")
+    model.delete_adapter("u")
     modules = dict(model.adapter_modules("b"))
     assert modules["encoder.layer.1.output.dense"] is adapters_of(dense)["b"]
     assert all(isinstance(module, Adapter) for module in modules.values())

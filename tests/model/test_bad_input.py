@@ -68,8 +68,8 @@ ADD = [
     (LoRAConfig(leave_out=[0, 1]), SiteError, ("leave_out", "blocks 0 to 1")),
     (SeqBnConfig(leave_out=[0, 1]), SiteError, ("leave_out=[0, 1]", "a shorter leave_out")),
     (SeqBnConfig(cross_adapter=True), SiteError, ("cross_adapter=True", "cross_adapter=False")),
-    ({"architecture": "lora", "init_weights": "pissa"}, ConfigError,
-     ("init_weights='pissa'", "Write init_weights='lora'")),
+    ({"architecture": "lora", "init_weights": "pizza"}, ConfigError,
+     ("init_weights='pizza'", "Write init_weights='lora'")),
     (LoRAConfig(target_modules=["word_embeddings"], dropout=0.1), ConfigError,
      ("dropout=0.1", "Write dropout=0.0")),
 ]  # fmt: skip

@@ -211,7 +211,7 @@ def test_a_static_head_and_its_named_head_give_the_same_logits(name, config):
     expected = model(**given)
     mask = None if model.config.is_encoder_decoder else inputs.get("attention_mask")
     outputs = base(**inputs, return_dict=True)
-    got = head(*head_input(base, head, outputs, mask, inputs.get("input_ids")))
+    got = head(*head_input(base, head.pooling, outputs, mask, inputs.get("input_ids")))
     if made.head_type == "question_answering":
         wanted = (expected.start_logits, expected.end_logits)
     else:

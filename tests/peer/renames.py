@@ -2,6 +2,7 @@
 
 Files: `save_adapter` and its like get `format="adapterhub-safetensors"`, where that format can
 express the adapter and the test does not say which files by `use_safetensors`.
+Layers: those with adapters of LoRA's kind are found by `hasattr(module, "loras")`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from adapterzoo.errors import CheckpointError
+
+
+class _HasLoras(type):
+    def __instancecheck__(cls, module: Any) -> bool:
+        return isinstance(module, nn.Module) and hasattr(module, "loras")
+
+
+class LoRALayer(metaclass=_HasLoras):
+    """What `isinstance(module, LoRALayer)` becomes: `hasattr(module, "loras")`."""
+
 
 # names of the peer → what gives the object that stands for it
 NAMES: dict[str, Callable[[], Any]] = {
     # files say which version of the peer they are for
     "__version__": lambda: "1.3.0",
+    "LoRALayer": lambda: LoRALayer,
     "ADAPTERFUSION_WEIGHTS_NAME": lambda: "model_adapter_fusion.safetensors",
 }
 

@@ -109,7 +109,8 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
     values = config.to_dict()
     legal = {**{f.name: _default(f) for f in dataclasses.fields(config)}, **spelling.implied}
     sayable = {*spelling.fields.values(), *spelling.omitted}
-    wrong = [k for k, v in legal.items() if k not in sayable and values[k] != v]
+    # `to_dict` leaves out fields that only this library has
+    wrong = [k for k, v in legal.items() if k not in sayable and values.get(k, v) != v]
     if wrong:
         shown = ", ".join(f"{name}={values[name]!r}" for name in sorted(wrong))
         raise unsayable(config, f"adapters has no {shown}")

@@ -29,7 +29,15 @@ from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
-from .names import BlockLocation, check_base, find_location, layout_of, location_of, name_of
+from .names import (
+    BlockLocation,
+    check_base,
+    find_location,
+    layout_of,
+    location_of,
+    name_of,
+    prefix_of,
+)
 from .write import check_convention
 
 CONFIG = "adapter_fusion_config.json"
@@ -129,7 +137,8 @@ def encode(
     tensors: dict[str, Tensor] = {}
     for container, place in _places(info, fused).values():
         named = name_of(info, container, place, layout)
-        start = f"{info.prefix}.{named}" if info.prefix else named
+        prefix = prefix_of(info)
+        start = f"{prefix}.{named}" if prefix else named
         at = f"{place.path}/"
         own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
         steps = own.pop("steps", None)

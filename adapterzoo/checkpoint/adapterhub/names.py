@@ -35,6 +35,7 @@ class Layout:
         swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
             and `output_lora` for the first.
         entry: path of the module with the entry's tensors, if not the model or its encoder.
+        is_base: whether such a model has no base model in 4.57, even where it has one today.
         removes: what `adapters` removes from such models, for any method.
     """
 
@@ -43,6 +44,7 @@ class Layout:
     layers: Mapping[Role, str] = field(default_factory=dict)
     swapped: bool = False
     entry: str = ""
+    is_base: bool = False
     removes: str = ""
 
 
@@ -63,6 +65,13 @@ _VIT_LAYERS: Mapping[Role, str] = {
     "mlp_out": "output.dense",
 }
 
+
+def _tower(name: str) -> Layout:
+    """Return the names in one half of CLIP, whose modules are one level deeper in 4.57."""
+    block = f"{name}.encoder.layers.{{}}"
+    return Layout(_HUNG_IN.sublayers, block, entry=name, is_base=True)
+
+
 # T5 numbers the sub-layers of a block, and their numbers are the names
 _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
@@ -74,6 +83,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "bert": _BERT,
     "bert-generation": _BERT,
     "clip": Layout(_HUNG_IN.sublayers, entry="text_model"),
+    **{f"clip_{tower}": _tower(tower) for tower in ("text_model", "vision_model")},
     "deberta": _BERT,
     "deberta-v2": _BERT,
     "distilbert": _HUNG_IN,
@@ -126,6 +136,12 @@ def layout_of(info: ModelInfo) -> Layout:
     return layout
 
 
+def prefix_of(info: ModelInfo) -> str:
+    """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
+    layout = LAYOUTS.get(info.model_type)
+    return "" if layout is not None and layout.is_base else info.prefix
+
+
 def check_base(info: ModelInfo) -> None:
     """Refuse models that `adapters` changes, where equal tensors give other outputs.
 
@@ -158,7 +174,7 @@ def location_of(container: Container, place: Place) -> BlockLocation | None:
 def find_location(info: ModelInfo, container: Container, path: str) -> BlockLocation | None:
     """Return the location that a path of AdapterHub leads to; None if the model has none."""
     if container.at == "model":
-        inside = path.removeprefix(info.prefix).removeprefix(".")
+        inside = path.removeprefix(prefix_of(info)).removeprefix(".")
         return (-1, "") if inside == below_model(info, container) else None
     located = find_block(info, path)
     if located is None:
@@ -239,12 +255,16 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
         info: of the model.
         path: with or without the prefix of the base model.
     """
-    inside = path.removeprefix(f"{info.prefix}.") if info.prefix else path
+    prefix = prefix_of(info)
+    inside = path.removeprefix(f"{prefix}.") if prefix else path
     for candidate in dict.fromkeys((inside, path)):
         for block in info.anatomy.blocks:
             if candidate == block.path or candidate.startswith(f"{block.path}."):
                 return block, candidate[len(block.path) + 1 :]
     match = _NUMBER.search(inside)
+    layout = LAYOUTS.get(info.model_type)
+    if layout is not None and layout.is_base and not inside.startswith(f"{layout.entry}."):
+        return None
     if match is None:
         return None
     stack = _find_stack(info.anatomy, inside[: match.start()])

@@ -15,7 +15,15 @@ from adapterzoo.errors import argument
 from adapterzoo.spelling import Container, Tensors
 
 from .config import joined, spelling_of, unsayable, write_config
-from .names import PART_ORDER, below_model, check_base, layout_of, location_of, name_of
+from .names import (
+    PART_ORDER,
+    below_model,
+    check_base,
+    layout_of,
+    location_of,
+    name_of,
+    prefix_of,
+)
 from .read import check_fused
 
 
@@ -41,7 +49,7 @@ def write_adapter(
     for place in places:
         for container in spelling_of(place.placement.config).containers:
             if location_of(container, place) is not None:
-                path = _joined_path(info.prefix, name_of(info, container, place, layout))
+                path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
                 by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
     for path, (container, here) in by_path.items():
@@ -51,7 +59,7 @@ def write_adapter(
         shared = shared_tensors(tensors, number if len(members) > 1 else None)
         for container in spelling_of(member).containers if shared else ():
             if container.at == "model":
-                path = _joined_path(info.prefix, below_model(info, container), container.name)
+                path = _joined_path(prefix_of(info), below_model(info, container), container.name)
                 theirs = {
                     f"{path}.{name}.{key}": tensor
                     for key, tensor in container.write(shared, member).items()

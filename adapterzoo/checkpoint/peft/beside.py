@@ -168,7 +168,7 @@ def fields_of(beside: Beside, anatomy: Anatomy) -> Fields:
         names = short_names([*beside.copies], [*layers, *around])
         found["modules_to_save"] = exactly(beside.copies) if names is None else list(names)
     if beside.rows:
-        table = None if anatomy.tokens is None else anatomy.tokens.table
+        table = anatomy.own_table
         alike = next((group for group in anatomy.shared_tables if table in group), (table,))
         tokens = {path: list(ids) for path, (ids, _) in beside.rows.items()}
         alone = len(tokens) == 1 and next(iter(tokens)) in alike
@@ -196,7 +196,7 @@ def keyed(
         return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
     tied = {path: group for group in anatomy.shared_tables for path in group}
     rows = {
-        path: values
+        path: {"rows": values}
         for given, (_, values) in beside.rows.items()
         for path in tied.get(given, (given,))
     }
@@ -208,7 +208,7 @@ def keyed(
         elif kind == "bias":
             values = {"own": beside.biases[path]} if path in beside.biases else {}
         elif kind == "trainable_token_indices":
-            values = {"rows": rows[path]} if path in rows else {}
+            values = rows.get(path, {})
         else:
             values = dict(layers.get(path, {}))
         found |= {place.key(name): tensor for name, tensor in values.items()}

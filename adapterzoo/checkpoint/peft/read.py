@@ -6,6 +6,7 @@ numbers that PEFT did not use. Only facts that the tensors lack come from the co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,9 @@ def _sorted(
     wide = {key: name for name, key in spelling.shared.items()}
     others = {key for each in peft_spellings.values() for key in each.shared.values()} - {*wide}
     # the tensor names of other methods, and of other versions of this one
-    named = [s for s in peft_spellings.values() if not s.of_norms]
-    stems = {f".{end.partition('_')[0]}_" for s in named for end in _ends(s)}
+    # norms are called `ln_1` too
+    spelled = [s for s in peft_spellings.values() if not s.of_norms]
+    stems = {f".{end.partition('_')[0]}_" for s in spelled for end in _ends(s)}
     sites = {site.path: site for site in _sites(spelling, info)}
     layers: dict[str, PeftLayer] = {}
     shared: Tensors = {}
@@ -110,7 +112,8 @@ def _sorted(
         if path is None:
             lost.add(named)
             continue
-        layer = layers.setdefault(path, PeftLayer(named, sites[path], theirs.fields))
+        weight = functools.partial(_weight, sites[path], info)
+        layer = layers.setdefault(path, PeftLayer(named, sites[path], theirs.fields, weight))
         if parameter in layer.tensors:
             raise CheckpointError(
                 f"the file has two tensors {parameter!r} for {path!r}. Save the adapter again, "
@@ -140,6 +143,14 @@ def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     if spelling.of_norms:
         return list(info.anatomy.others)
     return [site for site in info.anatomy if site.parameter is None]
+
+
+def _weight(site: Site, info: ModelInfo) -> Tensor | None:
+    """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
+    found = info.tensor(f"{info.prefix}.{site.path}.weight".removeprefix("."))
+    if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
+        return None
+    return found.detach().mT if site.transposed else found.detach()
 
 
 def _ends(spelling: PeftSpelling) -> dict[str, str]:

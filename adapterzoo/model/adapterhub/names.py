@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import InvertibleAdapter
 from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
@@ -98,19 +99,29 @@ class NamesOfAdapters:
 
     @property
     def invertible_adapters(self) -> AdapterDict:
-        """The invertible functions at the embeddings, by adapter."""
+        """The invertible functions at the embeddings, by adapter; see `get_invertible_adapter`."""
         # a module, since paths of parameters of a base model lead through this property
-        found, entry = _InvertibleAdapters(), self.anatomy.entry
+        found = _InvertibleAdapters()
         for name in self.adapters_config:
-            modules: dict[str, nn.Module] = dict(modules_of(self, name))
-            if entry is not None and entry.path in modules:
-                found[name] = modules.get("", modules[entry.path])
+            if (adapter := _at_entry(self, name)) is not None:
+                found[name] = dict(modules_of(self, name)).get("", adapter)
         return found
 
     def get_invertible_adapter(self) -> nn.Module | None:
-        """Return the invertible function of the first active adapter, None without one."""
+        """Return the invertible function of the first active adapter, None without one.
+
+        Each forward calls this module, `function(x)` at the embeddings and `function(x, rev=True)`,
+        its inverse, in a language modeling head, so that hooks on it run.
+        """
         setup = self.active_adapters
-        return None if setup is None else dict(self.invertible_adapters).get(setup.first())
+        name = None if setup is None else setup.first()
+        adapter = None if name is None else _at_entry(self, name)
+        if name is None or adapter is None:
+            return None
+        function = dict(modules_of(self, name)).get("", adapter)
+        # a union has the shared modules of each of its configs
+        number = None if adapter.shared_key is None else adapter.shared_key[1]
+        return function if number is None else function.get_submodule(str(number))
 
     def get_labels_dict(self) -> dict[int, str] | None:
         """Return class numbers and names of the static head; None if the config has no classes."""
@@ -175,3 +186,10 @@ class NamesOfAdapters:
                 Path(save_directory) / name, name, meta_dict, custom_weights_loaders,
                 use_safetensors=use_safetensors, format=format,
             )  # fmt: skip
+
+
+def _at_entry(model: Any, name: str) -> InvertibleAdapter | None:
+    """Return the adapter's invertible function at the input of the first block, if it has one."""
+    entry = model.anatomy.entry
+    found = None if entry is None else dict(modules_of(model, name)).get(entry.path)
+    return found if isinstance(found, InvertibleAdapter) else None

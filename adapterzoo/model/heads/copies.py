@@ -313,6 +313,7 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     inside += [
         f"{path}.{_HELD}." for paths in model._adapter_state.copies.values() for path in paths
     ]
+    inside += [f"{path}.{_HELD}." for path, _ in model._adapter_state.outputs]
     return {
         key: tensor
         for key, tensor in kept.items()
@@ -326,6 +327,27 @@ def rest_of(model: AdaptedModel) -> dict[str, Tensor]:
     return {key: t for key, t in _original(model).items() if not key.startswith(inside)}
 
 
+def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
+    """Check that the head of the last of these adapters that has one can be merged.
+
+    Raises:
+        StateError: it has the output layer, and that of the model is tied.
+    """
+    owner = _last_owner(model, names)
+    if (path := output_path(model)) in layers_with(model, owner):
+        weight = _layer(model, str(path))._parameters["weight"]
+        if any(weight is parameter for parameter in own_parameters(model._backbone)):
+            raise StateError(
+                f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
+                f"tied to its embeddings, which merging would change. Keep the adapter active."
+            )
+
+
+def _last_owner(model: AdaptedModel, names: Sequence[str]) -> str | None:
+    copies = model._adapter_state.copies
+    return next((name for name in reversed(names) if name in copies), None)
+
+
 @torch.no_grad()
 def merge(model: AdaptedModel) -> None:
     """Write the head of the last merged adapter that has one into the original.
@@ -334,14 +356,7 @@ def merge(model: AdaptedModel) -> None:
         model: with merged adapters.
     """
     state = model._adapter_state
-    owner = next((name for name in reversed(state.merged) if name in state.copies), None)
-    if (path := output_path(model)) in layers_with(model, owner):
-        weight = _layer(model, str(path))._parameters["weight"]
-        if any(weight is parameter for parameter in own_parameters(model._backbone)):
-            raise StateError(
-                f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
-                f"tied to its embeddings, which merging would change. Keep the adapter active."
-            )
+    owner = _last_owner(model, state.merged)
     for path, mine in layers_with(model, owner).items():
         original = _state(_layer(model, path))
         state.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})

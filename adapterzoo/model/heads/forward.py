@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
-from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo import inject
@@ -17,21 +17,19 @@ from adapterzoo.errors import (
     listing,
     unknown_name,
 )
-from adapterzoo.heads import Logits, PredictionHead, TaskHead, head_types
+from adapterzoo.heads import PredictionHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
 
-from . import store, task_outputs
-from .inputs import decoder_labels, head_input, shift_labels
+from . import store
+from .calls import COMMON, Base, Call
+from .inputs import decoder_labels, shift_labels
 from .interface import HeadNames
-from .outputs import MultiHeadOutput, head_output
-from .rows import apart, given_to, head_rows, joined, outputs_of, total, with_copies
+from .outputs import MultiHeadOutput
+from .rows import apart, head_rows, joined, total, with_copies
 
 Heads = Mapping[str, PredictionHead]
 """The active heads by name."""
-
-# arguments of `forward` that belong to heads of any type
-_COMMON = ("logits_to_keep", "num_items_in_batch")
 
 
 def forward(
@@ -52,28 +50,13 @@ def forward(
     labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
-    # the class of a static head prepares the inputs itself
-    static = next((name for name, h in used.items() if isinstance(h, TaskHead)), None)
-    if static is None:
+    if _caller_of_base(used) is None:
         _prepare_inputs(model, inputs, labels, used, times)
 
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
-        if static is None:
-            outputs = model.base_model(**inputs, return_dict=True)
-        else:
-            heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
-            _check_owner(model, heads.names)
-            alone = len(used) == 1 and head_rows(heads, rows, together=False) is None
-            given = with_copies(rows, labels) if alone else {}
-            answer, outputs = task_outputs.run(model, static, {**inputs, **given})
-            if alone:
-                return answer if return_dict is not False else answer.to_tuple()
-            labels = {"input_ids": inputs.get("input_ids"), **labels, "inputs": inputs}
         name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-        mask = inputs.get(name)
-        return model.forward_head(
-            outputs, head_name=head, attention_mask=mask, return_dict=return_dict, **labels
-        )
+        given = {"input_ids": inputs.get("input_ids"), **labels, "attention_mask": inputs.get(name)}
+        return _answer(model, Base(model), head, return_dict, inputs, given)
 
     if model._active.plan.prompts is not None:
         return _with_prompts(model, inputs, labels, used, run)
@@ -166,14 +149,14 @@ def label_arguments() -> tuple[str, ...]:
 def _take_labels(model: Any, inputs: dict[str, Any], used: Heads) -> dict[str, Any]:
     """Remove the arguments of the heads from those of `forward`, and return them."""
     own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
-    taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *_COMMON) if n in inputs}
+    taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *COMMON) if n in inputs}
     for argument, value in taken.items():
         # a misspelled name would leave a head untrained without an error
         for name in value if isinstance(value, Mapping) else ():
             if name not in model.heads:
                 what = f"forward({argument}={{{name!r}: …}})"
                 raise unknown_name(what, "head", name, model.heads)
-    given = [n for n in taken if taken[n] is not None and n not in _COMMON]
+    given = [n for n in taken if taken[n] is not None and n not in COMMON]
     if given and not used:
         raise StateError(
             f"forward({', '.join(f'{n}=…' for n in given)}): no head is active, so there "
@@ -223,18 +206,48 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
-    heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
-    names = heads.names
-    if not names:
+    inputs = given.pop("inputs", None) or {n: given[n] for n in ("attention_mask", "input_ids")}
+    return _answer(model, Base(model, outputs), head, return_dict, inputs, given)
+
+
+def _answer(
+    model: Any,
+    base: Base,
+    head: HeadNames,
+    return_dict: bool | None,
+    inputs: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Any:
+    """Run the base model, unless it has run, and the heads.
+
+    Args:
+        model: with named heads.
+        base: its base model.
+        head: which heads; None for the active ones.
+        return_dict: False for tuples.
+        inputs: arguments of the base model.
+        given: labels and other arguments of heads.
+    """
+    active, rows = model._head_strategy.chosen(head), model._active.plan.rows
+    if not active.names:
+        outputs = base(**inputs)
         return outputs if return_dict is not False else outputs.to_tuple()
-    _check_owner(model, names)
-    found = head_rows(heads, rows, model._active.call.generation is not None)
+    _check_owner(model, active.names)
+    heads = {name: store.find(model, name) for name in active.names}
+    call = Call(model=model, base=base, inputs=inputs, given=given, rows=rows)
+    found = head_rows(active, rows, model._active.call.generation is not None)
     results: list[ModelOutput] | MultiHeadOutput
-    if found is not None:
-        results = _run_on_rows(model, *found, outputs, given)
+    if found is None and len(heads) == 1:
+        ((name, only),) = heads.items()
+        results = [only.answer(_for_all(call, name))]
     else:
-        extra = with_copies(rows, given)
-        results = [_output(model, name, outputs, extra, rows) for name in dict.fromkeys(names)]
+        _run_base(call, heads)
+        call = replace(call, base=Base(model, base.outputs))
+        results = (
+            [each.answer(_for_all(call, name)) for name, each in heads.items()]
+            if found is None
+            else _answer_on_rows(call, heads, *found)
+        )
     if return_dict is False:
         tuples = [a.to_tuple() for a in results]
         return tuples[0] if len(tuples) == 1 else tuple(tuples)
@@ -246,72 +259,35 @@ def forward_head(
     return MultiHeadOutput(head_outputs=results, loss=loss)
 
 
-def _output(
-    model: Any, name: str, outputs: ModelOutput, given: Mapping[str, Any], rows: RowMap | None
-) -> ModelOutput:
-    """Return the output of a head on some rows of the batch."""
-    if isinstance(head := store.find(model, name), TaskHead):
-        return task_outputs.on(model, name, outputs, given)
-    logits, loss = _run(model, name, outputs, given, rows)
-    return head_output(head.config, loss, logits, outputs)
+def _for_all(call: Call, name: str) -> Call:
+    """Return the call of a head on all rows."""
+    return replace(call, name=name, given=with_copies(call.rows, {**call.given}))
 
 
-def _run(
-    model: Any, name: str, outputs: ModelOutput, given: Mapping[str, Any], rows: RowMap | None
-) -> tuple[Logits, Tensor | None]:
-    """Return logits and loss of a head on some rows of the batch."""
-    head, plan = store.find(model, name), model._active.plan
-    hidden, mask = head_input(model, head, outputs, given["attention_mask"], given["input_ids"])
-    hidden = head.tokens_to_score(hidden, given["logits_to_keep"])
-    extra = {n: given.get(n) for n in head.config.inputs}
-    if head.has_exit and plan.exit is not None:
-        extra["at_exit"] = lambda y: inject.leave(model.base_model, plan, y, rows)
-    logits = head(hidden, mask, **extra)
-    labels = head.config.find_labels(name, given)
-    if labels is None:
-        return logits, None
-    masked = head.config.mask_labels(labels, mask)
-    return logits, head.loss(logits, masked, given["num_items_in_batch"])
+def _caller_of_base(heads: Heads) -> str | None:
+    """Return the first head that makes the arguments of the base model itself; None: none does."""
+    return next((name for name, head in heads.items() if head.calls_base), None)
 
 
-def _run_on_rows(
-    model: Any, names: tuple[str, ...], rows: RowMap, outputs: ModelOutput, given: Mapping[str, Any]
+def _run_base(call: Call, heads: Heads) -> None:
+    """Run the base model, unless it has run."""
+    if call.base.outputs is not None:
+        return
+    name = _caller_of_base(heads)
+    if name is None:
+        call.base(**call.inputs)
+    else:
+        heads[name].answer(replace(call, name=name, given={}))
+
+
+def _answer_on_rows(
+    call: Call, heads: Heads, names: tuple[str, ...], rows: RowMap
 ) -> list[ModelOutput] | MultiHeadOutput:
     """Run each head on its rows; return one output if kinds and shapes agree, else several."""
-    heads = [store.find(model, name) for name in names]
-    batch = len(rows.index) // rows.copies
-    labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
-    whole = model._active.plan.rows
-    # of a static head the whole output
-    logits: list[Any] = []
-    losses: list[Tensor | None] = []
-    static = [isinstance(head, TaskHead) for head in heads]
-    for i, name in enumerate(names):
-        mine = given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch)
-        for key in given.keys() - labelled:
-            value = given[key]
-            has_rows = isinstance(value, Tensor) and key not in _COMMON
-            mine[key] = rows.take(i, value) if has_rows else value
-        part = outputs_of(i, rows, outputs, static[i])
-        if static[i]:
-            mine["inputs"] = task_outputs.inputs_of(i, rows, given.get("inputs"))
-            logits.append(task_outputs.on(model, name, part, mine))
-            losses.append(logits[-1].get("loss"))
-            continue
-        scores, loss = _run(model, name, part, mine, None if whole is None else whole.of(rows, i))
-        logits.append(scores)
-        losses.append(loss)
-    one = None
-    if rows.together and all(static):
-        one = task_outputs.joined(logits, rows, total(losses))
-    elif rows.together and not any(static):
-        one = joined(heads, rows, logits, total(losses), outputs)
-    if one is not None:
-        return [one]
-    results = [
-        answer
-        if static[i]
-        else head_output(heads[i].config, losses[i], answer, outputs_of(i, rows, outputs, True))
-        for i, answer in enumerate(logits)
-    ]
-    return apart(results, rows)
+    own = {n for h in heads.values() for n in (*h.config.label_names, *h.config.inputs)}
+    calls = [call.on(i, name, rows, own) for i, name in enumerate(names)]
+    results = [heads[each.name].answer(each) for each in calls]
+    parts = [cast("ModelOutput", each.base.outputs) for each in calls]
+    outputs = cast("ModelOutput", call.base.outputs)
+    one = joined(results, parts, rows, outputs) if rows.together else None
+    return apart(results, rows) if one is None else [one]

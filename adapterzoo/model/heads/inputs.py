@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.errors import ConfigError, StateError, argument, in_python, listing
-from adapterzoo.heads import PredictionHead
+from adapterzoo.heads import Pooling, PredictionHead
 from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 
 
@@ -89,7 +89,7 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
 
 def head_input(
     model: Any,
-    head: PredictionHead,
+    pooling: Pooling | None,
     outputs: ModelOutput,
     attention_mask: Tensor | None,
     input_ids: Tensor | None,
@@ -98,7 +98,7 @@ def head_input(
 
     Args:
         model: that computed the outputs.
-        head: its `pooling` decides what it reads.
+        pooling: of the head; decides what it reads.
         outputs: of the base model.
         attention_mask: `[batch, tokens]`, or any other mask that the model takes.
         input_ids: the tokens of the hidden states; None if unknown.
@@ -106,7 +106,7 @@ def head_input(
     Raises:
         StateError: the model did not compute what the head needs.
     """
-    if head.pooling == "pooler":
+    if pooling == "pooler":
         pooled = outputs.get("pooler_output")
         if pooled is None:
             raise StateError(
@@ -118,13 +118,13 @@ def head_input(
     hidden = cast("Tensor", outputs["last_hidden_state"])
     if hidden.dim() == 4:
         hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
-    if head.pooling not in ("mean", "last", "eos"):
+    if pooling not in ("mean", "last", "eos"):
         return hidden, _fitting(model, attention_mask, hidden)
     mask = attention_mask
     pad, eos = pad_and_eos(model)
-    if mask is None and input_ids is not None and pad is not None and head.pooling != "mean":
+    if mask is None and input_ids is not None and pad is not None and pooling != "mean":
         mask = input_ids != pad
-    if head.pooling == "eos" and input_ids is not None and eos:
+    if pooling == "eos" and input_ids is not None and eos:
         ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
         real = torch.ones_like(ends) if mask is None else mask.to(ends.device, torch.bool)
         if real.shape == ends.shape:
@@ -134,7 +134,7 @@ def head_input(
     fitting = _fitting(model, mask, hidden)
     if mask is not None and fitting is None:
         raise StateError(
-            f"pooling={head.pooling!r}: the mask {list(mask.shape)} does not say which of the "
+            f"pooling={pooling!r}: the mask {list(mask.shape)} does not say which of the "
             f"{hidden.shape[1]} hidden states {type(model.base_model).__name__} computed are "
             f"padding. Write {argument('pooling', 'cls')}{in_python(' when you add the head')}."
         )

@@ -170,6 +170,9 @@ class HeadStrategy:
             batch: arguments of `forward`.
         """
 
+    def check_merging(self, names: Sequence[str]) -> None:
+        """Check that `merge` will succeed once these adapters are merged."""
+
     def merge(self) -> None:
         """Merge the heads of merged adapters."""
 

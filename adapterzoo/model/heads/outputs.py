@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
-
-from adapterzoo.heads import HeadConfig, Logits
 
 _SEQ2SEQ = "Seq2Seq"
 
@@ -71,26 +69,20 @@ class MultiHeadOutput(ModelOutput):
         return self.head_outputs or []
 
 
-def head_output(
-    config: HeadConfig, loss: Tensor | None, logits: Logits, outputs: ModelOutput
-) -> ModelOutput:
+def head_output(name: str, values: Mapping[str, Any], outputs: ModelOutput) -> ModelOutput:
     """Return a head's output in the output class of its task, with the base model's outputs.
 
     Args:
-        config: of the head.
-        loss: None without labels.
-        logits: of the head.
+        name: of the class in `transformers.modeling_outputs`.
+        values: fields of the head.
         outputs: of the base model.
     """
-    cls, names = _output_class(config.output_class, outputs)
-    values = {name: outputs.get(name) for name in names if name in outputs}
+    cls, names = _output_class(name, outputs)
+    found = {name: outputs.get(name) for name in names if name in outputs}
     for name in ("hidden_states", "attentions"):
-        if name in names and name not in values:
-            values[name] = outputs.get(f"decoder_{name}")
-    values["loss"] = loss
-    scores = logits if isinstance(logits, tuple) else (logits,)
-    values.update(zip(config.logit_names, scores, strict=True))
-    return cast("ModelOutput", cls(**values))
+        if name in names and name not in found:
+            found[name] = outputs.get(f"decoder_{name}")
+    return cast("ModelOutput", cls(**{**found, **values}))
 
 
 # classes by name with the names of their fields: looked up here once, not in each forward

@@ -12,10 +12,9 @@ from transformers.utils.generic import ModelOutput
 
 from adapterzoo.composition import ActiveHeads, RowMap
 from adapterzoo.errors import CompositionError, ConfigError, listing
-from adapterzoo.heads import Logits, PredictionHead
 from adapterzoo.model.batches import repeated
 
-from .outputs import MultiHeadOutput, head_output
+from .outputs import MultiHeadOutput
 
 
 def head_rows(
@@ -64,22 +63,30 @@ def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
     return replace(rows, index=tuple(row // batch for row in range(len(rows.index))), _layouts={})
 
 
-def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:
+def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:
     """Return the base model's outputs for the rows of one part.
 
     Args:
         part: its number.
         rows: of the batch.
-        outputs: of the base model.
-        with_layers: whether to include hidden states and attentions of all layers.
+        outputs: of the base model. A cache cannot be divided: it stays whole if the heads' outputs
+            are joined, else it is left out.
     """
     taken: dict[str, Any] = {}
     for name, value in outputs.items():
         if isinstance(value, Tensor):
             taken[name] = rows.take(part, value) if value.dim() else value
-        elif with_layers and isinstance(value, tuple):
-            taken[name] = tuple(rows.take(part, t) for t in value if isinstance(t, Tensor))
+        elif isinstance(value, tuple):
+            taken[name] = tuple(_taken(part, rows, t) for t in value if isinstance(t, Tensor))
+        elif rows.together:
+            taken[name] = value
     return type(outputs)(**taken)
+
+
+def _taken(part: int, rows: RowMap, t: Tensor) -> Tensor:
+    # memories may have tokens before rows
+    fits = t.dim() and t.shape[0] % len(rows.index) == 0
+    return rows.take(part, t) if fits else t
 
 
 def given_to(
@@ -131,29 +138,38 @@ def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(
-    heads: Sequence[PredictionHead],
+    results: Sequence[ModelOutput],
+    parts: Sequence[ModelOutput],
     rows: RowMap,
-    logits: Sequence[Logits],
-    loss: Tensor | None,
     outputs: ModelOutput,
 ) -> ModelOutput | None:
     """Return one output for the whole batch in row order; None if kinds or shapes differ.
 
     Args:
-        heads: in the order of the parts.
+        results: of each head on its rows.
+        parts: of the base model, for the rows of each.
         rows: of the batch.
-        logits: of each head.
-        loss: of all.
-        outputs: of the base model.
+        outputs: of the base model, for all rows.
     """
-    config = heads[0].config
-    scores = [each if isinstance(each, tuple) else (each,) for each in logits]
-    kinds = {(h.config.output_class, h.config.logit_names) for h in heads}
-    shapes = {tuple((t.shape[1:], t.dtype) for t in each) for each in scores}
-    if len(kinds) > 1 or len(shapes) > 1:
+    first = results[0]
+    keys = [[key for key in each if key != "loss"] for each in results]
+    if any(type(each) is not type(first) for each in results) or any(k != keys[0] for k in keys):
         return None
-    whole = tuple(rows.put([each[i] for each in scores]) for i in range(len(scores[0])))
-    return head_output(config, loss, whole if len(whole) > 1 else whole[0], outputs)
+    whole: dict[str, Any] = {}
+    for key in keys[0]:
+        values = [each[key] for each in results]
+        if all(value is part.get(key) for value, part in zip(values, parts, strict=True)):
+            whole[key] = outputs[key]
+            continue
+        listed = [value if isinstance(value, tuple) else (value,) for value in values]
+        columns = [*zip(*listed, strict=True)]
+        if any(not isinstance(t, Tensor) or not t.dim() for column in columns for t in column):
+            return None
+        if any(len({(t.shape[1:], t.dtype) for t in column}) > 1 for column in columns):
+            return None
+        put = tuple(rows.put([*column]) for column in columns)
+        whole[key] = put if isinstance(values[0], tuple) else put[0]
+    return type(first)(loss=total([each.get("loss") for each in results]), **whole)
 
 
 def total(losses: Sequence[Tensor | None]) -> Tensor | None:

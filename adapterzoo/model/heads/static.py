@@ -98,6 +98,10 @@ class StaticHead(HeadStrategy):
         causal = class_name(self.model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return next_labels(labels) if causal else labels
 
+    def check_merging(self, names: Sequence[str]) -> None:
+        """Check that no tied output layer would change."""
+        copies.check_merging(self.model, names)
+
     def merge(self) -> None:
         """Write the copy of the last merged adapter that has one into the original."""
         copies.merge(self.model)

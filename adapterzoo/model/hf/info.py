@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -312,13 +312,17 @@ def _renamer(model: Any) -> Callable[[str], str]:
 
 
 def _tensor_of(model: Any, key: str) -> Tensor | None:
-    """Return a parameter or buffer of a model; None if there is none.
+    """Return a parameter or buffer of a model, without merged adapters; None if there is none.
 
     Args:
-        model: any module.
+        model: with adapters.
         key: as in its state dict.
     """
     path, _, name = key.rpartition(".")
+    prefix = "" if model._backbone is model else f"{model.base_model_prefix}."
+    merged = model._adapter_state.originals.get(path.removeprefix(prefix), {})
+    if name in merged:
+        return cast("Tensor", merged[name])
     try:
         module: nn.Module = model.get_submodule(path)
     except AttributeError:
