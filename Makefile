@@ -120,9 +120,10 @@ fuzz: $(VENV)/.test-$(KEY)
 devices: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/devices_table.py
 
-# writes the table that tests/test_anatomy.py and tests/test_architectures.py check
+# writes the table that tests/test_anatomy.py and tests/test_architectures.py check;
+# ARGS="--types bert" runs that row only, ARGS=--stale those that a new method at linear layers takes
 architectures: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS)
+	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS) $(ARGS)
 
 # records again, then kills; tests/mutation/__init__.py describes each step
 mutants: $(VENV)/.test-$(KEY)

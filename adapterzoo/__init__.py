@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
     from .methods.mtl_lora import MTLLoRAConfig
+    from .methods.no_language_adapters import NoLanguageAdaptersConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -165,6 +166,7 @@ __all__ = [
     "MultiTask",
     "MultiTaskConfig",
     "MultipleChoiceHead",
+    "NoLanguageAdaptersConfig",
     "NoReftConfig",
     "ParBnConfig",
     "Parallel",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .anatomy import Anatomy, Site
     from .averaging import Combination
-    from .contracts import Adapter
+    from .contracts import Adapter, InputPlan
 
 architectures: Registry[Any] = Registry("architecture", decorates="its config class")
 """The `architecture` of a config on disk → its class."""
@@ -218,6 +218,10 @@ class AdapterConfig(Config):
             tensors: of an adapter of this config, by parameter.
         """
         return tensors
+
+    def input_plan(self, anatomy: Anatomy) -> InputPlan | None:
+        """Return what collects the inputs that initial values need; None: they need none."""
+        return None
 
     @property
     def averages_shared(self) -> bool:

@@ -151,6 +151,34 @@ class BaseLayer(ABC):
         return type(adapter).from_input((adapter,), x)[0]
 
 
+class InputStatistics(ABC):
+    """What initial values take from the inputs of a layer, batch by batch."""
+
+    @abstractmethod
+    def update(self, x: Tensor) -> None:
+        """Add the inputs `[tokens, d_in]` of one batch, without padding."""
+
+
+class InputPlan(ABC):
+    """The inputs that the initial values of a config need.
+
+    Attributes:
+        watched: path of a layer → what collects its inputs.
+        skips_unlabeled: whether tokens with the label −100 are left out.
+    """
+
+    watched: Mapping[str, InputStatistics]
+    skips_unlabeled: bool = False
+
+    @abstractmethod
+    def lacking(self, passed: bool) -> frozenset[str]:
+        """Return the paths that need another batch; `passed`: all data have been read once."""
+
+    @abstractmethod
+    def changes(self) -> Mapping[str, Any]:
+        """Return the fields of the config that the inputs decide, with their values."""
+
+
 class Contained(nn.Module):
     """A module that a layer, or the base model, keeps under the name of an adapter or fusion.
 
@@ -200,6 +228,14 @@ class Adapter(Contained, ABC):
 
         Args:
             base: the layer; its values are loaded even if they are offloaded.
+        """
+
+    def init_from_inputs(self, inputs: InputStatistics, base: BaseLayer) -> None:
+        """Take initial values from the inputs of the layer, as the config asks for them.
+
+        Args:
+            inputs: of the layer, collected by the `InputPlan` of the config.
+            base: as in `init_from_layer`.
         """
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
@@ -384,6 +420,23 @@ class PositionAdapter(Adapter):
     """An adapter that changes position numbers: `forward` calls `base` with the new ones."""
 
     acts_on = "input"
+
+
+class LanguageFreeAdapter(Adapter):
+    """An adapter in the place of a block's language adapters, which do not act.
+
+    Its input is the stream that they would read; in a `Stack` the first adapter acts first, and the
+    last one returns what the language adapters would have returned.
+
+    Attributes:
+        is_base: whether it only leaves them out, so that it does nothing beside another one.
+        joining: the configs of adapters that can act with it.
+    """
+
+    acts_on = "input"
+    stacks_only = "a base model without its language adapters"
+    is_base: ClassVar[bool] = False
+    joining: ClassVar[str]
 
 
 Joins: TypeAlias = Literal["inputs", "embeddings"]

@@ -56,6 +56,8 @@ class AdapterMethod:
             if member.get("inv_adapter"):
                 found.append(AdapterMethod.invertible)
             spelling = adapterhub_spellings.get(member.architecture)
+            if spelling is not None and spelling.added:
+                continue
             name = member.architecture if spelling is None else spelling.architecture[0]
             found.append(name or AdapterMethod.bottleneck)
         return found

@@ -167,6 +167,8 @@ class AdapterHubSpelling:
             fields of this method: `LoRAConfig(use_dora=True)`.
         convention: model type and config → the config with the conventions in which `adapters`
             computes it in such a model.
+        added: configs and anatomy → the config that an adapter of these configs has besides in
+            `adapters`, or None. Files do not name such a method; `added` of others is None.
         fusion: the fields that the config of a fusion has, in which `adapters` computes one of
             adapters of which the last has this config; its files lack them.
     """
@@ -189,6 +191,7 @@ class AdapterHubSpelling:
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
+    added: Callable[[Sequence[AdapterConfig], Anatomy], AdapterConfig | None] | None = None
     fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
 
     @property

@@ -11,6 +11,7 @@ import torch
 import transformers
 from architectures import survey as surveying
 from architectures.flow import prove
+from architectures.tiny_models import tiny_model
 from families import FAMILIES, tiny_config, tiny_inputs
 from torch import nn
 from transformers import AutoConfig, AutoModel
@@ -575,6 +576,12 @@ def test_layers_that_are_never_called_are_no_linears():
     }
     assert anatomy.blocks[0].sublayers[0].out == "encoder.layers.0.attention"
     assert not [s.path for s in anatomy.linears() if s.path.endswith("_proj")]
+
+
+def test_a_parameter_without_dimensions_has_no_width():
+    sites = {site.path: site for site in find(tiny_model("clip").model).others}
+    # the logit scale of both towers
+    assert sites[""].d_out == 1
 
 
 def table_version() -> str:

@@ -1,7 +1,8 @@
-"""Every method on a tiny model of every model type: the columns of `docs/architectures.md`."""
+"""Adapters at every kind of site of every model type: the columns of `docs/architectures.md`."""
 
 from __future__ import annotations
 
+import collections
 import json
 import subprocess
 from pathlib import Path
@@ -22,8 +23,8 @@ from adapterzoo.testing import TinyModel, report_on
 
 PAGE = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
 COMMITTED = tables.read(PAGE)
-METHODS = tables.columns()[:-1]
-RAN = [name for name, row in COMMITTED.items() if any(row[m] for m in METHODS)]
+COLUMNS = tables.columns()[:-1]
+RAN = [name for name, row in COMMITTED.items() if any(row[c] for c in COLUMNS)]
 same_version = pytest.mark.skipif(
     PAGE.splitlines()[0].rpartition(" ")[2] != transformers.__version__,
     reason="docs/architectures.md was made with another transformers",
@@ -34,17 +35,48 @@ same_version = pytest.mark.skipif(
 QUICK = ("bert", "gpt2", "t5", "mixtral", "swiftformer", "wav2vec2-conformer")
 
 
+def each_of(names):
+    swept = [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in names]
+    return pytest.mark.parametrize("model_type", swept)
+
+
 @same_version
-@pytest.mark.parametrize(
-    "model_type", [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in RAN]
-)
+@each_of(RAN)
 def test_methods_do_on_the_model_what_the_page_says(model_type):
     ((_, found),) = tables.of_types([model_type])
-    assert found == COMMITTED[model_type], "docs/architectures.md is stale: make architectures"
+    assert found == COMMITTED[model_type], (
+        f"docs/architectures.md is stale: make architectures ARGS='--types {model_type}'"
+    )
+
+
+@same_version
+@each_of(tables.WHOLE)
+def test_all_methods_at_linear_layers_do_there_what_one_does(model_type):
+    tiny, tried = tiny_model(model_type), tables.methods()
+    # that one and another are run by the test above
+    rest = set(tables.linear()) - {tables.LINEAR, tables.another(model_type)}
+    found = {name: tables.cell(tiny, tried[name])[0] for name in sorted(rest)}
+    assert found == dict.fromkeys(sorted(rest), COMMITTED[model_type][tables.LINEAR])
+
+
+def test_every_method_at_linear_layers_is_run_on_many_types():
+    named = collections.Counter(filter(None, map(tables.named, COMMITTED.values())))
+    rest = set(tables.linear()) - {tables.LINEAR}
+    assert set(named) == rest
+    assert min(named.values()) >= len(RAN) / len(rest) / 2
+
+
+def test_a_further_method_changes_the_choice_only_where_it_is_chosen(monkeypatch):
+    before = {name: tables.another(name) for name in RAN}
+    more = [*tables.linear(), "new"]
+    monkeypatch.setattr(tables, "linear", lambda: more)
+    after = {name: tables.another(name) for name in RAN}
+    changed = {after[name] for name in RAN if after[name] != before[name]}
+    assert changed == {"new"}
 
 
 def test_the_page_has_the_promised_number_of_green_rows():
-    green = [n for n in RAN if all(COMMITTED[n][m].startswith(tables.GREEN) for m in METHODS)]
+    green = [n for n in RAN if all(COMMITTED[n][c].startswith(tables.GREEN) for c in COLUMNS)]
     # prompts are only for the models that read tokens
     assert len(green) >= 280
     assert all(row["why not"] for n, row in COMMITTED.items() if n not in green)
@@ -52,12 +84,13 @@ def test_the_page_has_the_promised_number_of_green_rows():
     assert [f"- {total}" for total in totals] == [
         x
         for x in PAGE.splitlines()
-        if x.startswith(("- model types whose", "- of these with all m"))
+        if x.startswith(("- model types whose", "- of these with all c", "- types on which"))
     ]
 
 
 def test_every_registered_method_has_a_column():
-    assert set(METHODS) == set(registered) - {"union"} | {"invertible"}
+    shown = {*COLUMNS, *tables.linear()} - {tables.ANOTHER}
+    assert shown == set(registered) - {"union"} | {"invertible"}
     assert isinstance(tables.methods()["bottleneck"][0], ConfigUnion)
 
 

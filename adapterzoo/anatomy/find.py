@@ -157,6 +157,7 @@ def _read(branch: Branch, stack: str) -> Block:
         parts=parts,
         absent=row.absent | _absent(sites),
         states=row.states,
+        languages=row.languages,
         **streams._asdict(),
     )
 
@@ -188,6 +189,7 @@ def _planted(block: Block, path: str, layer: int) -> Block:
             )
             for sub in block.sublayers
         ),
+        languages=joined(path, block.languages) if block.languages else "",
     )
 
 

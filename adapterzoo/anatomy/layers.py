@@ -100,6 +100,7 @@ def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> 
     layer, stack = (-1, "") if inside is None else (inside.layer, inside.stack)
     # a bias is as long as the output of its layer
     own = (module._parameters.get("bias"), *_own(module))
+    # a parameter without dimensions, such as CLIP's logit scale, has no width
     width = next(p.shape[-1] if p.dim() else 1 for p in own if p is not None)
     return Site(path, "other", layer, stack, kind, width, width)
 

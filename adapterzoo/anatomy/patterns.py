@@ -1,8 +1,7 @@
 """The tables of anatomy: the usual names of layers, and the architectures that differ.
 
 Names are read as paths below the block, e.g. `attention.self.query`. A pattern must match the
-end of the path; dimensions then confirm what the name says. `ARCHITECTURES` holds one row for
-each architecture that the patterns cannot read.
+end of the path; dimensions then confirm it. `ARCHITECTURES` has the architectures that differ.
 """
 
 from __future__ import annotations
@@ -125,14 +124,13 @@ class Row:
         post_norm: whether ambiguous norms follow the addition, or the name of the config flag that
             says so, with `!` in front if the flag means the opposite.
         norms: norm → its place and its sub-layer; None: it is not on the stream.
-        outs: output projection → path of the module whose output is added to the stream, if that
-            is another module; empty if the output is not added to the stream.
+        outs: output projection → path of another module whose output is added; empty if none is.
         lists: names of parallel lists that hold the parts of the blocks, if a block is not a
             module.
         mixed: sub-layers whose source reads more than the stream; `note` says what it reads.
-        apart: sub-layers whose output is not simply added to the stream; `note` says how the two
-            meet.
+        apart: sub-layers whose output is not simply added to the stream; `note` says how.
         states: what the output of a block is, if not one state for each token of each row.
+        languages: the module that ends in language adapters.
         outside: whether the class only looks like a block.
         note: why there are no stream sites, or an explanation of `mixed` and `apart`.
     """
@@ -150,6 +148,7 @@ class Row:
     mixed: frozenset[SubLayerKind] = frozenset()
     apart: frozenset[SubLayerKind] = frozenset()
     states: str = ""
+    languages: str = ""
     outside: bool = False
     note: str = ""
 
@@ -193,6 +192,9 @@ _XLM_NORMS: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = {
     r"layer_norm1\.\d+": ("at", "attention"),
     r"layer_norm2\.\d+": ("at", "mlp"),
 }
+_XMOD_NORMS: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = {
+    r"attention\.output\.LayerNorm": ("at", "attention"), r"output\.LayerNorm": ("at", "mlp"),
+}  # fmt: skip
 
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
@@ -386,6 +388,7 @@ ARCHITECTURES: Mapping[str, Row] = {
             r"LayerNorm": ("pre", "mlp"),
         }
     ),
+    "xmod": Row(languages="output", post_norm="!pre_norm", norms=_XMOD_NORMS),
     "zaya": Row(
         roles={
             r"self_attn\.qkv_proj\.v_proj_current": "value",

@@ -83,12 +83,13 @@ class Site:
         transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
-        is_placed: stream sites only: whether a config declares the site; `also`, `norm`, `factor`
-            and `is_swapped` belong to such a one.
+        is_placed: stream sites only: whether a config declares the site; `also`, `norm`, `factor`,
+            `is_swapped` and `is_language` belong to such a one.
         also: path of a module whose first input is added to that of `source`.
         norm: path of a norm that the adapter applies.
         factor: path of a parameter by which the model multiplies the output.
         is_swapped: whether output and stream are taken for each other.
+        is_language: whether it is the place of the block's language adapters.
         overwritten: whether the model writes into the layer's output in place.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
         heads: attention sites only: number of heads of keys and values.
@@ -112,6 +113,7 @@ class Site:
     norm: str | None = None
     factor: str | None = None
     is_swapped: bool = False
+    is_language: bool = False
     overwritten: bool = False
     experts: int = 0
     heads: int = 0
@@ -177,6 +179,8 @@ class Block:
         apart: sub-layers whose output is not simply added to the stream.
         states: what its output is, if not one state for each token of each row.
         note: explains `mixed` and `apart`, or missing stream sites; empty for almost all models.
+        languages: path of the module whose method `lang_adapter` applies the adapters of the rows'
+            languages to the stream (X-MOD); empty for almost all models.
     """
 
     path: str
@@ -192,6 +196,7 @@ class Block:
     apart: frozenset[SubLayerKind] = frozenset()
     states: str = ""
     note: str = ""
+    languages: str = ""
 
     @property
     def output(self) -> str | None:

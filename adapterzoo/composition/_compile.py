@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from adapterzoo.contracts import Adapter, FusibleAdapter, can_batch
+from adapterzoo.contracts import Adapter, FusibleAdapter, LanguageFreeAdapter, can_batch
 from adapterzoo.errors import CompositionError
 from adapterzoo.names import FUSION
 
@@ -35,6 +35,11 @@ def compile_site(
     steps = [compile_site(child, present, adapter_of, unfused) for child in setup.children]
     if all(step is None for step in steps):
         return None
+    _refuse_other_base(setup, present, adapter_of)
+    acting = [step for step in steps if step is not None and not _is_base(step, adapter_of)]
+    if not acting:
+        # adapters of a base model without its language adapters, which do nothing else here
+        return next(step for step in steps if step is not None)
     if isinstance(setup, Fuse) and setup.name in unfused:
         return steps[0]
     if isinstance(setup, (Average, Fuse, Split)):
@@ -46,8 +51,8 @@ def compile_site(
     if isinstance(setup, Average):
         return Mean(tuple(steps), setup.weights, _acts_on_all(steps, adapter_of))
     parts: list[str | Tree] = []
-    for step in steps:
-        parts += step if isinstance(step, tuple) else [step] if step is not None else []
+    for step in acting:
+        parts += step if isinstance(step, tuple) else [step]
     # the first adapter of a stack acts first: of those that change the input, the outermost
     outer = [part for part in parts if _acts_on(part, adapter_of) == "input"]
     inner = [part for part in parts if _acts_on(part, adapter_of) != "input"]
@@ -56,9 +61,34 @@ def compile_site(
     return names if len(names) == len(nested) else Nest(nested, "output" if inner else "input")
 
 
+def _is_base(step: Step, adapter_of: AdapterOf) -> bool:
+    adapter = adapter_of(step[0]) if isinstance(step, tuple) and len(step) == 1 else None
+    return isinstance(adapter, LanguageFreeAdapter) and adapter.is_base
+
+
+def _refuse_other_base(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
+    names = setup.flatten()
+    free = {
+        n: a for n in names if isinstance(a := _at(n, present, adapter_of), LanguageFreeAdapter)
+    }
+    other = next((n for n in names if n not in free), None)
+    if free and other is not None:
+        first, adapter = next(iter(free.items()))
+        raise CompositionError(
+            f"{setup!r}: {first!r} is an adapter of the base model without its language adapters, "
+            f"and {other!r} of the one with them. Write BatchSplit({first!r}, {other!r}, …) for "
+            f"different rows of a batch, or add {other!r} again for the same base model: with "
+            f"{adapter.joining}."
+        )
+
+
+def _at(name: str, present: Collection[str], adapter_of: AdapterOf) -> Adapter | None:
+    return adapter_of(name) if name in present else None
+
+
 def _refuse_unmixable(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
     for name in setup.flatten():
-        adapter = adapter_of(name) if name in present else None
+        adapter = _at(name, present, adapter_of)
         fusible = isinstance(setup, Fuse) and isinstance(adapter, FusibleAdapter)
         what = "" if adapter is None or fusible else adapter.stacks_only
         if what:

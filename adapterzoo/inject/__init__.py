@@ -18,6 +18,8 @@ from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
     BaseLayer,
+    InputStatistics,
+    LanguageFreeAdapter,
     PositionAdapter,
     PromptAdapter,
 )
@@ -50,6 +52,7 @@ from .containers import (
 )
 from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
+from .languages import AdaptedLanguages
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .positions import AdaptedPositions
 from .views import matrix, put_slice, stores_transposed, take_slice
@@ -130,6 +133,8 @@ def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
         return AdaptedAttention
     if isinstance(adapter, PositionAdapter):
         return AdaptedPositions
+    if isinstance(adapter, LanguageFreeAdapter):
+        return AdaptedLanguages
     prompts = (m for m in adapter.modules() if isinstance(m, PromptAdapter))
     return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
 
@@ -253,16 +258,24 @@ def release_input(module: nn.Module, reader: str, name: str) -> None:
         restore(module)
 
 
-def init_from_layer(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
+def init_from_layer(
+    layer: nn.Module,
+    adapter: Adapter,
+    originals: Mapping[str, Tensor],
+    inputs: InputStatistics | None = None,
+) -> None:
     """Initialize a new adapter from the layer that it will be added to.
 
     Args:
         layer: the layer.
         adapter: not yet added.
         originals: parameters of the layer as they were before adapters were merged into it.
+        inputs: of the layer, if its initial values need them.
     """
     for (part,), base in _beside(layer, (adapter,), originals):
         part.init_from_layer(base)
+        if inputs is not None:
+            part.init_from_inputs(inputs, base)
 
 
 def combine(

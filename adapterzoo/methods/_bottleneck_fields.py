@@ -191,7 +191,8 @@ class BottleneckFields(HypercomplexFields, PlainFields):
             self.original_ln_before and self.original_ln_after
         )
         zero = self.init_weights == "mam_adapter"
-        alone = self.inv_adapter is None
+        row = PLACES.get(self.site_convention)
+        alone = self.inv_adapter is None and (row is None or row.has_languages)
         return zero and keeps and alone and not self.adapter_residual_before_ln
 
     def shared(

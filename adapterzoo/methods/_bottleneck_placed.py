@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
-from adapterzoo.contracts import BaseLayer
-from adapterzoo.errors import SiteError
+from adapterzoo.contracts import BaseLayer, LanguageFreeAdapter
+from adapterzoo.errors import SiteError, StateError
 
 from ._bottleneck_fields import BottleneckFields
-from ._bottleneck_layer import Added, BottleneckLayer
+from ._bottleneck_layer import Added, BottleneckLayer, Instead
 from ._bottleneck_places import PLACES
+from ._languages import JOINING, check_languages, norm_of
 from ._sublayers import stream_site
+
+Norm: TypeAlias = Callable[[Tensor], Tensor] | None
 
 
 def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, row: str) -> Site | None:
@@ -40,7 +44,9 @@ def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, row: str) -> Site
         owner = last if path.startswith("last:") else block
         return f"{owner.path}.{path.removeprefix('last:')}" if path else None
 
-    out = full(place.out) or sub.out
+    if place.languages:
+        check_languages(anatomy, f"site_convention={row!r}")
+    out = block.languages if place.languages else full(place.out) or sub.out
     if place.out and not any(site.path == out for site in block.sites):
         raise SiteError(
             f"site_convention={row!r}: the block at {block.path!r} has no layer {place.out!r}, "
@@ -55,6 +61,7 @@ def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, row: str) -> Site
         factor=full(place.factor),
         is_placed=True,
         is_swapped=place.swapped,
+        is_language=place.languages,
     )
 
 
@@ -103,13 +110,8 @@ class PlacedBottleneck(BottleneckLayer):
         h, inp = factor * y, base.residual
         if self.is_swapped:
             h, inp = inp, h
-        s = h + inp
-        n = inp if self.is_parallel else h
-        to = h
-        if self.reads_sum:
-            n = s if self.norm is None else base.part(self.norm)(s)
-            to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
-        r = add(n, to)
+        norm = None if self.norm is None else base.part(self.norm)
+        r = self.result(h, inp, h + inp, norm, add)
         if not self.original_ln_after:
             r = r - inp
         if self.is_swapped:
@@ -117,5 +119,72 @@ class PlacedBottleneck(BottleneckLayer):
             r = r + (inp - h)
         if isinstance(factor, Tensor):
             # nothing that a layer returns reaches a feature that the model multiplies by 0
-            r = r / torch.where(factor == 0, 1.0, factor)
+            r = self._divided(r, torch.where(factor == 0, 1.0, factor), y.dtype)
         return r.to(y.dtype)
+
+    def _divided(self, r: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return r over the factor by which the model multiplies it again.
+
+        Raises:
+            StateError: a value exceeds float16.
+        """
+        found = (r / factor).to(dtype)
+        # a compiled model cannot look at values
+        if dtype is not torch.float16 or torch.compiler.is_compiling():
+            return found
+        if r.isfinite().all() and not found.isfinite().all():
+            raise StateError(
+                f"site_convention={self.config.site_convention!r}: the model multiplies the result "
+                f"of this bottleneck by {self.factor_path!r}, whose smallest value is "
+                f"{factor.abs().min():.2g}, and the result over it exceeds float16, whose largest "
+                f"value is 65504. Write model.to(torch.bfloat16), or torch.float32."
+            )
+        return found
+
+    def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
+        """Return R; all tensors `[*batch, d_model]`.
+
+        Args:
+            h: see `_bottleneck_places`.
+            inp: see there.
+            s: h + inp.
+            norm: LN; None for none.
+            add: see `changed`.
+        """
+        n = inp if self.is_parallel else h
+        to = h
+        if self.reads_sum:
+            n = s if norm is None else norm(s)
+            to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
+        return add(n, to)
+
+
+class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
+    """LN(R + inp), or R without `original_ln_after`, in the place of language adapters.
+
+    Before a later adapter of a stack R takes the place of h, as in `adapters`, where the last
+    adapter decides about the norm.
+    """
+
+    joining = JOINING
+
+    def __init__(
+        self, config: BottleneckFields, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters, and keep the place."""
+        super().__init__(config, site, device, dtype)
+        self.path, self.reads_call = site.path, True
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return False: rows are computed one adapter after the other."""
+        return False
+
+    def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
+        """Return the stream after the block's language adapters. `x` is s `[*batch, d_model]`."""
+        inp, norm = base.residual, norm_of(self.path, base)
+        add = partial(self.added, instead=instead, base=base)
+        r = self.result(x - inp, inp, x, norm, add)
+        if not base.is_original:
+            return base(r + inp)
+        return norm(r + inp) if self.original_ln_after else r

@@ -32,6 +32,8 @@ class Place:
         factor: a parameter of the block by which the model multiplies h, before the bottleneck.
             Features whose factor is exactly 0 stay those of the base model.
         swapped: whether h and inp are taken for each other.
+        languages: whether it is the place of the block's language adapters, which do not act
+            (`no_language_adapters`). LN is the norm in front of them.
     """
 
     out: str = ""
@@ -40,6 +42,7 @@ class Place:
     norm: str = ""
     factor: str = ""
     swapped: bool = False
+    languages: bool = False
 
     def differs(self, config: Mapping[str, object], kind: SubLayerKind) -> bool:
         """Return whether it is another function than the documented one.
@@ -59,7 +62,7 @@ class Place:
             return not (reads_sum and of_sum)
         if self.factor:
             return not (kind == "mlp" and reads_sum and of_sum)
-        return bool(self.out or reads_sum or parallel)
+        return bool(self.out or self.languages or reads_sum or parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ class Places:
     sublayers: Mapping[SubLayerKind, Place] = field(default_factory=lambda: MappingProxyType({}))
     entry: str = ""
     is_unscaled: bool = False
+
+    @property
+    def has_languages(self) -> bool:
+        """Whether its base model has the language adapters that it is trained with, if any."""
+        return not any(place.languages for place in self.sublayers.values())
 
     @property
     def moves_entry(self) -> bool:
@@ -112,6 +120,7 @@ PLACES: Mapping[str, Places] = {
     ),
     "vit": Places(entry="none"),
     "whisper": Places(entry="encoder.layer_norm"),
+    "xmod": Places({"attention": Place(), "mlp": Place(languages=True)}),
 }
 
 

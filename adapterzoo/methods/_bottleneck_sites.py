@@ -17,7 +17,7 @@ from adapterzoo.contracts import Adapter, BaseLayer
 
 from ._bottleneck_fields import BottleneckFields, invertible_adapters
 from ._bottleneck_layer import Added, BottleneckLayer
-from ._bottleneck_placed import PlacedBottleneck, moved_entry, placed_site
+from ._bottleneck_placed import LanguageBottleneck, PlacedBottleneck, moved_entry, placed_site
 from ._sublayers import LOCATIONS, entry_placement, stream_site, sublayers
 
 
@@ -50,7 +50,7 @@ class BnConfig(BottleneckFields):
             return adapter
         kind: type[BottleneckLayer] = Bottleneck
         if site.is_placed:
-            kind = PlacedBottleneck
+            kind = LanguageBottleneck if site.is_language else PlacedBottleneck
         elif self.is_parallel:
             kind = ParallelBottleneck
         elif site.kind == "norm" and self.original_ln_after:

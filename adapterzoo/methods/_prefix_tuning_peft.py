@@ -66,6 +66,11 @@ def _from_peft(
 
 def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple[Fields, Tensors]:
     attentions = _decoding(anatomy)
+    if not all(name.startswith("self_prefix.") for name in tensors):
+        raise CheckpointError(
+            f"PEFT has one prefix for all blocks, and this model's towers have one each. Write "
+            f"{argument('format', 'native')}."
+        )
     if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
         raise CheckpointError(
             f"PEFT has one prefix for all blocks, with heads of one shape, but this one has "

@@ -7,61 +7,23 @@ B' = [B, −B₀]. Files of the peers hold that one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.averaging import Combination
-from adapterzoo.configs import AdapterConfig
-from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.anatomy import Site
+from adapterzoo.contracts import BaseLayer, InputStatistics, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import field
 
 from ._init import generator
+from ._input_plans import OPTIONS
+from ._input_statistics import Components, Covariance
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
-from ._starts import Factors, Starts, factors, replaces_weight
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartedConfig(LowRankConfig):
-    """Base of the configs whose initial values may replace a part of the base weight.
-
-    Attributes:
-        init_weights: also "pissa", the principal part of the weight, by an exact SVD;
-            "pissa_niter_4", by that many iterations of a randomized one; "olora", by QR.
-    """
-
-    init_weights: str = field("lora", Starts())
-
-    @property
-    def plain(self) -> LowRankConfig:
-        """The config of an equal adapter without a start, of rank 2r."""
-        if not replaces_weight(self.init_weights):
-            return super().plain
-        # the scaling stays as it is
-        factor = math.sqrt(2) if self.use_rslora else 2
-        return self.replace(
-            init_weights="lora", r=2 * self.r, alpha=factor * self.alpha,
-            rank_pattern={key: 2 * rank for key, rank in self.rank_pattern.items()},
-            alpha_pattern={key: factor * alpha for key, alpha in self.alpha_pattern.items()},
-        )  # fmt: skip
-
-    def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of the adapter of `plain`."""
-        return joined(tensors) if replaces_weight(self.init_weights) else tensors
-
-    @classmethod
-    def combined(
-        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
-    ) -> LowRankConfig:
-        """Return the config of the combination, which has no start."""
-        return super().combined([config.plain for config in configs], strategy, anatomy)
+from ._started_config import StartedConfig, joined
+from ._starts import Factors, factors, replaces_weight
 
 
 class Start(nn.Module):
@@ -94,33 +56,19 @@ class Start(nn.Module):
         self.register_buffer("lora_A", torch.empty_like(a.detach()))
         self.register_buffer("lora_B", torch.empty_like(b.detach()))
 
-    def fill(self, w: Tensor, s: float) -> Factors:
-        """Set the factors to those of a weight `[*experts, d_out, d_in]`, and return them.
+    def drawn(self, w: Tensor, s: float) -> Factors:
+        """Return the factors of a weight.
 
         Args:
-            w: the weight.
+            w: the weight `[*experts, d_out, d_in]`, float32 or float64.
             s: the scaling.
         """
         name, seed, place = self.drawing
-        w = w.detach().to(compute_dtype(w.dtype))
-        a, b = factors(name, w, self.lora_A.shape[-2], s, generator(seed, place))
-        self.lora_A.copy_(a)
-        self.lora_B.copy_(b)
-        # rounded values, so that the adapter starts as the identity
-        return self.lora_A, self.lora_B
+        return factors(name, w, self.lora_A.shape[-2], s, generator(seed, place))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B₀ A₀ x, `[*batch, d_in]` → `[*batch, d_out]`, in the dtype of the factors."""
         return linear(linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
-
-
-def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter with [A; A₀] and [B, −B₀] as its factors."""
-    found = dict(tensors)
-    a, b = found.pop("start.lora_A"), found.pop("start.lora_B")
-    found["lora_A"] = torch.cat([found["lora_A"], a.to(found["lora_A"])], -2)
-    found["lora_B"] = torch.cat([found["lora_B"], -b.to(found["lora_B"])], -1)
-    return found
 
 
 class Started(LowRank):
@@ -146,15 +94,31 @@ class Started(LowRank):
         """
         super().__init__(config, site, device, dtype)
         self.start: Start | None = None
+        self.reads_inputs = config.init_weights in OPTIONS
+        self.options = config.options if self.reads_inputs else {}
         if replaces_weight(config.init_weights):
             self.start = Start(config, site, self.lora_A, self.lora_B)
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the initial values that replace a part of the weight."""
-        if self.start is not None:
-            a, b = self.start.fill(base.weight, self.scaling)
-            self.lora_A.copy_(a)
-            self.lora_B.copy_(b)
+        if self.start is not None and not self.reads_inputs:
+            self._begin(*self.start.drawn(_weight(base), self.scaling))
+
+    def init_from_inputs(self, inputs: InputStatistics, base: BaseLayer) -> None:
+        """Take the initial values that the inputs of the layer give."""
+        rank = self.lora_A.shape[-2]
+        if isinstance(inputs, Components):
+            self.lora_A.copy_(inputs.first(rank, self.options["whiten"]))
+        elif isinstance(inputs, Covariance):
+            keeps = self.options["corda_method"] == "kpm"
+            self._begin(*inputs.factors(_weight(base), rank, self.scaling, keeps))
+
+    def _begin(self, a: Tensor, b: Tensor) -> None:
+        """Set the factors, and those of the start to the same rounded values."""
+        start = cast("Start", self.start)
+        for own, kept, value in ((self.lora_A, start.lora_A, a), (self.lora_B, start.lora_B, b)):
+            own.copy_(value)
+            kept.copy_(own)
 
     def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole update, [A; A₀] and [B, −B₀]."""
@@ -162,6 +126,11 @@ class Started(LowRank):
             return self.lora_A, self.lora_B
         both = joined(dict(self.state_dict(keep_vars=True)))
         return both["lora_A"], both["lora_B"]
+
+
+def _weight(base: BaseLayer) -> Tensor:
+    w = base.weight.detach()
+    return w.to(compute_dtype(w.dtype))
 
 
 def check_site(config: LowRankConfig, site: Site) -> None:

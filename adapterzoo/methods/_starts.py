@@ -35,12 +35,16 @@ DRAWN = "lora", "bert", "gaussian", "orthogonal"
 """The names of initial values that do not depend on the weight."""
 
 
+FROM_INPUTS = "eva", "corda"
+"""Those that need inputs of the layers."""
+
+
 class Starts(Choice):
     """The names of all initial values."""
 
     def __init__(self) -> None:
         """Take the names."""
-        super().__init__(*DRAWN, "pissa", "olora")
+        super().__init__(*DRAWN, "pissa", "olora", *FROM_INPUTS)
         self.legal += ", or 'pissa_niter_4' with any number of iterations"
 
     def fits(self, value: object) -> bool:
@@ -50,7 +54,7 @@ class Starts(Choice):
 
 def replaces_weight(name: str) -> bool:
     """Return whether initial values replace a part of the base weight."""
-    return name == "olora" or name.startswith("pissa")
+    return name in ("olora", "corda") or name.startswith("pissa")
 
 
 def drawing(
@@ -105,7 +109,7 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
         q, r = torch.linalg.qr(w)
         return r[..., :rank, :].contiguous(), q[..., :rank].contiguous()
     if match := _NITER.fullmatch(name):
-        u, values, v = _svd_lowrank(w, rank, int(match[1]), source)
+        u, values, v = svd_lowrank(w, rank, int(match[1]), source)
     else:
         u, values, vh = torch.linalg.svd(w, full_matrices=False)
         u, values, v = u[..., :rank], values[..., :rank], vh[..., :rank, :].mT
@@ -113,10 +117,10 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
     return (v * roots).mT.contiguous(), (u * roots).contiguous()
 
 
-def _svd_lowrank(
+def svd_lowrank(
     w: Tensor, rank: int, iterations: int, source: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, Σ, V of rank r by subspace iteration (Halko et al. 2009, arXiv:0909.4061)."""
+    """Return U, Σ, V of that rank by subspace iteration (Halko et al. 2009, arXiv:0909.4061)."""
     noise = torch.randn(*w.shape[:-2], w.shape[-1], rank, generator=source).to(w)
     q = torch.linalg.qr(w @ noise)[0]  # [*experts, d_out, r]
     for _ in range(iterations):

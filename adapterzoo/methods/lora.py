@@ -42,7 +42,8 @@ from . import _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._rows import features, gated, restored
-from ._started import Started, StartedConfig
+from ._started import Started
+from ._started_config import StartedConfig
 from ._starts import replaces_weight
 
 

@@ -142,6 +142,7 @@ class AdapterModelMixin:
         config: AdapterConfig | str | Mapping[str, Any] | None = None,
         overwrite_ok: bool = False,
         set_active: bool = False,
+        init_data: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
         """Add an adapter with fresh parameters, on each layer's device and in its dtype.
 
@@ -150,14 +151,17 @@ class AdapterModelMixin:
             config: a config, a config string such as "lora[r=8]", or a dict; None: "seq_bn".
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
+            init_data: batches, each with the arguments of a call, for the initial values that
+                need inputs of the layers: `init_weights="eva"` and `"corda"` of LoRA. It is read
+                several times, so a list or a DataLoader.
 
         Raises:
-            ConfigError: the name or a value of the config is not legal.
+            ConfigError: the name or a value of the config is not legal, or data are missing.
             DuplicateNameError: the name is taken.
             SiteError: the model has no place that the config asks for.
             StateError: the model is sharded.
         """
-        adapters.add(self, adapter_name, config, overwrite_ok, set_active)
+        adapters.add(self, adapter_name, config, overwrite_ok, set_active, init_data)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter; other active adapters stay active.
@@ -760,8 +764,9 @@ class AdapterModelMixin:
         Args:
             save_directory: the folder; created if missing.
             adapter_name: the adapter.
-            with_head: whether to save its head in the same file: the head of the same name, or
-                the only active one; or the adapter's copy of a static head.
+            with_head: whether to save its head in the same file: the head of the same name; without
+                one the only active head, unless it has the name of another adapter or fusion; or
+                the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
             custom_weights_loaders: save weights of other modules to the same folder; see

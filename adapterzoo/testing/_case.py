@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -65,10 +64,23 @@ class Case:
         """
         model = self.model()
         for i, name in enumerate(names):
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(i)
-                model.add_adapter(name, self.fitted(config))
+            self.add(model, name, i, config)
         return model
+
+    def add(
+        self, model: Host, name: str, seed: int = 0, config: AdapterConfig | None = None
+    ) -> None:
+        """Add a new adapter to a model.
+
+        Args:
+            model: of `model`.
+            name: of the adapter.
+            seed: of its initial values.
+            config: of the adapter; None: that of the case.
+        """
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            model.add_adapter(name, self.fitted(config))
 
     def trained(self, *names: str, config: AdapterConfig | None = None) -> Host:
         """Return the same with every parameter changed, as if the adapters had been trained."""
@@ -79,7 +91,7 @@ class Case:
 
     def exact(self, *names: str) -> Callable[[Tensor], Tensor]:
         """Return the model with a stack of these adapters in float64, with the same values."""
-        model = copy.deepcopy(self.trained(*names)).double()
+        model = self.trained(*names).double()
         model.set_active_adapters(Stack(*names))
         return lambda x: run(model, x.double() if x.is_floating_point() else x)
 

@@ -118,13 +118,13 @@ class ModelCase(Case):
     def exact(self, *names: str) -> Callable[[Tensor], Tensor]:
         """Return the model in float64 where it can be: some have parts that are always float32."""
         exact = super().exact(*names)
-        stacked = self.trained(*names)
-        stacked.set_active_adapters(Stack(*names))
 
         def compute(x: Tensor) -> Tensor:
             try:
                 return exact(x)
             except RuntimeError:
+                stacked = self.trained(*names)
+                stacked.set_active_adapters(Stack(*names))
                 return run(stacked, x)
 
         return compute

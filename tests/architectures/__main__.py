@@ -20,21 +20,35 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(description="Write docs/architectures.md anew.")
     parser.add_argument("page", nargs="?", type=Path)
-    parser.add_argument("--types", nargs="+", help="print the cells of these model types as JSON")
+    parser.add_argument(
+        "--types",
+        nargs="+",
+        help="run these model types only; print their cells as JSON if there is no page",
+    )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="run the model types for which a new method is chosen in the column 'another'",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     chosen = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    if chosen.types:
+    if chosen.types and chosen.page is None:
         for row in table.of_types(chosen.types):
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
         return 0
-    found = table.sweep(sorted(MODEL_MAPPING_NAMES), chosen.workers)
-    lines = list(survey.survey())
     known: dict[str, table.Cells] = {}
+    if chosen.page is not None and chosen.page.exists():
+        known = table.read(chosen.page.read_text(encoding="utf-8"))
+    some = table.stale(known) if chosen.stale else chosen.types
+    every = sorted(MODEL_MAPPING_NAMES)
+    found = table.sweep(every if some is None else some, chosen.workers)
+    if some is not None:
+        found = known | found
+    lines = list(survey.survey())
     if chosen.page is not None:
-        known = table.read(chosen.page.read_text(encoding="utf-8")) if chosen.page.exists() else {}
         text = survey.render(lines, transformers.__version__, table.more(found))
         chosen.page.write_text(text, encoding="utf-8")
     wrong = [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong]

@@ -1,4 +1,8 @@
-"""Every registered method on a tiny model of every model type of transformers, as table columns.
+"""Adapters on a tiny model of every model type of transformers, as columns of the table.
+
+There is a column for each kind of site. Methods at linear layers differ from type to type only by
+the layers, which `LINEAR` shows for all of them; of the others, `another` chooses one for each
+type, so that each is run on many types. A further method of this kind adds nothing to the cost.
 
 Model types run in processes of their own, so that one that crashes or takes too long costs only its
 own row.
@@ -7,6 +11,8 @@ own row.
 from __future__ import annotations
 
 import collections
+import functools
+import hashlib
 import json
 import os
 import signal
@@ -28,6 +34,12 @@ from . import survey
 from .tiny_models import NoTinyModelError, tiny_model
 
 GREEN, RED = "✓", "✗"
+LINEAR, ANOTHER = "lora", "another"
+# of the kinds of layers that adapters meet: linear with a bias and without, stored transposed,
+# fused, a subclass of linear, attention that computes with parameters, experts of both layouts
+WHOLE = (
+    "bert", "t5", "gpt2", "bloom", "falcon", "wavlm", "bridgetower", "mixtral", "gpt_oss", "jetmoe",
+)  # fmt: skip
 # of one core, for all methods on one model
 SECONDS = 100
 _BATCH = 20
@@ -43,8 +55,14 @@ gradients must reach the whole adapter and nothing else (if they reach the layer
 must equal the forward pass or be refused; and deletion must restore the model bit for bit. `✓`:
 passed. `✓ some`: passed with the method's default config or at all linear layers, because the model
 does not have all of these sites. `✗`: failed. Empty: not run. Models are in float32; merges are
-compared with float64. `invertible` is `seq_bn_inv`, which also needs an entry: a place in front of
-the first block. The last column gives the reasons.
+compared with float64. The last column gives the reasons.
+
+Each column is a kind of site. `lora` and `another` are linear layers: on each type LoRA is run, and
+one of the other methods at linear layers, which the cell names. All of them are run on these types:
+{whole}.
+`bottleneck` is where sub-layers meet the residual stream; `invertible` is `seq_bn_inv`, which also
+needs an entry: a place in front of the first block. `prefix_tuning` sits at the attention,
+`prompt_tuning` at the input tokens, `reft` at the output of blocks, and `ln_tuning` at the norms.
 """
 
 
@@ -57,8 +75,13 @@ def methods() -> dict[str, list[AdapterConfig]]:
 
     Invertible bottlenecks have a column of their own.
     """
+    return _configs(tuple(config_strings))
+
+
+@functools.cache
+def _configs(strings: tuple[str, ...]) -> dict[str, list[AdapterConfig]]:
     found: dict[str, dict[type, AdapterConfig]] = {}
-    for text in config_strings:
+    for text in strings:
         if text != "union" and len((config := AdapterConfig.load(text)).members) == 1:
             # a few ReLUs may be off for all of a few tokens, and give no gradient
             changed = {"non_linearity": "gelu", "reduction_factor": 4}
@@ -82,13 +105,42 @@ def _widths(configs: list[AdapterConfig]) -> Iterator[AdapterConfig]:
         # sites of every kind in one run, but for those that cannot share a layer
         yield from (ConfigUnion(*configs[:n]) for n in range(len(configs), 1, -1))
     yield first
-    if "target_modules" in fields_of(first):
+    if "attn_matrices" in fields_of(first):
         yield first.replace(target_modules="all-linear")
+
+
+def linear() -> list[str]:
+    """The methods at linear layers."""
+    found = methods().items()
+    return [name for name, configs in found if "attn_matrices" in fields_of(configs[-1])]
+
+
+def another(model_type: str) -> str:
+    """Choose a method at linear layers for a model type, besides `LINEAR`.
+
+    The same on every machine; a further method replaces the choice only where it is chosen itself.
+    """
+
+    def weight(name: str) -> bytes:
+        return hashlib.sha256(f"{model_type} {name}".encode()).digest()
+
+    return max((name for name in linear() if name != LINEAR), key=weight)
+
+
+def named(row: Cells) -> str:
+    """The method that the cell of `ANOTHER` names; empty if none was run."""
+    return row[ANOTHER].rpartition(" ")[2]
+
+
+def stale(known: Mapping[str, Cells]) -> list[str]:
+    """Model types on which another method was run than is chosen now."""
+    return [name for name, row in known.items() if named(row) not in ("", another(name))]
 
 
 def columns() -> tuple[str, ...]:
     """Names of the columns."""
-    return (*methods(), "why not")
+    others = [name for name in methods() if name not in linear()]
+    return (LINEAR, ANOTHER, *others, "why not")
 
 
 def cells(model_type: str) -> Cells:
@@ -105,36 +157,43 @@ def cells(model_type: str) -> Cells:
         return unrun("without adapters, it has no backward in evaluation")
     found: Cells = {}
     reasons: dict[str, list[str]] = {}
-    for name, configs in tried.items():
-        found[name], reason = _cell(tiny, configs)
+    for column in columns()[:-1]:
+        name = another(model_type) if column == ANOTHER else column
+        text, reason = cell(tiny, tried[name])
+        found[column] = f"{text} {name}" if text and column == ANOTHER else text
         if reason:
-            reasons.setdefault(reason, []).append(name)
+            reasons.setdefault(reason, []).append(column)
     everywhere = next(iter(reasons), "") if len(reasons) == 1 else ""
     if everywhere and len(reasons[everywhere]) == len(found):
         return found | {"why not": everywhere}
     return found | {"why not": "; ".join(f"{', '.join(n)}: {r}" for r, n in reasons.items())}
 
 
-def _cell(tiny: TinyModel, configs: Sequence[AdapterConfig]) -> tuple[str, str]:
-    """(text of a cell, why it is not green)."""
-    refusal = ""
+def cell(tiny: TinyModel, configs: Sequence[AdapterConfig]) -> tuple[str, str]:
+    """Run a method's configs, the widest first, up to the first that the model has the sites for.
+
+    Returns:
+        (text of a cell, why it is not green)
+    """
+    refusal = misfit = ""
     for config in configs:
         try:
             failures = report_on(tiny, config)
         except SiteError as error:
             refusal = refusal or _short(error)
             continue
-        except ConfigError:
+        except ConfigError as error:
+            misfit = misfit or _short(error)
             continue
         except Exception as error:  # noqa: BLE001  whatever a method raises is its failure
             return RED, type(error).__name__
         if failures:
             return RED, ", ".join(dict.fromkeys(f.check for f in failures))
         return (f"{GREEN} some" if refusal else GREEN), refusal
-    return "", refusal
+    return "", refusal or misfit
 
 
-def _short(error: SiteError) -> str:
+def _short(error: SiteError | ConfigError) -> str:
     """What the message says of the model."""
     text = str(error)
     if "no transformer blocks: " in text:
@@ -145,6 +204,8 @@ def _short(error: SiteError) -> str:
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
         ("reads no tokens", "it reads no tokens"),
+        ("no norm matches", "no module is called a norm"),
+        ("called with more than its input", "some norm has two inputs"),
         ("cannot have an adapter at its input", "nothing can stand in front of its first block"),
     ):
         if words in text:
@@ -178,7 +239,7 @@ def of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells]]:
 
 def unrun(reason: str) -> Cells:
     """The cells of a model type that no method ran on."""
-    return dict.fromkeys(methods(), "") | {"why not": reason}
+    return dict.fromkeys(columns(), "") | {"why not": reason}
 
 
 def sweep(model_types: Sequence[str], workers: int) -> dict[str, Cells]:
@@ -221,14 +282,17 @@ def more(found: Mapping[str, Cells]) -> survey.Columns:
     count = collections.Counter(n for x in ran for n in names[:-1] if x[n].startswith(GREEN))
     whole = sum(all(x[n].startswith(GREEN) for n in names[:-1]) for x in ran)
     each = ", ".join(f"{n} {count[n]}" for n in names[:-1])
+    chosen = collections.Counter(filter(None, map(named, ran)))
+    others = ", ".join(f"{n} {chosen[n]}" for n in sorted(chosen))
     return survey.Columns(
         names,
         {name: tuple(x[n] for n in names) for name, x in found.items()},
         (
             f"model types whose tiny model ran with adapters: {len(ran)}",
-            f"of these with all methods green: {whole} ({each})",
+            f"of these with all columns green: {whole} ({each})",
+            f"types on which the methods of the column `{ANOTHER}` were run: {others}",
         ),
-        _NOTES,
+        _NOTES.format(whole=", ".join(WHOLE)),
     )
 
 

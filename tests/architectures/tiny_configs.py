@@ -177,6 +177,13 @@ class _Shrinking:
         if by_layer := config.to_dict().get("per_layer_config"):
             kept = {k: v for k, v in by_layer.items() if int(k) < part.count}
             more["per_layer_config"] = kept or None
+        if sizes := vars(config).get("backbone_feature_sizes"):
+            # of one image, so they become smaller with it
+            inner = config.backbone_config
+            image = self._int("image_size", inner.image_size, _Part(inner, 0, 0))
+            more["backbone_feature_sizes"] = [
+                [side * image // inner.image_size for side in pair] for pair in sizes
+            ]
         return more
 
     def _computed(self, name: str, value: Any, part: _Part) -> Any:

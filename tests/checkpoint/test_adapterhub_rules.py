@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from snapshots import adapter_bits, refused, stir
-from transformers import AutoConfig, DebertaConfig
+from transformers import DebertaConfig
 
 from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig
-from adapterzoo.checkpoint.adapterhub.read import read_adapter
-from adapterzoo.checkpoint.adapterhub.write import write_adapter
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import AdapterZooError, CheckpointError, SiteError
-from adapterzoo.model.hf.info import info_of
 from adapterzoo.spelling import adapterhub_spellings
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "golden_adapterhub" / "bert"
@@ -328,20 +325,6 @@ def test_what_the_peer_puts_elsewhere_is_a_placement(family, method, placement):
     config = AdapterConfig.load(method)
     there = adapterhub_spellings["bottleneck"].convention(family, config)
     assert there == config.replace(site_convention=placement)
-
-
-@pytest.mark.parametrize("method", ["lora", "seq_bn", "double_seq_bn"])
-def test_an_x_mod_without_its_language_adapters_is_another_model(method):
-    with torch.device("meta"):
-        other = AutoAdapterModel.from_config(
-            AutoConfig.for_model("xmod", **NAMES["xmod"]["config"])
-        )
-    config = AdapterConfig.load(method)
-    message = r"language adapters of xmod models.*Train the adapter again"
-    with pytest.raises(CheckpointError, match=message):
-        read_adapter(info_of(other), {"config": config.to_dict()}, {})
-    with pytest.raises(CheckpointError, match=message):
-        write_adapter(info_of(other), config, "a", {})
 
 
 def test_a_bottleneck_is_written_only_with_its_placement_there(tiny, tmp_path):

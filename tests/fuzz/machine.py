@@ -1,8 +1,8 @@
-"""The machine: all rules on one model, and how it is run for a while."""
+"""The machine: all rules on one model, and how it is run."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from typing import Any
 
 from adapter_rules import AdapterRules
@@ -48,25 +48,15 @@ def run_seed(
     )  # fmt: skip
 
 
-def run_for(seconds: float, first_seed: int = 0) -> int:
-    """Run seed after seed until the time is over.
-
-    Args:
-        seconds: when no further seed is begun.
-        first_seed: the first one; the next is one more.
-
-    Returns:
-        How many seeds were run.
+def run_seeds(seeds: Iterable[int]) -> None:
+    """Run seed after seed.
 
     Raises:
         AssertionError: a violation, with its steps and its seed as notes.
     """
-    end, number = time.monotonic() + seconds, first_seed
-    while number == first_seed or time.monotonic() < end:
+    for number in seeds:
         try:
             run_seed(number)
         except BaseException as error:
             error.add_note(f"seed {number}: python tests/fuzz/run.py --seed {number} --seeds 1")
             raise
-        number += 1
-    return number - first_seed

@@ -27,8 +27,10 @@ class Small(AdapterRules, HeadRules):
     families = ("bert",)
 
 
-class WithWeights(Small, WeightRules):
-    pass
+class WithWeights(AdapterRules, WeightRules):
+    """Without heads: with fewer rules, merging and resetting follow each other more often."""
+
+    families = ("bert",)
 
 
 class WithFiles(Small, FileRules):

@@ -28,8 +28,8 @@ from adapterzoo import AdapterSetup, AdapterZooError, AutoAdapterModel
 from adapterzoo.model import setup
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "vit")
-# some contain each other, some are parts of module paths
-NAMES = ("a", "ab", "lora", "weight", "query", "default")
+# some contain each other, some are parts of module paths, some have characters that lists use
+NAMES = ("a", "ab", "lora", "weight", "query", "default", "a,b", "x[0]", "it's")
 ROWS = 3
 OPERATIONS: Counter[str] = Counter()
 """How often each operation ran, and how often it was refused, over all machines."""
@@ -55,6 +55,9 @@ class World(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="fuzz"))
         self.saved = 0
         self._base: tuple[Any, list[Tensor]] | None = None
+        # its reports of loading would hide the steps of a failure
+        self._verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
 
     @initialize(data=st.data())
     def start(self, data: Any) -> None:
@@ -66,6 +69,7 @@ class World(RuleBasedStateMachine):
         self.blocks = 4 if self.family == "t5" else 2
 
     def teardown(self) -> None:
+        logging.set_verbosity(self._verbosity)
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.started:
             setup.withdraw(self.model)

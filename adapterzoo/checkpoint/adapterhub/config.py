@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.checkpoint.files import AGAIN
 from adapterzoo.checkpoint.formats import inexpressible, method_of
 from adapterzoo.configs import AdapterConfig, ConfigUnion
@@ -62,6 +63,12 @@ def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
     if config.architecture not in adapterhub_spellings:
         raise unsayable(config, f"{type(config).__name__} is not a method of adapters")
     return adapterhub_spellings[config.architecture]
+
+
+def added(members: Sequence[AdapterConfig], anatomy: Anatomy) -> list[AdapterConfig]:
+    """Return what an adapter of these configs has besides in `adapters`, which no file names."""
+    found = (s.added(members, anatomy) for s in adapterhub_spellings.values() if s.added)
+    return [config for config in found if config is not None]
 
 
 def _read(values: object, file: AdapterHubFile) -> AdapterConfig:

@@ -31,7 +31,6 @@ from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
 from .names import (
     BlockLocation,
-    check_base,
     find_location,
     layout_of,
     location_of,
@@ -186,7 +185,6 @@ def _places(
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}
-    check_base(info)
     for config in fused:
         places = places_of(config, info.anatomy)
         for member in config.members:

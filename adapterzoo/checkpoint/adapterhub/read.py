@@ -19,14 +19,14 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubFile, Container, Tensors, adapterhub_spellings
 
-from .config import joined, read_config, spelling_of
+from .config import added, joined, read_config, spelling_of
 from .names import (
     PART_ORDER,
     BlockLocation,
-    check_base,
     find_layer_site,
     find_location,
     location_of,
+    to_location,
 )
 
 
@@ -75,7 +75,6 @@ def read_adapter(
         CheckpointError: there is no such method here, or a tensor is not what it should be.
         SiteError: the model lacks a site that the config asks for.
     """
-    check_base(info)
     words = frozenset(word for key in tensors for word in key.split("."))
     config = read_config(metadata, AdapterHubFile(metadata.get("version"), words))
     members: Sequence[AdapterConfig] = config.members
@@ -85,7 +84,8 @@ def read_adapter(
     keys = [key for key in found.values() if key is not None and not _is_repeated(key)]
     sites = [site for key in keys if (site := _site(info, key)) is not None]
     members = [spelling_of(m).place(m, sites, info.anatomy) for m in members]
-    config = joined([spelling_of(m).convention(info.model_type, m) for m in members])
+    members = [spelling_of(m).convention(info.model_type, m) for m in members]
+    config = joined([*members, *added(members, info.anatomy)])
     members = config.members
     places = places_of(config, info.anatomy)
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
@@ -101,7 +101,7 @@ def read_adapter(
         location = find_location(info, own[0].container, path)
         at = here.get((container_name, location), [])
         try:
-            named |= _read_group(own, tensors, at, members, location)
+            named |= _read_group(info, own, tensors, at, members, location)
         except CheckpointError as error:
             raise CheckpointError(f"at {path!r}: {error}") from error
     return config, named
@@ -116,6 +116,7 @@ def _site(info: ModelInfo, key: Key) -> Site | None:
 
 
 def _read_group(
+    info: ModelInfo,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -130,6 +131,7 @@ def _read_group(
         holding = [(n, m) for n, m in enumerate(members) if _holds(m, container)]
         if location is None or not holding:
             return texts
+        own = {to_location(info, parameter): tensor for parameter, tensor in own.items()}
         # the members of a union share them
         return {
             shared_key(parameter, number if len(members) > 1 else None): tensor

@@ -14,11 +14,11 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import argument
 from adapterzoo.spelling import Container, Tensors
 
-from .config import joined, spelling_of, unsayable, write_config
+from .config import added, joined, spelling_of, unsayable, write_config
 from .names import (
     PART_ORDER,
     below_model,
-    check_base,
+    from_location,
     layout_of,
     location_of,
     name_of,
@@ -35,11 +35,11 @@ def write_adapter(
     Raises:
         CheckpointError: `adapters` does not have the family, the method or the places.
     """
-    check_base(info)
     for member in config.members:
         check_convention(info, member)
     layout = layout_of(info)
-    members = [_as_flags(info, member) for member in config.members]
+    own = _without_added(info, config)
+    members = [_as_flags(info, member) for member in own.values()]
     # a config that cannot be said is refused before its fields are exchanged
     written = write_config(joined(members))
     if layout.swapped:
@@ -55,13 +55,13 @@ def write_adapter(
     for path, (container, here) in by_path.items():
         for parameter, tensor in _tensors(container, here, tensors).items():
             found[f"{path}.{name}.{parameter}"] = tensor
-    for number, member in enumerate(members):
-        shared = shared_tensors(tensors, number if len(members) > 1 else None)
+    for number, member in zip(own, members, strict=True):
+        shared = shared_tensors(tensors, number if len(config.members) > 1 else None)
         for container in spelling_of(member).containers if shared else ():
             if container.at == "model":
                 path = _joined_path(prefix_of(info), below_model(info, container), container.name)
                 theirs = {
-                    f"{path}.{name}.{key}": tensor
+                    f"{path}.{name}.{from_location(layout, key)}": tensor
                     for key, tensor in container.write(shared, member).items()
                 }
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
@@ -92,6 +92,25 @@ def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
             f"so that the same tensors would give other outputs there. Train it again with {other} "
             f"for adapters"
         )
+
+
+def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
+    """Return the members by number, without what `adapters` does besides in such a model.
+
+    Raises:
+        CheckpointError: the adapter does not do it.
+    """
+    own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).added}
+    mine = [m for n, m in enumerate(config.members) if n not in own]
+    theirs = added([*own.values()], info.anatomy)
+    if mine != theirs:
+        raise inexpressible(
+            f"in {info.model_type} models adapters computes this adapter together with "
+            f"{theirs or 'nothing else'}, and here it is together with {mine or 'nothing else'}, "
+            f"so that the same tensors would give other outputs there. Train it again with "
+            f"{joined([*own.values(), *theirs])!r} for adapters"
+        )
+    return own
 
 
 def _are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

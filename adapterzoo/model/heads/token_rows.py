@@ -123,7 +123,8 @@ def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> d
     """
     found: dict[str, Step] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
-        held = _held(layer_at(cast("nn.Module", model), path))
+        layer = _there(cast("nn.Module", model), path)
+        held = {} if layer is None else _held(layer)
         present = {name: module for name, module in held.items() if name in acting}
         step = compile_rows(parts, present, present.__getitem__)
         if step is not None:

@@ -1,0 +1,123 @@
+"""Which inputs EVA and CorDA need, and the ranks that EVA gives to each layer.
+
+EVA's ranks: of the components of all layers, those that explain the largest shares of the
+variance are kept, as many as the config has ranks in all; a layer has at most rho · r of them, and
+one without any is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.contracts import InputPlan
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FLAG, Check, Choice, Range
+
+from ._input_statistics import Components, Covariance
+from ._low_rank_config import LowRankConfig
+
+OPTIONS: Mapping[str, Mapping[str, tuple[Any, Check]]] = {
+    "eva": {
+        "rho": (2.0, Range(1.0, 1000.0)),
+        "tau": (0.99, Range(0.0, 1.0)),
+        "use_label_mask": (True, FLAG),
+        "whiten": (False, FLAG),
+        "adjust_scaling_factors": (True, FLAG),
+    },
+    "corda": {"corda_method": ("ipm", Choice("ipm", "kpm"))},
+}
+"""The options of initial values from inputs: their defaults and legal values, named as in PEFT."""
+
+
+def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
+    """Return the layers whose inputs are needed.
+
+    Raises:
+        ConfigError: one is not a whole linear layer.
+    """
+    sites = [placement.site for placement in config.placements(anatomy)]
+    for site in sites:
+        if site.output_slice is not None or site.parameter is not None or site.kind == "embedding":
+            raise ConfigError(
+                f"init_weights={config.init_weights!r} at {site.path!r}: it needs the inputs of "
+                f"whole linear layers. Write target_modules={[site.path.rpartition('.')[2]]!r}, or "
+                f"leave the layer out."
+            )
+    return sites
+
+
+class EvaPlan(InputPlan):
+    """The principal components of all layers, until those that are kept have converged."""
+
+    def __init__(self, config: LowRankConfig, options: Mapping[str, Any], anatomy: Anatomy) -> None:
+        """Watch all layers."""
+        self._config, self._adjusts = config, options["adjust_scaling_factors"]
+        self._ranks = {site.path: config.rank_at(site.path) for site in sites_of(config, anatomy)}
+        self._most = {path: round(rank * options["rho"]) for path, rank in self._ranks.items()}
+        self._components = {path: Components(n, options["tau"]) for path, n in self._most.items()}
+        self.watched = self._components
+        self.skips_unlabeled = options["use_label_mask"]
+
+    def lacking(self, passed: bool) -> frozenset[str]:
+        """Return the layers whose kept components have not converged."""
+        kept = self.ranks()
+        return frozenset(
+            path for path, own in self._components.items() if not own.converged[: kept[path]].all()
+        )
+
+    def ranks(self) -> dict[str, int]:
+        """Return the rank of each layer; the largest ones until each has components."""
+        if any(own.components is None for own in self._components.values()):
+            return self._most
+        paths = [path for path, n in self._most.items() for _ in range(n)]
+        shares = torch.cat([own.shares.cpu() for own in self._components.values()])
+        first = shares.argsort(descending=True)[: sum(self._ranks.values())].tolist()
+        counts = Counter(paths[i] for i in first)
+        return {path: counts[path] for path in self._most}
+
+    def changes(self) -> dict[str, Any]:
+        """Return the layers with a rank, their ranks, and the scalings that these adjust."""
+        config, ranks = self._config, self.ranks()
+        if ranks == self._ranks:
+            return {}
+        alphas = {
+            path: config.alpha_at(path) * (rank / self._ranks[path] if self._adjusts else 1)
+            for path, rank in ranks.items()
+        }
+        kept = [path for path, rank in ranks.items() if rank]
+        return {
+            "target_modules": tuple(kept),
+            "exclude_modules": None,
+            "leave_out": (),
+            "layers_to_transform": None,
+            "rank_pattern": {re.escape(p): ranks[p] for p in kept if ranks[p] != config.r},
+            "alpha_pattern": {re.escape(p): alphas[p] for p in kept if alphas[p] != config.alpha},
+        }
+
+
+class CordaPlan(InputPlan):
+    """The covariances of all layers, of one pass through the data."""
+
+    def __init__(
+        self, config: LowRankConfig, _options: Mapping[str, Any], anatomy: Anatomy
+    ) -> None:
+        """Watch all layers."""
+        self.watched = {site.path: Covariance() for site in sites_of(config, anatomy)}
+
+    def lacking(self, passed: bool) -> frozenset[str]:
+        """Return all layers in the first pass, and none after it."""
+        return frozenset() if passed else frozenset(self.watched)
+
+    def changes(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+PLANS: Mapping[str, Any] = {"eva": EvaPlan, "corda": CordaPlan}
+"""Initial values to what they need."""
