@@ -161,12 +161,7 @@ def _layer(model: AdaptedModel, path: str) -> nn.Module:
 
 
 def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]:
-    """Return copies of the layers of the original head, not yet in the model.
-
-    Args:
-        model: with adapters.
-        with_output: whether to copy the output layer of a language model too.
-    """
+    """Return copies of the layers of the original head, perhaps with a language model's output."""
     found = layers_of(model)
     if with_output and (path := output_path(model)) is not None:
         found[path] = _layer(model, path)
