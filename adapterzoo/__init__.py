@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.ln_tuning import LNTuningConfig
     from .methods.loha import LoHaConfig
     from .methods.lokr import LoKrConfig
     from .methods.lora import LoRAConfig
@@ -161,6 +162,7 @@ __all__ = [
     "Fuse",
     "IA3Config",
     "LMHead",
+    "LNTuningConfig",
     "LoHaConfig",
     "LoKrConfig",
     "LoRAConfig",

@@ -294,6 +294,9 @@ class PeftSpelling:
         refused: fields that cannot be reproduced unless they are off → the reason.
         derived: fields of ours that map layer names to numbers and that tensors give → the field of
             PEFT with the number for all other layers, and ours.
+        beside: the fields for what is trained beside the adapters, the same in PEFT and here.
+        of_norms: whether the layers are norms; otherwise they have a weight matrix.
+        maybe: our parameters that a layer may lack.
         becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
         subsets: fields that name some of the target modules (same name in PEFT and here) → whether
@@ -330,6 +333,9 @@ class PeftSpelling:
     inert: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     derived: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
+    of_norms: bool = False
+    maybe: frozenset[str] = frozenset()
     becomes: str = ""
     wide: tuple[str, ...] = ()
     subsets: Mapping[str, Callable[[Tensors], bool]] = field(default_factory=dict)

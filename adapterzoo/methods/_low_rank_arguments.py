@@ -11,7 +11,6 @@ REFUSED = {
     "alora_invocation_tokens": "it acts only after certain tokens",
     "layer_replication": "it has more layers than the model",
     "target_parameters": "it adapts parameters of fused experts one by one",
-    "trainable_token_indices": "it replaces rows of the embedding",
     "use_bdlora": "its factors are block-diagonal and packed",
     "arrow_config": "it routes each token among several adapters",
     "kasa_config": "it removes singular values from the base weights",

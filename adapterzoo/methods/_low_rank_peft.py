@@ -22,6 +22,7 @@ from adapterzoo.spelling import (
     Tensors,
 )
 
+from ._beside import BESIDE
 from ._low_rank_arguments import ARGUMENTS, REFUSED
 from ._low_rank_config import LowRankConfig
 from ._started_peft import REPRODUCED, read_start
@@ -137,6 +138,7 @@ def spelling(
         embedding_tensors=_EMBEDDING_TENSORS,
         fields=_FIELDS,
         patterns=_PATTERNS,
+        beside=BESIDE,
         inert=_INERT,
         refused=REFUSED,
         refuse=_refuse,

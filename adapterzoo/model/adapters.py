@@ -64,6 +64,7 @@ def add(
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
+    loaded, with_output = model._head_strategy.without_saved(loaded)
     loaded, inputs = fitted(model, loaded, init_data)
     record = make(model, loaded)
     for path, adapter in record.coming.items():
@@ -72,6 +73,8 @@ def add(
         else:
             init_shared(model, loaded, adapter)
     bring_in(model, name, record, active)
+    if with_output:
+        model._head_strategy.save_output(name)
 
 
 def init_values(

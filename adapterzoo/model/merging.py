@@ -63,6 +63,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     # rows that act in all modules with a table may change it
     rows = [p for p in modules if any(token_rows.act_on_all(model, name, p) for name in added)]
     _refuse_tied(model, (path for path in modules if path not in rows))
+    model._head_strategy.check_merging(names)
     first = _first_with(model, modules)
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)

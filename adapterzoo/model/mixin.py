@@ -1317,7 +1317,7 @@ class AdapterModelMixin:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         embeddings.arrive(model)
-        ties.update_outputs(model)
+        ties.after_loading(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

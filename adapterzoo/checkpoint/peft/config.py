@@ -7,7 +7,7 @@ here. Fields that only matter to PEFT's training, and fields that are off, are i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ MERGE = (
 _INERT = """
     auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
     layers_pattern layers_to_transform modules_to_save peft_type peft_version revision
-    target_modules task_type
+    target_modules task_type trainable_token_indices
 """
 
 
@@ -39,6 +39,9 @@ class PeftConfig:
         patterns: by field: regular expressions to numbers.
         task_type: PEFT's name of the task; None if unknown.
         base_class: the class of the model, if PEFT did not know the task.
+        modules_to_save: ends of the names of modules that the file has whole.
+        trainable_token_indices: the tokens whose rows it has, as in the file.
+        bias: which biases it has.
     """
 
     spelling: PeftSpelling
@@ -46,6 +49,9 @@ class PeftConfig:
     patterns: Mapping[str, Mapping[str, Any]]
     task_type: str | None
     base_class: str | None
+    modules_to_save: Sequence[str] = ()
+    trainable_token_indices: Any = None
+    bias: str = "none"
 
 
 def checked(metadata: Mapping[str, Any]) -> PeftConfig:
@@ -94,6 +100,9 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         },
         task_type=_value(metadata, "task_type", None, Text()),
         base_class=base_class if isinstance(base_class, str) else None,
+        modules_to_save=metadata.get("modules_to_save") or (),
+        trainable_token_indices=_tokens(metadata),
+        bias=_value(metadata, "bias", "none", Text()),
     )
 
 
@@ -119,6 +128,19 @@ def _check_names(metadata: Mapping[str, Any]) -> None:
     names = [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise _wrong("modules_to_save", value, "a list of names or null", None)
+
+
+def _tokens(metadata: Mapping[str, Any]) -> Any:
+    """Return the tokens of each table, checked."""
+    value = metadata.get("trainable_token_indices")
+    lists = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
+    for ids in lists:
+        legal = isinstance(ids, list) and all(type(n) is int and n >= 0 for n in ids)
+        if not legal or len({*ids}) < len(ids):
+            raise _wrong(
+                "trainable_token_indices", value, "a list of different token numbers from 0", None
+            )
+    return value
 
 
 def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:

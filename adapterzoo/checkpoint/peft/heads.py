@@ -64,10 +64,10 @@ def head_from(
         name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         name = name.replace(".base_layer.", ".")
         own = _base_tensor(name, info)
-        if own is None:
+        if own is None or (name in info.output and _is_other(own, tensor)):
             head[name] = tensor
         # PEFT saves adapted embeddings too: ignore them if they equal the model's
-        elif own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
+        elif _is_other(own, tensor):
             trained.append(key)
     if trained:
         raise CheckpointError(
@@ -84,6 +84,10 @@ def head_from(
         return {STATIC: info.model_class}, head
     # PEFT's files have no labels: take those of the model
     return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
+
+
+def _is_other(own: Tensor, tensor: Tensor) -> bool:
+    return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
 def _base_tensor(key: str, info: ModelInfo) -> Tensor | None:
