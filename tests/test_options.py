@@ -23,6 +23,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig
 VALUES: dict[str, Any] = {
     "alpha_pattern": {"query": 3},
     "attn_matrices": ("k",),
+    "bias": "lora_only",
     "boft_block_num": 4,
     "boft_block_size": 8,
     "convention": "peft",
@@ -32,6 +33,7 @@ VALUES: dict[str, Any] = {
     "exclude_modules": ["query"],
     "hidden_scale": 2.0,
     "hypercomplex_nonlinearity": "normal",
+    "init_options": {"whiten": True},
     "init_weights_seed": 7,
     "inv_adapter": "nice",
     "inv_adapter_reduction_factor": 2,
@@ -46,6 +48,7 @@ VALUES: dict[str, Any] = {
     "logit_divisor": 2.0,
     "logit_scale": 2.0,
     "logit_softcap": 2.0,
+    "modules_to_save": ["intermediate"],
     "non_linearity": "tanh",
     "oft_block_size": 8,
     "phm_c_init": "uniform",
@@ -59,10 +62,16 @@ VALUES: dict[str, Any] = {
     "target_modules": ["dense"],
     "task_specific_matrix_type": "linear",
     "tie_word_embeddings": False,
+    "trainable_token_indices": [1],
     "vocab_size": 50,
 }
 INIT_WEIGHTS = {"lora": "bert", "bert": "mam_adapter", "mam_adapter": "bert", "houlsby": "bert",
                 "ia3": "bert", "vera": "bert"}  # fmt: skip
+# of one method, where those above have no meaning
+OWN_VALUES: dict[tuple[str, str], Any] = {
+    ("ln_tuning", "exclude_modules"): ["attention.output.LayerNorm"],
+    ("ln_tuning", "target_modules"): ["attention.output.LayerNorm"],
+}
 # what must be set for another field to be read at all
 WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("boft", "init_weights_seed"): {"init_weights": False},
@@ -74,6 +83,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("ia3", "exclude_modules"): {"attn_matrices": ("q", "v")},
     ("ia3", "init_weights_seed"): {"init_weights": "bert"},
     ("lokr", "decompose_both"): {"r": 1},
+    ("lora", "init_options"): {"init_weights": "eva"},
     ("lokr", "rank_dropout_scale"): {"rank_dropout": 0.5},
     ("mtl_lora", "weights_sharpness"): {"n_up_projection": 2},
     ("ia3", "feedforward_modules"): {"target_modules": ["intermediate.dense"]},
@@ -150,7 +160,9 @@ def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    model.add_adapter("a", config, set_active=True)
+    needs_data = config.to_dict().get("init_weights") == "eva"
+    data = {"init_data": [tiny_inputs(reads)] * 3} if needs_data else {}
+    model.add_adapter("a", config, set_active=True, **data)
     model.train_adapter("a")
     seen: list[bytes | str] = []
     for path, module in model.adapter_modules("a"):
@@ -194,8 +206,10 @@ def plain() -> dict[str, list[bytes | str]]:
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_each_field_of_a_method_acts_or_is_refused(name, field, plain):
-    config = AdapterConfig.load(small(name)).replace(dtype=None, **WITH.get((name, field), {}))
-    changes = {field: other(field, getattr(config, field))}
+    config = AdapterConfig.load(small(name)).replace(**WITH.get((name, field), {}))
+    if "dtype" in config.field_names():
+        config = config.replace(dtype=None)
+    changes = {field: OWN_VALUES.get((name, field)) or other(field, getattr(config, field))}
     look = functools.partial(seen_of, reads=READS.get(field, "bert"))
     check_acts(field, look, lambda: config.replace(**changes), config, plain)
 

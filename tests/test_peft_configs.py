@@ -223,7 +223,6 @@ def test_values_without_a_meaning_are_refused_by_name(fields, says):
         (lambda: peft.LoraConfig(layer_replication=[(0, 1)]), "layer_replication="),
         (lambda: peft.LoraConfig(task_type="SEQ_CLS"), r"has 'CAUSAL_LM'. Write task_type='CAUS"),
         (lambda: {"peft_type": "LORA", "r": 4, "speed": 3}, r"speed=3.*there is no such field"),
-        (lambda: peft.VeraConfig(save_projection=False), "save_projection=False"),
         (
             lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, prefix_projection=True),
             "encoder_hidden_size=",

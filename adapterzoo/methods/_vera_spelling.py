@@ -34,9 +34,7 @@ _ARGUMENTS = PeftArguments(
         **BIAS,
         "r": ours(256, "r"),
         "projection_prng_key": ours(0, "projection_prng_key"),
-        "save_projection": PeftArgument(
-            True, hint="A and B are always in the file. Write save_projection=True."
-        ),
+        "save_projection": ours(True, "save_projection"),
         "vera_dropout": ours(0.0, "dropout"),
         "d_initial": ours(0.1, "vera_d"),
         "init_weights": PeftArgument(
