@@ -36,6 +36,8 @@ class PeftArgument:
         values: PEFT's legal values → ours; None: those of our field.
         hint: what is wrong with other values, and what to write.
         passes: whether texts that are not among `values` are passed on, for our field to check.
+        parts: the fields of the config object that the field holds, of which our field has those
+            that are not PEFT's defaults; None: it does not hold one.
     """
 
     default: Any = None
@@ -43,6 +45,7 @@ class PeftArgument:
     values: Mapping[Any, Any] | None = None
     hint: str = "it has no meaning here. Leave it out."
     passes: bool = False
+    parts: Mapping[str, PeftArgument] | None = None
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""
@@ -177,6 +180,8 @@ def _check(cls: type[Any], name: str, value: object, argument: PeftArgument) -> 
 
 
 def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any:
+    if argument.parts is not None:
+        return _options(cls, name, value, argument.parts)
     if argument.values is None:
         return argument.default if value is None else value
     if isinstance(value, (str, bool)) and value in argument.values:
@@ -184,6 +189,32 @@ def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any
     if argument.passes and isinstance(value, str):
         return value
     raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")
+
+
+def _options(
+    cls: type[Any], name: str, value: Any, parts: Mapping[str, PeftArgument]
+) -> dict[str, Any]:
+    """Return the fields of a config object within another, or of its dict."""
+    given = value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{cls.__name__}({name}={value!r}): it is neither PEFT's object nor a dict. Write "
+            f"{name}={{…}} with some of {listing(sorted(parts))}."
+        )
+    made = {}
+    for key, option in given.items():
+        if (part := parts.get(key)) is None:
+            raise ConfigError(
+                f"{cls.__name__}({name}={{{key!r}: {option!r}}}): there is no such field. Write "
+                f"some of {listing(sorted(parts))}."
+            )
+        if part.ours is None:
+            _check(cls, f"{name}.{key}", option, part)
+        elif option != part.default:
+            made[part.ours] = option
+    return made
 
 
 def _names(cls: type[Any]) -> set[str]:

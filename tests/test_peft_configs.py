@@ -10,29 +10,101 @@ from typing import Any
 import peft
 import pytest
 import torch
+from families import tiny_inputs
+from peft.tuners.lora.config import CordaConfig
 from peft_world import QUIET, ours, plain, stand_in
 
+import adapterzoo.peft
 from adapterzoo import (
     AdapterConfig,
     BOFTConfig,
     DoRAConfig,
     IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
     LoRAConfig,
+    MissConfig,
+    OFTConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
     VeraConfig,
 )
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.methods._input_plans import OPTIONS
 from adapterzoo.peft_arguments import COMMON, classes_of_peft
+from adapterzoo.spelling import peft_readable, peft_spellings
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 DECLARED = {cls.__name__: (cls, arguments) for cls, arguments in classes_of_peft.items()}
+# sizes that fit a small model, and layers
+SMALL: dict[str, dict[str, Any]] = {"OFTConfig": {"oft_block_size": 4}, "MissConfig": {"r": 4}}
+NORMS = {"target_modules": ["input_layernorm"]}
 LORA = {"target_modules": ["q_proj", "v_proj"]}
 
 
 def theirs_of(name: str) -> Any:
     return getattr(peft, DECLARED[name][1].class_name)
+
+
+def test_every_method_in_their_files_that_is_trained_here_has_their_arguments():
+    spellings = [*peft_spellings.values(), *peft_readable()]
+    assert not [s.peft_type for s in spellings if s.arguments is None and not s.becomes]
+    names = {arguments.class_name for _, arguments in DECLARED.values()}
+    new = {"OFTConfig", "MissConfig", "LoHaConfig", "LoKrConfig", "LNTuningConfig"}
+    assert names >= new
+    assert names <= {*dir(adapterzoo.peft)}
+
+
+@pytest.mark.parametrize(
+    ("field", "start", "theirs"),
+    [
+        (field.name, start, theirs)
+        for start, theirs in (("eva", peft.EvaConfig), ("corda", CordaConfig))
+        for field in dataclasses.fields(theirs)
+    ],
+)
+def test_no_option_of_initial_values_is_ignored(field, start, theirs):
+    default = getattr(theirs(), field)
+    other: Any = 0.5 if isinstance(default, float) else "kpm"
+    other = 3.0 if field == "rho" else other
+    other = default + 1 if type(default) is int else other
+    other = not default if isinstance(default, bool) else other
+    plain = LoRAConfig(init_weights=start)
+    name = f"{start}_config"
+    assert LoRAConfig(init_lora_weights=start, **{name: theirs()}) == plain
+    values = {name: theirs(**{field: other})}
+    if field in OPTIONS[start]:
+        made = LoRAConfig(init_lora_weights=start, **values)
+        assert made.init_options == {field: other}
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"{name}.{field}={other!r}")):
+            LoRAConfig(init_lora_weights=start, **values)
+
+
+def test_data_come_beside_the_config():
+    batches = [tiny_inputs("llama")] * 2
+    for start in ("eva", "corda"):
+        config = adapterzoo.peft.LoraConfig(
+            r=2, init_lora_weights=start, target_modules=["q_proj", "v_proj"]
+        )
+        base = plain("llama")
+        with pytest.raises(ConfigError, match=r"come from data.*Write init_data=batches"):
+            adapterzoo.peft.get_peft_model(base, config)
+        assert type(base) is type(plain("llama"))
+        with pytest.raises(ConfigError, match="init_data is given"):
+            adapterzoo.peft.get_peft_model(base, adapterzoo.peft.LoraConfig(r=2), init_data=batches)
+        wrapped = adapterzoo.peft.get_peft_model(base, config, init_data=batches)
+        mine = ours("llama")
+        mine.add_adapter(
+            "a",
+            LoRAConfig(r=2, init_weights=start, target_modules=["q_proj", "v_proj"]),
+            init_data=batches,
+        )
+        torch.testing.assert_close(
+            wrapped.get_adapter_state_dict("default"), mine.get_adapter_state_dict("a")
+        )
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -53,12 +125,13 @@ def test_every_field_of_theirs_is_declared_with_its_default(name):
 def test_defaults_of_theirs_ask_for_nothing_else(name):
     cls, arguments = DECLARED[name]
     model = ours("llama")
-    config = theirs_of(name)(**arguments.fixed)
+    small = SMALL.get(name, {})
+    config = theirs_of(name)(**arguments.fixed, **small)
     model.add_adapter("a", config)
     made = model.adapters_config["a"]
     assert type(made) is cls
-    assert made == cls(**arguments.implied, **_own_defaults(arguments, made))
-    assert config == theirs_of(name)(**arguments.fixed)
+    assert made == cls(**{**arguments.implied, **_own_defaults(arguments, made), **small})
+    assert config == theirs_of(name)(**arguments.fixed, **small)
 
 
 def _own_defaults(arguments: Any, made: Any) -> dict[str, Any]:
@@ -77,6 +150,8 @@ def test_no_field_of_theirs_is_ignored(name):
     plain_values = (
         {"target_modules": ["q_proj", "v_proj"]} if "target_modules" in arguments.fields else {}
     )
+    plain_values = NORMS if name == "LNTuningConfig" else plain_values
+    plain_values = {**plain_values, **SMALL.get(name, {})}
     before, refused = _read(cls, arguments, plain_values), list[str]()
     # PEFT sets it by the class of each layer
     for field in arguments.fields.keys() - {"fan_in_fan_out", "target_modules"}:
@@ -84,7 +159,9 @@ def test_no_field_of_theirs_is_ignored(name):
         if isinstance(argument.default, bool):
             other: Any = not argument.default
         elif isinstance(argument.default, (int, float)):
-            other = 0.5 if isinstance(argument.default, float) else argument.default + 1
+            whole = plain_values.get(field, argument.default) + 1
+            other = 0.5 if isinstance(argument.default, float) else whole
+            other = {"decompose_factor": 4}.get(field, other)
         else:
             other = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3}}.get(field, [1])
             other = {"num_virtual_tokens": 7, "encoder_hidden_size": 7}.get(field, other)
@@ -92,6 +169,9 @@ def test_no_field_of_theirs_is_ignored(name):
             other = "TEXT" if field == "prompt_tuning_init" else other
             other = "Hi" if field == "prompt_tuning_init_text" else other
             other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other
+            other = ["layers.0.input_layernorm"] if plain_values == NORMS else other
+            other = {"rho": 3.0} if field == "eva_config" else other
+            other = {"corda_method": "kpm"} if field == "corda_config" else other
         changed = {**plain_values, field: other}
         if argument.ours is None:
             with pytest.raises(ConfigError, match=field):
@@ -105,7 +185,11 @@ def test_no_field_of_theirs_is_ignored(name):
         else:
             assert after != before, field
     assert all(
-        re.search(r"init\w*=|bias=|prompt_tuning_init|prefix_projection|boft_block", text)
+        re.search(
+            r"init\w*=|bias=|prompt_tuning_init|prefix_projection|\wft_block|\(eps=|"
+            r"mini_r=|effective_conv2d=",
+            text,
+        )
         for text in refused
     ), refused
 
@@ -130,20 +214,28 @@ CONFIGS = {
     "ia3": lambda **more: peft.IA3Config(**more),
     "vera": lambda **more: peft.VeraConfig(r=4, **more),
     "boft": lambda **more: peft.BOFTConfig(boft_block_size=4, **more),
+    "oft": lambda **more: peft.OFTConfig(oft_block_size=4, **more),
+    "miss": lambda **more: peft.MissConfig(r=4, **more),
+    "loha": lambda **more: peft.LoHaConfig(r=4, **more),
+    "lokr": lambda **more: peft.LoKrConfig(r=2, **more),
+    "ln_tuning": lambda **more: peft.LNTuningConfig(
+        target_modules=".*(layernorm|LayerNorm|layer_norm|ln_1|ln_2|ln_f|norm)", **more
+    ),
 }
 TASKS = {"gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": "SEQ_CLS"}
 CASES = [
     (family, kind)
     for family in TASKS
     for kind in CONFIGS
-    # PEFT has no BOFT for Conv1D, and takes a layer of BERT's attention for one of the MLP
-    if (family, kind)
-    not in {("gpt2", "boft"), ("bert", "ia3"), ("gpt2", "patterns"), ("t5", "patterns")}
+    # PEFT has few methods for Conv1D, and takes a layer of BERT's attention for one of the MLP
+    if (family, kind) not in {("bert", "ia3"), ("gpt2", "patterns"), ("t5", "patterns")}
+    and not (family == "gpt2" and kind in ("boft", "oft", "miss", "loha", "lokr"))
 ]
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
 def test_an_object_adapts_the_same_layers(family, kind, monkeypatch):
     stand_in(monkeypatch)
     config = CONFIGS[kind](task_type=TASKS[family])
@@ -174,6 +266,25 @@ def test_an_object_adapts_the_same_layers(family, kind, monkeypatch):
         (lambda: LoRAConfig(r=4).replace(lora_dropout=0.1), LoRAConfig(r=4, dropout=0.1)),
         (lambda: LoRAConfig(init_lora_weights="pissa"), LoRAConfig(init_weights="pissa")),
         (lambda: BOFTConfig(bias="boft_only"), BOFTConfig(bias="lora_only")),
+        (lambda: OFTConfig(bias="oft_only"), OFTConfig(bias="lora_only")),
+        (lambda: MissConfig(bias="MiSS_only", init_weights="bat"),
+         MissConfig(bias="lora_only", init_weights="bat")),
+        (lambda: LoHaConfig(task_type="CAUSAL_LM"), LoHaConfig()),
+        (lambda: LoKrConfig(inference_mode=False, init_weights="lycoris"),
+         LoKrConfig(init_weights="lycoris")),
+        (lambda: LNTuningConfig(task_type="SEQ_CLS", modules_to_save=None), LNTuningConfig()),
+        *((lambda start=start: LoRAConfig(init_lora_weights=start), LoRAConfig(init_weights=start))
+          for start in ("gaussian", "orthogonal", "pissa_niter_4", "olora", "eva", "corda")),
+        (lambda: LoRAConfig(init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.5, tau=0.9)),
+         LoRAConfig(init_weights="eva", init_options={"rho": 1.5, "tau": 0.9})),
+        (lambda: LoRAConfig(init_lora_weights="eva", eva_config={"whiten": True, "rho": 2.0}),
+         LoRAConfig(init_weights="eva", init_options={"whiten": True})),
+        (lambda: LoRAConfig(
+            init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm")
+         ),
+         LoRAConfig(init_weights="corda", init_options={"corda_method": "kpm"})),
+        (lambda: LoRAConfig(modules_to_save=["norm"], trainable_token_indices=[2, 1]),
+         LoRAConfig(modules_to_save=["norm"], trainable_token_indices=[1, 2])),
         (lambda: IA3Config(init_ia3_weights=True), IA3Config()),
         (lambda: BOFTConfig(bias="none", boft_block_size=4), BOFTConfig(boft_block_size=4)),
         (
@@ -200,7 +311,11 @@ def test_names_of_theirs_are_arguments(made, means):
         ({"bias": "some"}, r"bias='some'.*Write bias='none'"),
         ({"init_lora_weights": False}, r"init_lora_weights=False.*init_lora_weights=True"),
         ({"init_lora_weights": "loftq"}, r"init_weights='loftq'.*'pissa'"),
-        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_options.*init_data=batches"),
+        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_lora_weights='eva'.*init_data=batches"),
+        ({"init_lora_weights": "eva", "corda_config": {}}, "corda_config=.*'corda'"),
+        ({"init_lora_weights": "eva", "eva_config": 3}, r"eva_config=3.*'rho'"),
+        ({"init_lora_weights": "eva", "eva_config": {"ro": 2.0}}, r"'ro': 2.0.*no such.*'rho'"),
+        ({"use_dora": True, "eva_config": {"rho": 3.0}}, r"DoRAConfig\(eva_config=.*Leave it out"),
         ({"lora_alpha": 2, "alpha": 2}, r"lora_alpha=2, alpha=.*Write only alpha=2"),
         ({"inference_mode": True}, r"inference_mode=True.*train_adapter"),
         ({"task_type": "CLS"}, r"task_type='CLS'.*'SEQ_CLS'"),

@@ -11,7 +11,7 @@ from adapterzoo.fields import MAX_WIDTH, Range, Share
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
-from ._peft_arguments import BIAS, EXCLUDED, STORED, TARGETS, ours
+from ._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
 
 _FIELDS = {
     "boft_dropout": PeftField(0.0, Share()),
@@ -26,7 +26,7 @@ _ARGUMENTS = PeftArguments(
         **TARGETS,
         **EXCLUDED,
         **STORED,
-        **BIAS,
+        **bias("boft_only"),
         "boft_block_size": ours(4, "boft_block_size"),
         "boft_block_num": ours(0, "boft_block_num"),
         "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor"),

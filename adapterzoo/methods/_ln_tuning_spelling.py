@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling
+
+from ._peft_arguments import EXCLUDED, TARGETS
+
+_ARGUMENTS = PeftArguments(
+    class_name="LNTuningConfig",
+    fields={
+        "target_modules": TARGETS["target_modules"],
+        **EXCLUDED,
+        "modules_to_save": PeftArgument(
+            hint="only the head of the model is trained beside norms. Leave it out."
+        ),
+    },
+)
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
@@ -11,6 +25,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="LN_TUNING",
+        arguments=_ARGUMENTS,
         tensors={
             "layer.weight": ("ln_tuning_layers.weight",),
             "layer.bias": ("ln_tuning_layers.bias",),

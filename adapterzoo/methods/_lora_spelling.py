@@ -8,7 +8,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.spelling import AdapterHubSpelling, Container, PeftSpelling, same
 
 from . import _low_rank_adapterhub, _low_rank_peft
-from ._low_rank_arguments import ARGUMENTS
+from ._low_rank_arguments import ARGUMENTS, FROM_DATA, unused_options
 from ._peft_arguments import ours
 
 
@@ -25,13 +25,14 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells LoRA."""
-    arguments = ARGUMENTS
     return _low_rank_peft.spelling(
         config,
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
         optional={"lora_B_bias": "lora_bias"},
         arguments=replace(
-            arguments, fields={**arguments.fields, "lora_bias": ours(False, "lora_bias")}
+            ARGUMENTS,
+            fields={**ARGUMENTS.fields, **FROM_DATA, "lora_bias": ours(False, "lora_bias")},
+            unsayable=unused_options,
         ),
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 
-from ._peft_arguments import BIAS, EXCLUDED, STORED, TARGETS, TOKENS, ours
+from ._input_plans import OPTIONS
+from ._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
 
 REFUSED = {
     "use_qalora": "it pools the input of each group before A",
@@ -26,7 +30,7 @@ ARGUMENTS = PeftArguments(
         **TARGETS,
         **EXCLUDED,
         **STORED,
-        **BIAS,
+        **bias(),
         **TOKENS,
         "r": ours(8, "r"),
         "lora_alpha": ours(8, "alpha"),
@@ -45,10 +49,7 @@ ARGUMENTS = PeftArguments(
         "megatron_core": PeftArgument("megatron.core"),
         "qalora_group_size": PeftArgument(16),
         **{
-            name: PeftArgument(
-                hint="write its fields as init_options={…}, and the batches as "
-                "add_adapter(…, init_data=batches)."
-            )
+            name: PeftArgument(hint="this method has no initial values from data. Leave it out.")
             for name in ("corda_config", "eva_config")
         },
         **{
@@ -64,3 +65,45 @@ ARGUMENTS = PeftArguments(
         },
     },
 )
+
+FROM_DATA: Mapping[str, PeftArgument] = {
+    "eva_config": PeftArgument(
+        ours="init_options",
+        parts={
+            **{name: ours(default, name) for name, (default, _) in OPTIONS["eva"].items()},
+            "label_mask_value": PeftArgument(
+                -100, hint="labels of tokens that are left out are -100. Leave it out."
+            ),
+        },
+    ),
+    "corda_config": PeftArgument(
+        ours="init_options",
+        parts={
+            **{name: ours(default, name) for name, (default, _) in OPTIONS["corda"].items()},
+            "cache_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
+            "covariance_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
+            "verbose": PeftArgument(False, hint="there is no progress to print. Leave it out."),
+            "use_float16_for_covariance": PeftArgument(
+                False, hint="covariances are never in half precision. Leave it out."
+            ),
+            "prune_temporary_fields": PeftArgument(
+                True, hint="there are no temporary fields. Leave it out."
+            ),
+        },
+    ),
+}
+"""The fields of methods whose initial values may come from data."""
+
+
+def unused_options(fields: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with options of initial values that are not asked for."""
+    asked = fields.get("init_lora_weights", fields.get("init_weights"))
+    for start in OPTIONS:
+        name = f"{start}_config"
+        if fields.get(name) is not None and asked != start:
+            return (
+                f"{name}={fields[name]!r} with init_lora_weights={asked!r}: it has an effect only "
+                f"with init_lora_weights={start!r}. Write that, and the batches as "
+                f"init_data=batches beside the config; or leave it out."
+            )
+    return None

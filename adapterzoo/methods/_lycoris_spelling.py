@@ -11,6 +11,7 @@ from torch import Tensor
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
+from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import (
     Fields,
     PeftField,
@@ -23,6 +24,7 @@ from adapterzoo.spelling import (
 
 from ._low_rank_peft import row_numbers
 from ._lycoris import LycorisConfig
+from ._peft_arguments import EXCLUDED, TARGETS, ours
 
 _FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),
@@ -40,7 +42,7 @@ _LOKR_FIELDS = {
 def loha(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells LoHa."""
     names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-    return _spelling(config, "LOHA", names, _FIELDS, join=_join)
+    return _spelling(config, "LOHA", "LoHaConfig", names, _FIELDS, join=_join)
 
 
 def lokr(config: type[AdapterConfig]) -> PeftSpelling:
@@ -49,6 +51,7 @@ def lokr(config: type[AdapterConfig]) -> PeftSpelling:
     return _spelling(
         config,
         "LOKR",
+        "LoKrConfig",
         [name for side in forms for form in side for name in form],
         _FIELDS | _LOKR_FIELDS,
         forms=tuple(frozenset((*w1, *w2)) for w1 in forms[0] for w2 in forms[1]),
@@ -58,6 +61,7 @@ def lokr(config: type[AdapterConfig]) -> PeftSpelling:
 def _spelling(
     config: type[AdapterConfig],
     peft_type: str,
+    class_name: str,
     names: Sequence[str],
     fields: Mapping[str, PeftField],
     forms: tuple[frozenset[str], ...] = (),
@@ -69,9 +73,19 @@ def _spelling(
     def write(layers: Sequence[PeftOutput]) -> list[Fields]:
         return [_written(layer, [*fields]) for layer in layers]
 
+    arguments = {
+        **TARGETS,
+        **EXCLUDED,
+        **{name: ours(field.default, name) for name, field in fields.items()},
+        "rank_pattern": ours({}, "rank_pattern"),
+        "alpha_pattern": ours({}, "alpha_pattern"),
+        "use_effective_conv2d": ours(False, "use_effective_conv2d"),
+        "init_weights": ours(True, "init_weights"),
+    }
     return PeftSpelling(
         config=config,
         peft_type=peft_type,
+        arguments=PeftArguments(class_name=class_name, fields=arguments),
         tensors={name: (name,) for name in names},
         fields=fields,
         patterns={"rank_pattern": ("r", "r"), "alpha_pattern": ("alpha", "alpha")},

@@ -10,6 +10,7 @@ from torch import Tensor
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range, Share
+from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import (
     Fields,
     PeftField,
@@ -21,6 +22,7 @@ from adapterzoo.spelling import (
 )
 
 from ._low_rank_peft import row_numbers
+from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
 from ._shards import FORMS
 
 _FIELDS = {
@@ -29,6 +31,16 @@ _FIELDS = {
     "miss_dropout": PeftField(0.0, Share()),
 }
 _INERT = frozenset(("mini_r",))
+_ARGUMENTS = PeftArguments(
+    class_name="MissConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **bias("MiSS_only"),
+        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "mini_r": ours(1, "mini_r"),
+    },
+)
 
 
 def _read_layer(layer: PeftLayer) -> Fields:
@@ -123,6 +135,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="MISS",
+        arguments=_ARGUMENTS,
         tensors={"miss_block": ("miss_block",)},
         fields=_FIELDS,
         inert=_INERT,

@@ -11,8 +11,10 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
 from adapterzoo.fields import MAX_WIDTH, Positive, Range, Share
+from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
+from ._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
 from ._skew import TERMS
 
 _FIELDS = {
@@ -24,6 +26,18 @@ _FIELDS = {
     "coft": PeftField(False),
     "eps": PeftField(6e-5, Positive()),
 }
+_ARGUMENTS = PeftArguments(
+    class_name="OFTConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **bias("oft_only"),
+        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "oft_block_size": ours(32, "oft_block_size"),
+        "init_weights": ours(True, "init_weights"),
+    },
+)
 # the first release of PEFT with today's Neumann series
 _RELEASE = "0.18.0"
 
@@ -120,6 +134,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="OFT",
+        arguments=_ARGUMENTS,
         tensors={"oft_R": ("oft_R.weight",)},
         embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
         fields=_FIELDS,

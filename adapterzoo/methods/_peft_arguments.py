@@ -20,12 +20,6 @@ EXCLUDED: Mapping[str, PeftArgument] = {"exclude_modules": PeftArgument(ours="ex
 STORED: Mapping[str, PeftArgument] = {
     "fan_in_fan_out": PeftArgument(default=False, values={True: None, False: None})
 }
-BIAS: Mapping[str, PeftArgument] = {
-    # PEFT names the adapted layers by the method
-    "bias": PeftArgument(
-        "none", "bias", {"boft_only": "lora_only", "vera_only": "lora_only"}, passes=True
-    )
-}
 TOKENS: Mapping[str, PeftArgument] = {
     "trainable_token_indices": PeftArgument(ours="trainable_token_indices")
 }
@@ -37,6 +31,17 @@ PROMPT: Mapping[str, PeftArgument] = {
         hint="only the head of the model is trained beside it. Leave it out."
     )
 }
+
+
+def bias(adapted: str | None = None) -> Mapping[str, PeftArgument]:
+    """Return the field `bias`.
+
+    Args:
+        adapted: the value for the biases of the adapted layers, which PEFT names by the method;
+            None: that of LoRA, as here.
+    """
+    values = {} if adapted is None else {adapted: "lora_only"}
+    return {"bias": PeftArgument("none", "bias", values, passes=True)}
 
 
 def ours(default: object, name: str) -> PeftArgument:

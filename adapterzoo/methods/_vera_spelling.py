@@ -24,14 +24,14 @@ from adapterzoo.spelling import (
 )
 
 from . import _projected_adapterhub
-from ._peft_arguments import BIAS, STORED, TARGETS, ours
+from ._peft_arguments import STORED, TARGETS, bias, ours
 
 _ARGUMENTS = PeftArguments(
     class_name="VeraConfig",
     fields={
         **TARGETS,
         **STORED,
-        **BIAS,
+        **bias("vera_only"),
         "r": ours(256, "r"),
         "projection_prng_key": ours(0, "projection_prng_key"),
         "save_projection": ours(True, "save_projection"),

@@ -10,6 +10,7 @@ Cost: the parameters of the norms for each adapter, nothing in the forward.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,6 +51,9 @@ class LNTuningConfig(CopyConfig):
 
         Raises:
             SiteError: a name matches no norm, or all are left out.
+
+        Warns:
+            UserWarning: a name in `exclude_modules` matches no norm.
         """
         norms = [site for site in anatomy.others if site.kind == "norm"]
         wanted = self.target_modules
@@ -63,6 +67,15 @@ class LNTuningConfig(CopyConfig):
                 f"{_names(norms)}. Write some of them."
             )
         out = self.exclude_modules
+        names = {out: out} if isinstance(out, str) else {name: (name,) for name in out or ()}
+        idle = [n for n, part in names.items() if not any(matches(s.path, part) for s in norms)]
+        if idle:
+            warnings.warn(
+                f"LNTuningConfig(exclude_modules={out!r}): no norm matches {listing(idle)}, so it "
+                f"excludes nothing. Names of norms in this model: {_names(norms)}. Write some of "
+                f"them, or leave it out.",
+                stacklevel=2,
+            )
         kept = [s for s in found if out is None or not matches(s.path, out)]
         kept = [s for s in kept if s.layer not in self.leave_out]
         if not kept:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -216,6 +216,7 @@ def get_peft_model(
     adapter_name: str = switching.DEFAULT,
     autocast_adapter_dtype: bool = True,
     low_cpu_mem_usage: bool = False,
+    init_data: Iterable[Mapping[str, Any]] | None = None,
 ) -> Any:
     """Add an adapter to a model of transformers, which is changed in place, and train it.
 
@@ -225,12 +226,14 @@ def get_peft_model(
         adapter_name: to give it.
         autocast_adapter_dtype: whether parameters in half precision are converted to float32.
         low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+        init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
+            "corda"; PEFT takes them in functions of their own.
 
     Returns:
         The same object.
 
     Raises:
-        ConfigError: a value of the config has no meaning here.
+        ConfigError: a value of the config has no meaning here, or initial values need data.
         StateError: the model has no adapters of this library, but layers of PEFT.
     """
     if low_cpu_mem_usage:
@@ -245,7 +248,7 @@ def get_peft_model(
         is_half = made.dtype in (torch.float16, torch.bfloat16)
         if autocast_adapter_dtype and is_half and "dtype" in config.field_names():
             config = config.replace(dtype="float32")
-        made.add_adapter(adapter_name, config)
+        made.add_adapter(adapter_name, config, init_data=init_data)
     except BaseException:
         if was_plain:
             made.unload()

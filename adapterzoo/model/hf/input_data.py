@@ -52,7 +52,7 @@ def fitted(
     if data is None:
         raise ConfigError(
             f"{config!r}: its initial values come from data, and there are none. Write "
-            f"add_adapter(…, init_data=batches), where a batch has the arguments of a call."
+            f"init_data=batches beside the config, where a batch has the arguments of a call."
         )
     training = model.training
     model.eval()

@@ -71,7 +71,10 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
         )
     fields = {name: value for name, value in values.items() if name in own}
     for name in fields.keys() & _NAMING:
-        fields[name] = _below_base(model, fields[name])
+        fields[name] = _below_base(model, fields[name], spelling.of_norms)
+    # of the names of embeddings; a list holds numbers
+    if isinstance(rows := fields.get("trainable_token_indices"), Mapping):
+        fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     if "target_modules" in found.field_names() and not found["target_modules"]:
@@ -131,18 +134,24 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
     return kept or None
 
 
-def _below_base(model: AdaptedModel, value: Any) -> Any:
-    """Return names of layers in a model as names below its base model."""
+def _below_base(model: AdaptedModel, value: Any, of_norms: bool) -> Any:
+    """Return names of layers in a model as names below its base model.
+
+    Args:
+        model: with the layers.
+        value: of the field.
+        of_norms: whether the names are of norms; otherwise they are of layers with a weight matrix.
+    """
     prefix = "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
     if isinstance(value, Mapping):
         return {_without(prefix, key): number for key, number in value.items()}
     if value == _ALL_LINEAR:
         linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
-        return _named(model, [site.path for site in linear if site.role != "lm_head"])
+        return _named([site.path for site in linear if site.role != "lm_head"], _layers(model))
     if isinstance(value, str):
-        paths = dict.fromkeys(s.path for s in model.anatomy if s.parameter is None)
+        paths = [s.path for s in model.anatomy.others] if of_norms else _layers(model)
         found = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
-        return _named(model, found) if found else value
+        return _named(found, paths) if found else value
     return value if value is None else sorted(_without(prefix, name) for name in value)
 
 
@@ -154,11 +163,15 @@ def _without(prefix: str, name: str) -> str:
     return name
 
 
-def _named(model: AdaptedModel, paths: Iterable[str]) -> str | list[str]:
-    """Return the value of a field that selects these layers."""
+def _layers(model: AdaptedModel) -> list[str]:
+    """Return the paths of the layers with a weight matrix."""
+    return list(dict.fromkeys(site.path for site in model.anatomy if site.parameter is None))
+
+
+def _named(paths: Iterable[str], every: Iterable[str]) -> str | list[str]:
+    """Return the value of a field that selects these of all layers."""
     chosen = list(dict.fromkeys(paths))
-    every = dict.fromkeys(site.path for site in model.anatomy if site.parameter is None)
-    names = short_names(chosen, every)
+    names = short_names(chosen, dict.fromkeys(every))
     return exactly(chosen) if names is None else list(names)
 
 
@@ -169,7 +182,8 @@ def _whole_layers(
     sites: list[Site] = [placement.site for placement in config.placements(model.anatomy)]
     if not any(site.output_slice is not None for site in sites):
         return config
-    fields: dict[str, Any] = {"target_modules": _named(model, (site.path for site in sites))}
+    fields: dict[str, Any] = {"target_modules": _named((s.path for s in sites), _layers(model))}
     for name, among in arguments.subsets.items():
-        fields[name] = _named(model, (site.path for site in sites if among(config, site)))
+        named = (site.path for site in sites if among(config, site))
+        fields[name] = _named(named, _layers(model))
     return config.replace(**fields)
