@@ -229,6 +229,14 @@ class AdapterConfig(Config):
         """
         return tensors
 
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of one place, by parameter; undoes `plain_tensors`.
+
+        Args:
+            tensors: of an adapter of `plain`, by parameter.
+        """
+        return tensors
+
     def input_plan(self, anatomy: Anatomy) -> InputPlan | None:
         """Return what collects the inputs that initial values need; None: they need none."""
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from families import tiny_inputs
 from peft_world import QUIET, ours, plain
 from safetensors.torch import load_file, save_file
 
@@ -80,9 +81,19 @@ def what_is_active(model, folder):
 
 @row("`LoraConfig(init_lora_weights=False)`")
 def initial_values(model, folder):
-    for values in ({"init_lora_weights": False}, {"eva_config": {"rho": 2.0}}):
+    for values in ({"init_lora_weights": False}, {"loftq_config": {"loftq_bits": 4}}):
         with pytest.raises(ConfigError, match=next(iter(values))):
             model.add_adapter("b", adapterzoo.peft.LoraConfig(**values))
+
+
+@row("`initialize_lora_eva_weights")
+def initial_values_from_data(model, folder):
+    batches = [tiny_inputs("llama")] * 2
+    for start in ("eva", "corda"):
+        config = adapterzoo.peft.LoraConfig(r=2, init_lora_weights=start)
+        with pytest.raises(ConfigError, match="init_data=batches"):
+            adapterzoo.peft.get_peft_model(plain("llama"), config)
+        adapterzoo.peft.get_peft_model(plain("llama"), config, init_data=batches)
 
 
 @row("`task_type=…` of another class")

@@ -13,6 +13,7 @@ import torch
 from families import tiny_inputs
 from peft.tuners.lora.config import CordaConfig
 from peft_world import QUIET, ours, plain, stand_in
+from snapshots import stir
 
 import adapterzoo.peft
 from adapterzoo import (
@@ -105,6 +106,32 @@ def test_data_come_beside_the_config():
         torch.testing.assert_close(
             wrapped.get_adapter_state_dict("default"), mine.get_adapter_state_dict("a")
         )
+
+
+@pytest.mark.parametrize("start", ["lora", "pissa", "olora"])
+def test_values_of_an_adapter_that_replaces_a_part_of_the_weight_come_and_go(start, tmp_path):
+    """As its file: a LoRA of twice the rank that computes the same."""
+    inputs = tiny_inputs("llama")
+    made = [
+        adapterzoo.peft.get_peft_model(
+            plain("llama"), adapterzoo.peft.LoraConfig(r=2, init_lora_weights=start)
+        ).eval()
+        for _ in range(2)
+    ]
+    stir(made[0], "default", std=0.1)
+    tensors = adapterzoo.peft.get_peft_model_state_dict(made[0])
+    made[0].save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        tensors, peft.load_peft_weights(str(tmp_path), device="cpu"), rtol=0, atol=0
+    )
+    assert {made[0].peft_config["default"].r} == {2 if start == "lora" else 4}
+    expected = made[0](**inputs).logits
+    assert (made[1](**inputs).logits - expected).abs().max() > 1e-3
+    adapterzoo.peft.set_peft_model_state_dict(made[1], tensors)
+    torch.testing.assert_close(made[1](**inputs).logits, expected, rtol=0, atol=0)
+    assert [p.shape for p in made[1].parameters() if p.requires_grad] == [
+        p.shape for p in made[0].parameters() if p.requires_grad
+    ]
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -257,6 +257,14 @@ def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
     )
 
 
+def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
+    """Return a checkpoint with its adapter as files of the peers hold it."""
+    config = AdapterConfig.from_dict(checkpoint.metadata["config"])
+    config, tensors = plain(config, checkpoint.adapter, info.anatomy)
+    metadata = {**checkpoint.metadata, "config": config.to_dict()}
+    return replace(checkpoint, metadata=metadata, adapter=tensors)
+
+
 def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
@@ -279,10 +287,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
     if name != "native" and kind == "adapter":
-        config = AdapterConfig.from_dict(checkpoint.metadata["config"])
-        config, tensors = plain(config, checkpoint.adapter, info.anatomy)
-        metadata = {**checkpoint.metadata, "config": config.to_dict()}
-        checkpoint = replace(checkpoint, metadata=metadata, adapter=tensors)
+        checkpoint = exported(checkpoint, info)
     contents = chosen.encode(checkpoint, kind, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     with folders.saving(folder):

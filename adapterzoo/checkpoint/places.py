@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -82,10 +82,37 @@ def plain(
     exported = config.plain
     if exported is config or exported == config:
         return config, dict(tensors)
+    return exported, _changed(
+        config, tensors, anatomy, lambda placed, tensors: placed.plain_tensors(tensors)
+    )
+
+
+def own(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
+) -> dict[str, Tensor]:
+    """Return the tensors of an adapter from those that `plain` returned.
+
+    Args:
+        config: of the adapter.
+        tensors: of all places, as files of the peers hold them.
+        anatomy: of the model.
+    """
+    return _changed(config, tensors, anatomy, lambda placed, tensors: placed.own_tensors(tensors))
+
+
+def _changed(
+    config: AdapterConfig,
+    tensors: Mapping[str, Tensor],
+    anatomy: Anatomy,
+    change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return the tensors, with those of each place changed."""
     found = dict(tensors)
     for place in places_of(config, anatomy):
         start = place.key("")
-        own = {key.removeprefix(start): found.pop(key) for key in [*found] if key.startswith(start)}
-        changed = place.placement.config.plain_tensors(own)
+        here = {k.removeprefix(start): found.pop(k) for k in [*found] if k.startswith(start)}
+        if not here:
+            continue
+        changed = change(place.placement.config, here)
         found |= {place.key(name): tensor for name, tensor in changed.items()}
-    return exported, found
+    return found

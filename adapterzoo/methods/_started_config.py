@@ -83,6 +83,12 @@ class StartedConfig(LowRankConfig):
         """Return the tensors of the adapter of `plain`."""
         return joined(tensors) if replaces_weight(self.init_weights) else tensors
 
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of an adapter with a start from those of a LoRA of rank 2r."""
+        if not replaces_weight(self.init_weights) or not {"lora_A", "lora_B"} <= tensors.keys():
+            return tensors
+        return divided(tensors)
+
     @classmethod
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
@@ -97,4 +103,13 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     a, b = found.pop("start.lora_A"), found.pop("start.lora_B")
     found["lora_A"] = torch.cat([found["lora_A"], a.to(found["lora_A"])], -2)
     found["lora_B"] = torch.cat([found["lora_B"], -b.to(found["lora_B"])], -1)
+    return found
+
+
+def divided(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an adapter with a start; undoes `joined`."""
+    found = dict(tensors)
+    found["lora_A"], found["start.lora_A"] = found["lora_A"].tensor_split(2, -2)
+    found["lora_B"], b = found["lora_B"].tensor_split(2, -1)
+    found["start.lora_B"] = -b
     return found

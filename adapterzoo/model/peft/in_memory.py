@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint import fit
+from adapterzoo.checkpoint import fit, formats, places
 from adapterzoo.checkpoint import peft as format_of_peft
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.model import checkpointing, sharding
@@ -35,8 +35,9 @@ def tensors_of_peft(
 def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return PEFT's config and tensors for an adapter."""
     sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
-    stored = checkpointing.checkpoint_of(model, name, True, None, "peft")
-    return format_of_peft.encoded(stored, info_of(model))
+    info = info_of(model)
+    stored = formats.exported(checkpointing.checkpoint_of(model, name, True, None, "peft"), info)
+    return format_of_peft.encoded(stored, info)
 
 
 def one_name(model: AdaptedModel, name: str | None) -> str:
@@ -67,6 +68,8 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     stored = format_of_peft.decoded(theirs, tensors, info_of(model))
     adapter, document = stored.adapter, stored.metadata["head"]
     own = dict(modules_of(model, name))
+    config = model._adapter_state.find(name).config
+    adapter = places.own(config, adapter, model.anatomy)
     fit.check_fit(type(model).__name__, adapter, named_tensors(own, keep_vars=True), None)
     enter, strategy = None, model._head_strategy
     if document is not None:
