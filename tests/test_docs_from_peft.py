@@ -86,7 +86,7 @@ def initial_values(model, folder):
             model.add_adapter("b", adapterzoo.peft.LoraConfig(**values))
 
 
-@row("`initialize_lora_eva_weights")
+@row("functions that give EVA and CorDA")
 def initial_values_from_data(model, folder):
     batches = [tiny_inputs("llama")] * 2
     for start in ("eva", "corda"):

@@ -432,3 +432,35 @@ def test_dataclasses_of_ours_do_not_have_their_names():
         for name, argument in arguments.fields.items():
             assert argument.ours is None or argument.ours in own
             assert name not in own or argument.ours == name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.BOFTConfig(boft_block_size=4, bias="boft_only"),
+        peft.OFTConfig(oft_block_size=4, bias="oft_only"),
+        peft.MissConfig(r=4, bias="MiSS_only"),
+        peft.VeraConfig(r=4, bias="vera_only"),
+        peft.BOFTConfig(boft_block_size=4, bias="all"),
+        peft.MissConfig(r=4, bias="all"),
+    ],
+    ids=lambda config: f"{config.peft_type.value}-{config.bias}",
+)
+def test_biases_beside_a_method_come_and_go(config, tmp_path, monkeypatch):
+    stand_in(monkeypatch)
+    config.target_modules = {"query", "output.dense"}
+    inputs = tiny_inputs("bert")
+    wrapped = peft.get_peft_model(plain("bert"), copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    expected = wrapped(**inputs).logits
+    model = ours("bert")
+    model.load_adapter(tmp_path / "theirs", load_as="a", set_active=True)
+    assert model.adapters_config["a"].bias == ("all" if config.bias == "all" else "lora_only")
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+    model.save_adapter(tmp_path / "ours", "a", format="peft")
+    again = peft.PeftModel.from_pretrained(plain("bert"), tmp_path / "ours").eval()
+    torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-5, atol=1e-5)

@@ -106,6 +106,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="BOFT",
+        beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
         fields=_FIELDS,

@@ -135,6 +135,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="MISS",
+        beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"miss_block": ("miss_block",)},
         fields=_FIELDS,

@@ -134,6 +134,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="OFT",
+        beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"oft_R": ("oft_R.weight",)},
         embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
