@@ -33,7 +33,7 @@ VALUES: dict[str, Any] = {
     "exclude_modules": ["query"],
     "hidden_scale": 2.0,
     "hypercomplex_nonlinearity": "normal",
-    "init_options": {"whiten": True},
+    "init_options": {"corda_method": "kpm"},
     "init_weights_seed": 7,
     "inv_adapter": "nice",
     "inv_adapter_reduction_factor": 2,
@@ -83,7 +83,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("ia3", "exclude_modules"): {"attn_matrices": ("q", "v")},
     ("ia3", "init_weights_seed"): {"init_weights": "bert"},
     ("lokr", "decompose_both"): {"r": 1},
-    ("lora", "init_options"): {"init_weights": "eva"},
+    ("lora", "init_options"): {"init_weights": "corda"},
     ("lokr", "rank_dropout_scale"): {"rank_dropout": 0.5},
     ("mtl_lora", "weights_sharpness"): {"n_up_projection": 2},
     ("ia3", "feedforward_modules"): {"target_modules": ["intermediate.dense"]},
@@ -160,7 +160,7 @@ def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    needs_data = config.to_dict().get("init_weights") == "eva"
+    needs_data = config.to_dict().get("init_weights") == "corda"
     data = {"init_data": [tiny_inputs(reads)] * 3} if needs_data else {}
     model.add_adapter("a", config, set_active=True, **data)
     model.train_adapter("a")
