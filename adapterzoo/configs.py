@@ -147,6 +147,15 @@ class AdapterConfig(Config):
         return meant, kept
 
     @property
+    def slot_fields(self) -> frozenset[str]:
+        """The fields in which an adapter may differ from the one whose place it takes.
+
+        Zeros make up for smaller sizes, and `Adapter.in_slot` for the rest; sites are compared
+        anyway.
+        """
+        return frozenset()
+
+    @property
     def starts_as_identity(self) -> bool:
         """Whether a fresh adapter leaves the model's output unchanged, bit for bit."""
         return True

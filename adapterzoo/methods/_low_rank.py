@@ -6,7 +6,7 @@ alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -24,6 +24,9 @@ from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
 from ._starts import drawing
+
+# the scaling multiplies each of them once
+_SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
 
 class LowRank(SharedInputAdapter, WeightAdapter):
@@ -139,6 +142,26 @@ class LowRank(SharedInputAdapter, WeightAdapter):
             b = b / self.scaling
         strategy.fill(self.lora_A, a, "lora_A")
         strategy.fill(self.lora_B, b, "lora_B")
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors, with the ratio of the scalings in B.
+
+        Raises:
+            ConfigError: the slot multiplies by zero, and this adapter does not.
+        """
+        tensors = dict(self.state_dict())
+        if self.scaling == slot.scaling:
+            return tensors
+        if slot.scaling == 0:
+            raise ConfigError(
+                f"the slot has the scaling 0 and the adapter {self.scaling:g}, so that no factors "
+                f"give the same update. Add the slot with another alpha."
+            )
+        ratio = self.scaling / slot.scaling
+        for key, tensor in tensors.items():
+            if key in _SCALED:
+                tensors[key] = (upcast(tensor, tensor) * ratio).to(tensor.dtype)
+        return tensors
 
     def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole update."""

@@ -81,6 +81,11 @@ class LowRankConfig(TargetedConfig):
         return placements
 
     @property
+    def slot_fields(self) -> frozenset[str]:
+        """The ranks, and the scaling, which B can take over."""
+        return super().slot_fields | _SIZES
+
+    @property
     def starts_as_identity(self) -> bool:
         """Whether B A starts as zero."""
         return self.init_weights in ("lora", "gaussian")

@@ -53,6 +53,12 @@ class ProjectedConfig(TargetedConfig):
     dtype: str | None = field(None, DTYPE)
 
     @property
+    def slot_fields(self) -> frozenset[str]:
+        """The initial values; the rank where no scaling depends on it."""
+        paper = frozenset({"r", "alpha"}) if self.convention == "paper" else frozenset()
+        return super().slot_fields | paper | {"vera_d", "vera_b"}
+
+    @property
     def starts_as_identity(self) -> bool:
         """Whether Λ_b starts as zero."""
         return self.vera_b == 0.0

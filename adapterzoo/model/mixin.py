@@ -39,6 +39,7 @@ from .hf import (
     setups,
     vocabularies,
 )
+from .hf import hotswap as swapping
 from .state import (
     AdapterState,
     anatomy_of,
@@ -806,6 +807,7 @@ class AdapterModelMixin:
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         source: str | None = None,
+        hotswap: bool = False,
         **hub_kwargs: Any,
     ) -> str:
         """Load an adapter, and its head, from a folder or from the Hub.
@@ -839,6 +841,10 @@ class AdapterModelMixin:
             revision: branch, tag or commit on the Hub.
             source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
                 None: a folder first, then the Hub, then an old id.
+            hotswap: write the values into the adapter of that name, so that a compiled model does
+                not compile again. Method and layers must be the same; smaller sizes are padded
+                with zeros where that changes nothing. The adapter keeps its config: B takes over
+                another scaling. A head of the file goes into the head of that name.
             **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
                 huggingface_hub takes them.
 
@@ -851,7 +857,8 @@ class AdapterModelMixin:
             ConfigError: a value in the checkpoint or an argument is not legal.
             DuplicateNameError: the name is taken.
             HubError: the files cannot be downloaded.
-            StateError: the model is sharded.
+            StateError: the model is sharded, or the adapter of a hotswap merged.
+            UnknownNameError: there is no adapter for a hotswap.
         """
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, leave_out=leave_out,
@@ -860,9 +867,26 @@ class AdapterModelMixin:
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub_kwargs, "config": config, "model_name": model_name}
-        return checkpointing.load_adapter(
-            self, adapter_name_or_path, version, revision, source, options, asked
-        )
+        load = swapping.load if hotswap else checkpointing.load_adapter
+        return load(self, adapter_name_or_path, version, revision, source, options, asked)
+
+    def hotswap_adapter(self, adapter_name: str, into: str) -> None:
+        """Write the values of an adapter into another one, as `load_adapter(…, hotswap=True)` does.
+
+        Adapters that wait in the model go through one slot like this, and a compiled model does
+        not compile again. Heads stay as they are.
+
+        Args:
+            adapter_name: of the adapter whose values are copied; it does not change.
+            into: name of the adapter that takes them.
+
+        Raises:
+            ConfigError: method, layers or options differ, or a size is too large; nothing has
+                changed.
+            StateError: the model is sharded, or `into` is merged or shares parameters.
+            UnknownNameError: there is no adapter of one of the names.
+        """
+        swapping.copy(self, adapter_name, into)
 
     def save_all_adapters(
         self,
