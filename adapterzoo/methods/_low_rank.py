@@ -23,6 +23,7 @@ from adapterzoo.kernels.low_rank import shrink
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
+from ._slots import rescaled
 from ._starts import drawing
 
 # the scaling multiplies each of them once
@@ -144,24 +145,8 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         strategy.fill(self.lora_B, b, "lora_B")
 
     def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
-        """Return the tensors, with the ratio of the scalings in B.
-
-        Raises:
-            ConfigError: the slot multiplies by zero, and this adapter does not.
-        """
-        tensors = dict(self.state_dict())
-        if self.scaling == slot.scaling:
-            return tensors
-        if slot.scaling == 0:
-            raise ConfigError(
-                f"the slot has the scaling 0 and the adapter {self.scaling:g}, so that no factors "
-                f"give the same update. Add the slot with another alpha."
-            )
-        ratio = self.scaling / slot.scaling
-        for key, tensor in tensors.items():
-            if key in _SCALED:
-                tensors[key] = (upcast(tensor, tensor) * ratio).to(tensor.dtype)
-        return tensors
+        """Return the tensors, with the ratio of the scalings in B."""
+        return rescaled(self.state_dict(), self.scaling, slot.scaling, _SCALED)
 
     def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole update."""

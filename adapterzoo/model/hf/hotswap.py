@@ -148,6 +148,7 @@ def _writes(
     slot = model._adapter_state.find(name)
     _refuse_other_sites(name, slot.places, places)
     _refuse_other_config(name, slot.config, config)
+    is_padded = _differ_in_size(slot.config, config)
     found: dict[str, Write] = {}
     lines: list[str] = []
     for path, own in modules_of(model, name):
@@ -157,7 +158,7 @@ def _writes(
         ]
         for key in coming.keys() & mine.keys():
             tensor, values = mine[key], coming[key]
-            if not _has_room(tensor, values):
+            if not _has_room(tensor, values, is_padded):
                 lines.append(
                     f"{path}/{key}   slot {list(tensor.shape)} {_dtype(tensor)}, "
                     f"values {list(values.shape)} {_dtype(values)}"
@@ -172,9 +173,17 @@ def _writes(
     return list(found.values())
 
 
-def _has_room(slot: Tensor, values: Tensor) -> bool:
-    same = slot.dtype == values.dtype and slot.dim() == values.dim() and not slot.is_meta
-    return same and all(a >= b for a, b in zip(slot.shape, values.shape, strict=True))
+def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
+    if slot.dtype != values.dtype or slot.dim() != values.dim() or slot.is_meta:
+        return False
+    if not is_padded:
+        return slot.shape == values.shape
+    return all(a >= b for a, b in zip(slot.shape, values.shape, strict=True))
+
+
+def _differ_in_size(mine: AdapterConfig, theirs: AdapterConfig) -> bool:
+    pairs = zip(mine.members, theirs.members, strict=True)
+    return any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
 
 
 def _dtype(tensor: Tensor) -> str:
