@@ -148,6 +148,64 @@ def test_waiting_adapters_go_through_a_slot_without_compiling_again():
     assert backend.graphs == 1
 
 
+@pytest.mark.parametrize(
+    "configs",
+    [
+        ["lora[r=2]", "lora[r=5,alpha=3]", LoRAConfig(r=1, rank_pattern={"query": 6})],
+        ["lora[r=2,use_rslora=True]", "lora[r=4]"],
+        ["lora[r=3,init_weights='pissa']", "lora[r=6]"],
+        ["dora[r=2]", "dora[r=5,alpha=3]"],
+        ["vera[r=2]", "vera[r=5]"],
+        ["loha[r=2]", "loha[r=5]"],
+        ["lora[r=2]|par_bn", "lora[r=4]|par_bn"],
+        ["boft", "boft"],
+    ],
+    ids=str,
+)
+def test_code_for_transformers_swaps_at_the_second_load(configs, tmp_path):
+    files = saved(tmp_path, *configs)
+    model, backend = made(), Counting()
+    model.enable_peft_hotswap(target_rank=8)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for path, expected in [*files, *files]:
+        model.load_adapter(path, adapter_name="default")
+        torch.testing.assert_close(output(model), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(compiled), expected, rtol=1e-5, atol=1e-5)
+    assert backend.graphs == 1
+    with refused(model, ConfigError, "leave_out=[0]", "hotswap=False"):
+        model.load_adapter(files[0][0], load_as="default", leave_out=[0])
+    model.load_adapter(files[0][0], load_as="default", hotswap=False, overwrite_ok=True)
+    assert model.adapters_config["default"] == AdapterConfig.load(configs[0])
+
+
+def test_adapters_of_a_model_become_slots():
+    model = made(a="lora[r=2]", b="dora[r=3]", c="seq_bn")
+    model.set_active_adapters(["a", "c"])
+    expected = output(model)
+    with refused(model, StateError, "'a', 'b', 'c'", "check_compiled='ignore'"):
+        model.enable_peft_hotswap(8)
+    with refused(model, ConfigError, "(r=3)", "target_rank=3"):
+        model.enable_peft_hotswap(2, check_compiled="ignore")
+    with refused(model, ConfigError, "target_rank=0", "128"):
+        model.enable_peft_hotswap(0)
+    with refused(model, ConfigError, "hotswap='always'", "'auto'"):
+        model.load_adapter("nowhere", hotswap="always")
+    with pytest.warns(UserWarning, match="compiles again"):
+        model.enable_peft_hotswap(8, check_compiled="warn")
+    assert [model.adapters_config[name]["r"] for name in "ab"] == [8, 8]
+    torch.testing.assert_close(output(model), expected, rtol=1e-5, atol=1e-5)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any(".loras.a.lora_B" in name for name in trained)
+
+
+def test_a_rank_above_the_target_is_refused(tmp_path):
+    ((path, _),) = saved(tmp_path, "lora[r=9]")
+    model = made(other="seq_bn")
+    model.enable_peft_hotswap(8, check_compiled="ignore")
+    with refused(model, ConfigError, "(r=9)", "target_rank=9"):
+        model.load_adapter(path)
+
+
 def test_a_head_is_swapped_with_its_adapter(tmp_path):
     def with_head(name, seed):
         model = made(**{name: "lora"})

@@ -24,7 +24,7 @@ from adapterzoo.kernels.exact import exactly
 
 from ._init import DTYPE, DTYPES
 from ._patterns import Patterns, check_keys, matching
-from ._slots import rescaled
+from ._slots import refuse_larger, rescaled
 from ._targets import TargetedConfig
 
 _RANK = Range(1, MAX_WIDTH)
@@ -74,6 +74,12 @@ class LycorisConfig(TargetedConfig):
     def slot_fields(self) -> frozenset[str]:
         """The ranks, and the scaling, which one factor can take over."""
         return super().slot_fields | {"r", "alpha", "rank_pattern", "alpha_pattern"}
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of one rank for all layers, with the scaling of r."""
+        refuse_larger(self, rank, (self.r, *self.rank_pattern.values()))
+        alpha = self.alpha * rank / self.r
+        return self.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer that the config names.

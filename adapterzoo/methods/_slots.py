@@ -1,8 +1,8 @@
-"""The scaling of an adapter, as a part of the values that go into another one."""
+"""Ranks and scalings of adapters whose values go into another one."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from torch import Tensor
 
@@ -35,3 +35,21 @@ def rescaled(
     return {
         key: (upcast(t, t) * ratio).to(t.dtype) if key in keys else t for key, t in tensors.items()
     }
+
+
+def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:
+    """Refuse ranks that are larger than that of a slot.
+
+    Args:
+        config: that has them.
+        rank: of the slot.
+        ranks: of the adapter.
+
+    Raises:
+        ConfigError: one is larger.
+    """
+    if (most := max(ranks)) > rank:
+        raise ConfigError(
+            f"{type(config).__name__}(r={most}) has a larger rank than the slot, which has {rank}. "
+            f"Write enable_peft_hotswap(target_rank={most})."
+        )

@@ -59,6 +59,10 @@ class DoRAConfig(LowRankConfig):
         """No other scaling where the norm leaves it out."""
         return TARGETS if self.convention == "adapterhub" else super().slot_fields
 
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of the rank; itself where the norm leaves out the scaling."""
+        return self if self.convention == "adapterhub" else super().of_rank(rank)
+
     @property
     def gradients_are_exact(self) -> bool:
         """The paper's treat the norm as a constant (§4.3)."""

@@ -40,7 +40,7 @@ from .hf import (
     vocabularies,
 )
 from .hf import hotswap as swapping
-from .peft import switching
+from .peft import slots, switching
 from .peft.names import with_names_of_peft
 from .state import (
     AdapterState,
@@ -825,7 +825,7 @@ class AdapterModelMixin:
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         source: str | None = None,
-        hotswap: bool = False,
+        hotswap: bool | Literal["auto"] = "auto",
         adapter_name: str | None = None,
         is_trainable: bool = False,
         **hub_kwargs: Any,
@@ -864,7 +864,8 @@ class AdapterModelMixin:
             hotswap: write the values into the adapter of that name, so that a compiled model does
                 not compile again. Method and layers must be the same; smaller sizes are padded
                 with zeros where that changes nothing. The adapter keeps its config: B takes over
-                another scaling. A head of the file goes into the head of that name.
+                another scaling. A head of the file goes into the head of that name. "auto": after
+                `enable_peft_hotswap`, and if there is such an adapter.
             adapter_name: PEFT's name of `load_as`; with it, the first adapter of a model becomes
                 active, as in PEFT.
             is_trainable: PEFT's switch: whether to train the adapter if it is the first one, or
@@ -892,9 +893,10 @@ class AdapterModelMixin:
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub_kwargs, "config": config, "model_name": model_name}
-        load = swapping.load if hotswap else checkpointing.load_adapter
+        load, before = slots.chosen(self, hotswap), (*self._adapter_state.records,)
         name = load(self, adapter_name_or_path, version, revision, source, options, asked)
-        if adapter_name is not None or is_trainable:
+        is_swapped = load is not checkpointing.load_adapter and name in before
+        if is_trainable or (adapter_name is not None and not is_swapped):
             switching.loaded(self, name, is_trainable)
         return name
 

@@ -65,7 +65,7 @@ def load(
     writes = _writes(model, name, coming.config, coming.places, coming.coming)
     if asked.with_head and stored.metadata.get("head") is not None:
         writes += _writes_of_head(model, name, stored, asked)
-    _write(writes)
+    write(writes)
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
     if asked.set_active:
         set_active(model, name)
@@ -94,7 +94,7 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     if name == into:
         raise ConfigError(f"the adapter {name!r} has its own values. Write another into=….")
     modules = dict(modules_of(model, name))
-    _write(_writes(model, into, record.config, record.places, modules))
+    write(_writes(model, into, record.config, record.places, modules))
     model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
 
 
@@ -152,7 +152,7 @@ def _writes(
     found: dict[str, Write] = {}
     lines: list[str] = []
     for path, own in modules_of(model, name):
-        coming, mine = _in_slot(modules[path], own), own.state_dict(keep_vars=True)
+        coming, mine = in_slot(modules[path], own), own.state_dict(keep_vars=True)
         lines += [
             f"{path}/{key}   in one of them only" for key in sorted(coming.keys() ^ mine.keys())
         ]
@@ -190,7 +190,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
+def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
     """Return the tensors for a slot; of a fused adapter or a union those of its parts."""
     tensors = dict(adapter.state_dict())
     for path, part in adapter.named_modules():
@@ -271,7 +271,8 @@ def _writes_of_head(
     return [Write(mine[key], values) for key, values in tensors.items()]
 
 
-def _write(writes: list[Write]) -> None:
+def write(writes: list[Write]) -> None:
+    """Write values into tensors, and zeros where they are smaller."""
     with torch.no_grad():
         for tensor, values in writes:
             if tensor.shape != values.shape:
