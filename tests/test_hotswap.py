@@ -295,6 +295,45 @@ def test_merged_shared_and_missing_adapters_are_refused(tmp_path):
         model.hotswap_adapter("z", into="x")
 
 
+# PEFT adapts the fused layer of GPT-2 as a whole
+@pytest.mark.parametrize(
+    ("family", "format", "slot"),
+    [
+        ("bert", "adapterhub", "lora[r=8]"),
+        ("gpt2", "adapterhub", "lora[r=8]"),
+        ("gpt2", "peft", "lora[r=8,target_modules=['c_attn']]"),
+        ("llama", "peft", "lora[r=8]"),
+        ("mixtral", "peft", "lora[r=8]"),
+    ],
+)
+def test_files_of_the_peers_go_into_slots_of_any_family(family, format, slot, tmp_path):
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config(family)).eval()
+    model.add_adapter("slot", slot)
+    expected = {}
+    for seed, (name, config) in enumerate(
+        {"a": "lora[r=2]", "b": "lora[r=4,alpha=3,attn_matrices=['q','v']]"}.items()
+    ):
+        model.add_adapter(name, config)
+        stir(model, name, seed=seed)
+        model.save_adapter(tmp_path / name, name, format=format)
+        model.set_active_adapters(name)
+        expected[name] = output(model)
+    model.set_active_adapters("slot")
+    base = output(model)
+    for name, found in expected.items():
+        model.load_adapter(tmp_path / name, load_as="slot", hotswap=True)
+        torch.testing.assert_close(output(model), found, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(found, base, atol=1e-4)
+
+
+def test_an_argument_that_is_not_legal_changes_nothing(tmp_path):
+    ((path, _),) = saved(tmp_path, "lora")
+    model = made(slot="lora")
+    with refused(model, UnknownNameError, "'nothing'", "Known config strings"):
+        model.load_adapter(path, config="nothing", load_as="slot", hotswap=True)
+
+
 def test_the_facts_of_the_file_are_kept(tmp_path):
     writer = made(a="lora[r=2]")
     writer.save_adapter(tmp_path, "a", meta_dict={"task": "new"})

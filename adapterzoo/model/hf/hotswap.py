@@ -11,18 +11,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from adapterzoo.checkpoint import fit, formats
 from adapterzoo.checkpoint.formats import Checkpoint
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.composition import parse
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
 from adapterzoo.model import checkpointing, sharding
-from adapterzoo.model.activation import refuse_merged, set_active
+from adapterzoo.model.activation import check_setup, refuse_merged, set_active
 from adapterzoo.model.adapterhub import arguments, loaders
 from adapterzoo.model.heads import checkpoints
 from adapterzoo.model.heads.interface import LoadOptions
@@ -31,6 +32,8 @@ from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 from . import documents
 from .continuous_batching import refuse_while_batching
 from .info import info_of
+
+_Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
 
 
 class Write(NamedTuple):
@@ -65,11 +68,14 @@ def load(
     writes = _writes(model, name, coming.config, coming.places, coming.coming)
     if asked.with_head and stored.metadata.get("head") is not None:
         writes += _writes_of_head(model, name, stored, asked)
+    arguments.compare(asked, coming.config, stored.metadata.get("model_name"))
+    if asked.set_active:
+        refuse_while_batching(model)
+        check_setup(model, parse(name), ())
     write(writes)
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
     if asked.set_active:
         set_active(model, name)
-    arguments.compare(asked, coming.config, stored.metadata.get("model_name"))
     arguments.report(asked.loading_info)
     loaders.load(asked, folder, name)
     return name
@@ -137,7 +143,7 @@ def _writes(
     model: AdaptedModel,
     name: str,
     config: AdapterConfig,
-    places: Mapping[str, Any],
+    places: _Places,
     modules: Mapping[str, Adapter],
 ) -> list[Write]:
     """Return what gives the adapter `name` the values of modules.
@@ -202,20 +208,26 @@ def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
     return tensors
 
 
-def _refuse_other_sites(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    sites = [
-        {(path, str(p.site.role), p.location, p.site) for path in each for p in each[path]}
-        | {(path,) for path in each}
-        for each in (mine, theirs)
-    ]
-    if sites[0] != sites[1]:
-        lost = sorted({str(site[0]) for site in sites[0] - sites[1]})
-        new = sorted({str(site[0]) for site in sites[1] - sites[0]})
+def _refuse_other_sites(name: str, mine: _Places, theirs: _Places) -> None:
+    ours, values = _sites(mine), _sites(theirs)
+    if ours.keys() != values.keys():
+        lost = sorted({ours[key] for key in ours.keys() - values.keys()})
+        new = sorted({values[key] for key in values.keys() - ours.keys()})
         raise ConfigError(
             f"the adapter {name!r} adapts {listing(lost) or 'no others'} and the values are for "
             f"{listing(new) or 'no others'} instead; a hotswap needs the same layers. Write "
             f"hotswap=False, overwrite_ok=True."
         )
+
+
+def _sites(places: _Places) -> dict[Any, str]:
+    """Return what is adapted, with its name in messages; shared modules have a path alone."""
+    found: dict[Any, str] = {(path,): path for path in places}
+    for path, placements in places.items():
+        for p in placements:
+            part = "" if p.site.output_slice is None else f" ({p.site.role})"
+            found[path, p.location, p.site] = f"{path}{part}"
+    return found
 
 
 def _refuse_other_config(name: str, mine: AdapterConfig, theirs: AdapterConfig) -> None:

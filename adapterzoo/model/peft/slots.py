@@ -22,6 +22,11 @@ from adapterzoo.model.hf.hotswap import Write, in_slot, load, write
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.state import AdaptedModel, modules_of
 
+_EMBEDDINGS = (
+    "the adapter {name!r} has its own embeddings, and cannot get another rank with them. Add "
+    "it with the largest rank, and write load_adapter(…, load_as={name!r}, hotswap=True)."
+)
+
 
 def chosen(model: AdaptedModel, hotswap: bool | str) -> Callable[..., str]:
     """Return the function that loads an adapter.
@@ -49,7 +54,12 @@ def load_or_swap(
     hub_options: Mapping[str, Any],
     asked: LoadOptions,
 ) -> str:
-    """Swap into the adapter of the name if there is one; if not, load it with `slot_rank`."""
+    """Swap into the adapter of the name if there is one; if not, load it with `slot_rank`.
+
+    Raises:
+        ConfigError: its rank is larger.
+        StateError: it has its own embeddings.
+    """
     rank = model._adapter_state.slot_rank or 1
     folder, hub_name = checkpointing.found(model, path, version, revision, source, hub_options)
     stored = formats.read(Path(folder), "adapter", info_of(model, asked.with_head))
@@ -57,6 +67,8 @@ def load_or_swap(
     given = path, version, revision, source, hub_options, asked
     if name in model._adapter_state.records:
         return load(model, *given)
+    if stored.metadata.get("embeddings") is not None:
+        raise StateError(_EMBEDDINGS.format(name=name))
     if isinstance(config := stored.metadata.get("config"), Mapping):
         # refuses a larger rank before anything changes
         AdapterConfig.from_dict(config).of_rank(rank)
@@ -112,10 +124,7 @@ def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
     if tables.table_of(model, name) is not None:
-        raise StateError(
-            f"the adapter {name!r} has its own embeddings, and cannot get another rank with them. "
-            f"Add it with the largest rank."
-        )
+        raise StateError(_EMBEDDINGS.format(name=name))
     return config
 
 
