@@ -5,9 +5,10 @@ import torch
 from families import tiny_config, tiny_inputs
 from graphs import Counting
 from snapshots import output, refused, stir
+from transformers import BertForSequenceClassification
 from variants import VARIANTS
 
-from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig
+from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, init
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, UnknownNameError
 
@@ -230,6 +231,31 @@ def test_a_head_is_swapped_with_its_adapter(tmp_path):
     other.add_classification_head("slot", num_labels=4, overwrite_ok=True)
     with refused(other, ValueError, "num_labels", "nothing has been loaded"):
         other.load_adapter(tmp_path, load_as="slot", hotswap=True)
+
+
+def test_a_copy_of_a_static_head_is_swapped_and_the_original_stays(tmp_path):
+    def with_copy(name, seed):
+        torch.manual_seed(0)
+        model = init(BertForSequenceClassification(tiny_config("bert")).eval())
+        model.add_adapter(name, "lora")
+        stir(model, name, seed)
+        model.train_adapter(name)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if parameter.requires_grad and "classifier" in key:
+                    parameter.add_(seed)
+        return model.eval()
+
+    writer, model = with_copy("a", 3), with_copy("slot", 4)
+    writer.save_adapter(tmp_path, "a")
+    before = {name: id(p) for name, p in model.named_parameters()}
+    model.set_active_adapters(None)
+    base = output(model)
+    model.load_adapter(tmp_path, load_as="slot", hotswap=True)
+    assert torch.equal(output(model), base)
+    model.set_active_adapters("slot")
+    assert torch.equal(output(model), output(writer))
+    assert {name: id(p) for name, p in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize(
