@@ -157,6 +157,23 @@ class AdapterConfig(Config):
         return super()._changed(shown, changes)
 
     @property
+    def slot_fields(self) -> frozenset[str]:
+        """The fields in which an adapter may differ from the one whose place it takes.
+
+        Zeros make up for smaller sizes, and `Adapter.in_slot` for the rest; sites are compared
+        anyway.
+        """
+        return frozenset()
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of a slot for adapters of at most this rank; itself if it has none.
+
+        Raises:
+            ConfigError: its own rank is larger.
+        """
+        return self
+
+    @property
     def starts_as_identity(self) -> bool:
         """Whether a fresh adapter leaves the model's output unchanged, bit for bit."""
         return True
@@ -353,6 +370,10 @@ class ConfigUnion(AdapterConfig):
     def gradients_are_exact(self) -> bool:
         """Whether the gradients of all members are exact."""
         return all(config.gradients_are_exact for config in self.configs)
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the union of the configs for slots of a rank."""
+        return type(self)(*(config.of_rank(rank) for config in self.configs))
 
     @property
     def plain(self) -> AdapterConfig:

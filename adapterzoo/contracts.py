@@ -251,6 +251,20 @@ class Adapter(Contained, ABC):
         """
         return {}
 
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors by key with which another adapter computes what this one computes.
+
+        Smaller ones than the slot's are padded with zeros at the end of each dimension, as the
+        `slot_fields` of the config allow.
+
+        Args:
+            slot: an adapter of the same layer.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        return self.state_dict()
+
     def combine(
         self,
         adapters: Sequence[Self],

@@ -327,11 +327,6 @@ def test_tensors_are_those_of_the_file(two, tmp_path):
         two.get_adapter_state_dict()
 
 
-def test_hotswap_is_refused_with_what_to_write(two):
-    with pytest.raises(StateError, match=r"enable_peft_hotswap\(\).*overwrite_ok=True"):
-        two.enable_peft_hotswap(target_rank=8)
-
-
 def test_a_base_model_has_the_same_methods(two):
     two.base_model.set_adapter("b")
     assert two.active_adapter == "b"

@@ -185,6 +185,12 @@ class BottleneckFields(HypercomplexFields, PlainFields):
         self._check_together()
 
     @property
+    def slot_fields(self) -> frozenset[str]:
+        """The widths, unless Kronecker products make up the matrices."""
+        widths = {"inv_adapter_reduction_factor", "reduction_factor"}
+        return frozenset(widths - ({"reduction_factor"} if self.phm_layer else set()))
+
+    @property
     def starts_as_identity(self) -> bool:
         """Whether the up projection starts as zero and the result is added to the old output."""
         keeps = self.residual_before_ln is True or not (

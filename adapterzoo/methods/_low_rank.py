@@ -6,7 +6,7 @@ alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -23,7 +23,11 @@ from adapterzoo.kernels.low_rank import shrink
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
+from ._slots import rescaled
 from ._starts import drawing
+
+# the scaling multiplies each of them once
+_SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
 
 class LowRank(SharedInputAdapter, WeightAdapter):
@@ -140,6 +144,10 @@ class LowRank(SharedInputAdapter, WeightAdapter):
             b = b / self.scaling
         strategy.fill(self.lora_A, a, "lora_A")
         strategy.fill(self.lora_B, b, "lora_B")
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors, with the ratio of the scalings in B."""
+        return rescaled(self.state_dict(), self.scaling, slot.scaling, _SCALED)
 
     def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole update."""

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, fie
 
 from ._init import DTYPE, DTYPES
 from ._patterns import Patterns, check_keys, matching
+from ._slots import refuse_larger
 from ._starts import DRAWN
 from ._targets import TARGETS, TargetedConfig
 
@@ -73,6 +74,21 @@ class LowRankConfig(TargetedConfig):
         for name in ("rank_pattern", "alpha_pattern"):
             check_keys(type(self).__name__, name, getattr(self, name), paths)
         return placements
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The ranks, and the scaling, which B can take over."""
+        return super().slot_fields | _SIZES
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config without a start, of one rank for all layers, with the scaling of r."""
+        plain = self.plain
+        refuse_larger(self, rank, (plain.r, *plain.rank_pattern.values()))
+        alpha = plain.alpha * rank / plain.r
+        if self.use_rslora:
+            alpha = plain.alpha * math.sqrt(rank / plain.r)
+        wide = plain.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+        return cast("Self", wide)
 
     @property
     def starts_as_identity(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from adapterzoo.kernels.exact import exactly
 
 from ._init import DTYPE, DTYPES
 from ._patterns import Patterns, check_keys, matching
+from ._slots import refuse_larger, rescaled
 from ._targets import TargetedConfig
 
 _RANK = Range(1, MAX_WIDTH)
@@ -68,6 +70,17 @@ class LycorisConfig(TargetedConfig):
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
 
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The ranks, and the scaling, which one factor can take over."""
+        return super().slot_fields | {"r", "alpha", "rank_pattern", "alpha_pattern"}
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of one rank for all layers, with the scaling of r."""
+        refuse_larger(self, rank, (self.r, *self.rank_pattern.values()))
+        alpha = self.alpha * rank / self.r
+        return self.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer that the config names.
 
@@ -107,11 +120,13 @@ class Lycoris(WeightAdapter):
         scaling: the factor s.
         rank_dropout: probability of dropping a row of ΔW.
         module_dropout: probability of dropping ΔW.
+        scaled: keys of the first factor of ΔW.
         rescales: whether the rows that are kept are divided by their share.
     """
 
     is_additive = True
     rescales = True
+    scaled: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: LycorisConfig, site: Site) -> None:
         """Set what does not depend on ΔW.
@@ -141,6 +156,10 @@ class Lycoris(WeightAdapter):
     @abstractmethod
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors, with the ratio of the scalings in one factor."""
+        return rescaled(self.state_dict(), self.scaling, slot.scaling, self.scaled)
 
     def kept_rows(self, like: Tensor) -> Tensor | None:
         """Return the factors of the rows of ΔW in this call, `[d_out]`; None if all are 1.

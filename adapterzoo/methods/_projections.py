@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Maybe, Range, Share, field
 
 from ._init import DTYPE, DTYPES, constant, drawn
+from ._slots import refuse_larger
 from ._targets import TargetedConfig
 
 
@@ -51,6 +52,19 @@ class ProjectedConfig(TargetedConfig):
     convention: str = field("paper", Choice("paper", "adapterhub"))
     alpha: float = field(8, FACTOR)
     dtype: str | None = field(None, DTYPE)
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The initial values; the rank where no scaling depends on it."""
+        paper = frozenset({"r", "alpha"}) if self.convention == "paper" else frozenset()
+        return super().slot_fields | paper | {"vera_d", "vera_b"}
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config with the rank, which no scaling depends on in the paper."""
+        if self.convention != "paper":
+            return self
+        refuse_larger(self, rank, (self.r,))
+        return self.replace(r=rank)
 
     @property
     def starts_as_identity(self) -> bool:

@@ -7,7 +7,8 @@ B' = [B, −B₀]. Files of the peers hold that one.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,16 @@ class Started(LowRank):
         for own, kept, value in ((self.lora_A, start.lora_A, a), (self.lora_B, start.lora_B, b)):
             own.copy_(value)
             kept.copy_(own)
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors; a slot without a start gets the factors of the whole update."""
+        tensors = dict(super().in_slot(slot))
+        if self.start is not None and slot.start is None:
+            return joined(tensors)
+        if self.start is None and slot.start is not None:
+            zeros = {key: torch.zeros_like(t) for key, t in slot.start.state_dict().items()}
+            tensors |= {f"start.{key}": t for key, t in zeros.items()}
+        return tensors
 
     def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole update, [A; A₀] and [B, −B₀]."""

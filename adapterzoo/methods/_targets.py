@@ -79,6 +79,11 @@ class TargetedConfig(BesideConfig):
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
     layers_to_transform: tuple[int, ...] | None = field(None, Maybe(Layers()))
 
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The fields that choose the layers, as the layers themselves are compared."""
+        return TARGETS
+
     def __post_init__(self) -> None:
         """Check every field.
 

@@ -35,6 +35,7 @@ from . import _dora_spelling
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
 from ._magnitudes import Magnitudes
+from ._targets import TARGETS
 
 
 @architectures.register("dora")
@@ -52,6 +53,15 @@ class DoRAConfig(LowRankConfig):
     architecture: ClassVar[str] = "dora"
 
     convention: str = field("paper", Choice("paper", "adapterhub"))
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """No other scaling where the norm leaves it out."""
+        return TARGETS if self.convention == "adapterhub" else super().slot_fields
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of the rank; itself where the norm leaves out the scaling."""
+        return self if self.convention == "adapterhub" else super().of_rank(rank)
 
     @property
     def gradients_are_exact(self) -> bool:

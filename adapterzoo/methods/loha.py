@@ -73,6 +73,8 @@ class LoHa(Lycoris):
         is_low_rank: whether the forward is that of rank r².
     """
 
+    scaled = ("hada_w1_a",)
+
     def __init__(
         self, config: LoHaConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:

@@ -21,7 +21,7 @@ Cannot do: embeddings, and convolutions, which in PEFT have a third factor `lokr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -85,6 +85,8 @@ class LoKr(Lycoris):
             experts in front where the site has them.
     """
 
+    scaled = ("lokr_w1", "lokr_w1_a")
+
     def __init__(
         self, config: LoKrConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -119,6 +121,14 @@ class LoKr(Lycoris):
             fill = constant(0.0) if name in zero[config.init_weights] else kaiming(source)
             self.register_parameter(name, drawn((*lead, *shape), fill, device, dtype))
         self.names = tuple(shapes)
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors; a slot with w1 or w2 as one matrix gets the product of two."""
+        tensors = dict(super().in_slot(slot))
+        for name in ("lokr_w1", "lokr_w2"):
+            if name in slot.names and name not in tensors:
+                tensors[name] = tensors.pop(f"{name}_a") @ tensors.pop(f"{name}_b")
+        return tensors
 
     def sides(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return w1 and w2, each as one matrix or as two."""

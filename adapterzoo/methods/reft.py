@@ -14,31 +14,30 @@ Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Can
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear, pad
+from torch.nn.functional import pad
 
-from adapterzoo.activations import ActivationName, activation
+from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.call import StackCall
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
-from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
+from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Share, field
 from adapterzoo.spelling import spelled
 
 from . import _reft_spelling
-from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
-from ._products import Affine
+from ._init import DTYPE, DTYPES, drawn
+from ._reft_unit import ReftUnit
 from ._sublayers import block_sites
 
 _COUNT = Range(0, 65_536)
-_New = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 
 
 @architectures.register("reft")
@@ -91,6 +90,12 @@ class ReftConfig(AdapterConfig):
         """False: A and R start with random values."""
         return False
 
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The rank, unless orthonormal rows would add φ of something."""
+        identity = self.non_linearity is None and self.subtract_projection
+        return frozenset({"r"}) if identity or not self.orthogonality else frozenset()
+
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for the output of each block in `layers`."""
         wanted = None if isinstance(self.layers, str) else self.layers
@@ -127,39 +132,6 @@ class DiReftConfig(ReftConfig):
     subtract_projection: bool = False
 
 
-class ReftUnit(nn.Module):
-    """One intervention: drop(h + (φ(A h + a) − R h) R), with A and a in `source`."""
-
-    def __init__(self, config: ReftConfig, d: int, name: str, new: _New) -> None:
-        """Initialize A and a like torch's linear layers; R with orthonormal rows if required."""
-        super().__init__()
-        draw, shape = generator(config.init_weights_seed, name), (config.r, d)
-        self.source = Affine(new(shape, kaiming(draw)), new(shape[:1], uniform(d**-0.5, draw)))
-        orthogonal = partial(nn.init.orthogonal_, generator=draw)
-        self.projection = new(shape, orthogonal if config.orthogonality else kaiming(draw))
-        self.config = config
-        self.activation = activation(config.non_linearity)
-
-    def forward(self, h: Tensor) -> Tensor:
-        """Return the edited states. `h` `[rows, positions, d_model]`, same shape and dtype."""
-        dtype, h = h.dtype, h.to(self.projection.dtype)
-        R = self.rows()  # [r, d_model]
-        change = self.activation(self.source(h))  # [rows, positions, r]
-        if self.config.subtract_projection:
-            change = change - linear(h, R)  # [rows, positions, r]
-        return dropout(h + change @ R, self.config.dropout, self.training).to(dtype)
-
-    def rows(self) -> Tensor:
-        """Return R `[r, d_model]`, with orthonormal rows if the config requires them."""
-        if not self.config.orthogonality:
-            return self.projection
-        R = self.projection.to(compute_dtype(self.projection.dtype))
-        # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I if those of R already are
-        L = torch.linalg.cholesky(R @ R.T)  # [r, r]
-        rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
-        return rows.to(self.projection.dtype)
-
-
 class Reft(Adapter):
     """The edit of a block's output; `units` has "0" for the prefix or both ends, "1" otherwise."""
 
@@ -178,6 +150,12 @@ class Reft(Adapter):
         # a unit without positions would get no gradient
         names = ["0"] if config.tied_weights else [n for n, count in self.counts.items() if count]
         self.units = nn.ModuleDict({n: ReftUnit(config, d, f"{site.path}/{n}", new) for n in names})
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors of the units, with more rows of R if the slot has them."""
+        pairs = ((n, cast("ReftUnit", u), slot.units[n]) for n, u in self.units.items())
+        wide = {n: u.widened(len(cast("ReftUnit", other).projection)) for n, u, other in pairs}
+        return {f"units.{n}.{key}": t for n, tensors in wide.items() for key, t in tensors.items()}
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""

@@ -133,30 +133,27 @@ def load_adapter(
     Raises:
         ConfigError: an argument is not legal.
     """
-    revision = one_revision(version, revision)
-    base = hub_options.get("model_name") or info_of(model).model_name
-    options = {**hub_options, "model_name": base}
-    folder = hub.resolve(path, revision, source, **options)
-    name = None if folder == Path(path) else str(path)
-    name, enter = fitting(model, folder, asked, name)
+    folder, hub_name = found(model, path, version, revision, source, hub_options)
+    name, enter = fitting(model, folder, asked, hub_name)
     enter()
     ties.share_equal(model, [name])
     loaders.load(asked, folder, name)
     return name
 
 
-def one_revision(version: str | None, revision: str | None) -> str | None:
-    """Return the revision, which has two names.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if version is not None and revision not in (None, version):
-        raise ConfigError(
-            f"version={version!r} and revision={revision!r} mean the same thing and differ. "
-            f"Write only revision={revision!r}."
-        )
-    return revision or version
+def found(
+    model: AdaptedModel,
+    path: StrPath,
+    version: str | None,
+    revision: str | None,
+    source: str | None,
+    hub_options: Mapping[str, Any],
+) -> tuple[Path, str | None]:
+    """Return the folder of an adapter, and its name on the Hub; arguments as of `load_adapter`."""
+    revision = arguments.one_revision(version, revision)
+    base = hub_options.get("model_name") or info_of(model).model_name
+    folder = hub.resolve(path, revision, source, **{**hub_options, "model_name": base})
+    return folder, None if folder == Path(path) else str(path)
 
 
 def fitting(
@@ -173,14 +170,14 @@ def fitting(
     stored = formats.read(Path(path), "adapter", info)
     name = documents.name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
-    head_name = _head_name(model, stored, asked, name)
+    head_name = head_name_of(model, stored, asked, name)
     records, heads = model._adapter_state.records, model._head_strategy.names()
     there = {"adapter": records, **({"head": heads} if with_head and head_name == name else {})}
     of_head, warn_of_head = arguments.overwriting(asked, head_name, head=heads)
     asked, warn = arguments.overwriting(asked, name, **there)
     refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
-    record = _filled(model, stored, left_out, asked.dtype)
+    record = filled(model, stored, left_out, asked.dtype)
     enter_head, warn_of_loss = None, None
     if with_head:
         record_of_head = checkpoints.head_in(stored)
@@ -213,7 +210,7 @@ def fitting(
     return name, enter
 
 
-def _head_name(model: AdaptedModel, stored: Checkpoint, asked: LoadOptions, name: str) -> str:
+def head_name_of(model: AdaptedModel, stored: Checkpoint, asked: LoadOptions, name: str) -> str:
     """Return the name of an adapter's head: the adapter's, unless its file gives another one."""
     own = stored.metadata.get("head_name")
     if asked.load_as is not None or own is None or not model._head_strategy.is_named:
@@ -252,10 +249,14 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     return names
 
 
-def _filled(
+def filled(
     model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
 ) -> AdapterRecord:
-    """Return the adapter with the values of a checkpoint, not yet in the model."""
+    """Return the adapter with the values of a checkpoint, not yet in the model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit the model.
+    """
     document = stored.metadata.get("config")
     if not isinstance(document, Mapping):
         raise CheckpointError("the checkpoint has no adapter config. Save it again.")

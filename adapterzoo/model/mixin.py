@@ -39,7 +39,8 @@ from .hf import (
     setups,
     vocabularies,
 )
-from .peft import switching
+from .hf import hotswap as swapping
+from .peft import slots, switching
 from .peft.names import with_names_of_peft
 from .state import (
     AdapterState,
@@ -824,6 +825,7 @@ class AdapterModelMixin:
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         source: str | None = None,
+        hotswap: bool | Literal["auto"] = "auto",
         adapter_name: str | None = None,
         is_trainable: bool = False,
         **hub_kwargs: Any,
@@ -859,6 +861,11 @@ class AdapterModelMixin:
             revision: branch, tag or commit on the Hub.
             source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
                 None: a folder first, then the Hub, then an old id.
+            hotswap: write the values into the adapter of that name, so that a compiled model does
+                not compile again. Method and layers must be the same; smaller sizes are padded
+                with zeros where that changes nothing. The adapter keeps its config: B takes over
+                another scaling. A head of the file goes into the head of that name. "auto": after
+                `enable_peft_hotswap`, and if there is such an adapter.
             adapter_name: PEFT's name of `load_as`; with it, the first adapter of a model becomes
                 active, as in PEFT.
             is_trainable: PEFT's switch: whether to train the adapter if it is the first one, or
@@ -875,7 +882,8 @@ class AdapterModelMixin:
             ConfigError: a value in the checkpoint or an argument is not legal.
             DuplicateNameError: the name is taken.
             HubError: the files cannot be downloaded.
-            StateError: the model is sharded.
+            StateError: the model is sharded, or the adapter of a hotswap merged.
+            UnknownNameError: there is no adapter for a hotswap.
         """
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
@@ -885,12 +893,30 @@ class AdapterModelMixin:
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub_kwargs, "config": config, "model_name": model_name}
-        name = checkpointing.load_adapter(
-            self, adapter_name_or_path, version, revision, source, options, asked
-        )
-        if adapter_name is not None or is_trainable:
+        load, before = slots.chosen(self, hotswap), (*self._adapter_state.records,)
+        name = load(self, adapter_name_or_path, version, revision, source, options, asked)
+        is_swapped = load is not checkpointing.load_adapter and name in before
+        if is_trainable or (adapter_name is not None and not is_swapped):
             switching.loaded(self, name, is_trainable)
         return name
+
+    def hotswap_adapter(self, adapter_name: str, into: str) -> None:
+        """Write the values of an adapter into another one, as `load_adapter(…, hotswap=True)` does.
+
+        Adapters that wait in the model go through one slot like this, and a compiled model does
+        not compile again. Heads stay as they are.
+
+        Args:
+            adapter_name: of the adapter whose values are copied; it does not change.
+            into: name of the adapter that takes them.
+
+        Raises:
+            ConfigError: method, layers or options differ, or a size is too large; nothing has
+                changed.
+            StateError: the model is sharded, or `into` is merged or shares parameters.
+            UnknownNameError: there is no adapter of one of the names.
+        """
+        swapping.copy(self, adapter_name, into)
 
     def save_all_adapters(
         self,

@@ -111,6 +111,7 @@ class AdapterState:
         coming_embeddings: those to activate once a model that is being loaded has its values.
         interface: names of layers that the user gave; None without any.
         disabled: the composition that `disable_adapters` deactivated.
+        slot_rank: the rank that adapters get when they are loaded; None: their own.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class AdapterState:
     coming_embeddings: str | None = None
     interface: AdapterModelInterface | None = None
     disabled: Composition | None = None
+    slot_rank: int | None = None
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.

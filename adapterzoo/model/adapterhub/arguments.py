@@ -33,6 +33,20 @@ def chosen_format(format: str, use_safetensors: bool | None) -> str:
     return meant
 
 
+def one_revision(version: str | None, revision: str | None) -> str | None:
+    """Return the revision, which has two names.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if version is not None and revision not in (None, version):
+        raise ConfigError(
+            f"version={version!r} and revision={revision!r} mean the same thing and differ. "
+            f"Write only revision={revision!r}."
+        )
+    return revision or version
+
+
 def labels(id2label: Mapping[int, str] | None, count: int | None) -> Mapping[int, str] | None:
     """Return the names of labels, of which only the number may be given.
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
 
-from adapterzoo.errors import StateError
 from adapterzoo.model import merging
 
-from . import in_memory, switching
+from . import in_memory, slots, switching
 
 T = TypeVar("T")
 
@@ -127,17 +126,23 @@ class NamesOfPeft:
         """
         return in_memory.tensors_of_peft(self, adapter_name, state_dict)
 
-    def enable_peft_hotswap(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: an adapter is replaced by loading another one under its name.
+    def enable_peft_hotswap(
+        self,
+        target_rank: int = 128,
+        check_compiled: Literal["error", "warn", "ignore"] = "error",
+    ) -> None:
+        """Load adapters with this rank from now on, and let later ones replace their values.
+
+        After it, `load_adapter` of a name that the model has writes the values in place: see its
+        `hotswap`. Methods with a low-rank update get the rank, others keep their sizes.
 
         Args:
-            *args: of transformers' method.
-            **kwargs: the same.
+            target_rank: the largest rank of all adapters.
+            check_compiled: "error": refuse if the model has adapters; "warn" or "ignore": give
+                these the rank too, with or without a warning.
 
         Raises:
-            StateError: always.
+            ConfigError: an argument is not legal, or the rank of an adapter is larger.
+            StateError: the model has adapters, or one of them is in use.
         """
-        raise StateError(
-            "there is nothing to prepare for another rank or scaling. Write "
-            "load_adapter(folder, load_as=name, overwrite_ok=True)."
-        )
+        slots.enable(self, target_rank, check_compiled)
