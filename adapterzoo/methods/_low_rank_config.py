@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -111,6 +111,32 @@ class LowRankConfig(TargetedConfig):
         """Return the config of the combination; some strategies allow other ranks and scalings."""
         own = [config for config in configs if isinstance(config, LowRankConfig)]
         return combined_config(own, strategy, anatomy)
+
+    @classmethod
+    def at_sites_of(cls, config: AdapterConfig, anatomy: Anatomy) -> Self:
+        """Return a config with adapters at the layers of another one, or around its parts of them.
+
+        Raises:
+            SiteError: no config describes these layers.
+        """
+        sites = [p.site for p in config.placements(anatomy)]
+        fields = {**vars(config)} if isinstance(config, TargetedConfig) else {}
+        own = {name: fields[name] for name in (*TARGETS, "dtype") if name in fields}
+        if fields:
+            made = cls(**own)
+            if [p.site for p in made.placements(anatomy)] == sites:
+                return made
+        paths = tuple(dict.fromkeys(site.path for site in sites))
+        if any(site.parameter for site in sites):
+            raise SiteError(
+                f"the adapter is at parameters of {listing(paths)}, which a {cls.__name__} cannot "
+                f"list. Add a config that is not a union."
+            )
+        return cls(target_modules=paths, dtype=own.get("dtype"))
+
+    def of_ranks(self, ranks: Mapping[str, int]) -> Self:
+        """Return the config with the rank of each path, and the scaling 1."""
+        return _sized(self, ranks)
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the parameters at a layer of the given dtype."""
