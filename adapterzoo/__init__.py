@@ -50,10 +50,15 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.ln_tuning import LNTuningConfig
+    from .methods.loha import LoHaConfig
+    from .methods.lokr import LoKrConfig
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
+    from .methods.miss import MissConfig
     from .methods.mtl_lora import MTLLoRAConfig
     from .methods.no_language_adapters import NoLanguageAdaptersConfig
+    from .methods.oft import OFTConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -157,15 +162,20 @@ __all__ = [
     "Fuse",
     "IA3Config",
     "LMHead",
+    "LNTuningConfig",
+    "LoHaConfig",
+    "LoKrConfig",
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",
     "MTLLoRAConfig",
+    "MissConfig",
     "MultiTask",
     "MultiTaskConfig",
     "MultipleChoiceHead",
     "NoLanguageAdaptersConfig",
     "NoReftConfig",
+    "OFTConfig",
     "ParBnConfig",
     "Parallel",
     "PooledHead",

@@ -12,6 +12,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .errors import ConfigError, StateError
 from .model.heads.model import AdapterModel
+from .model.hf import adapter_folders
 from .model.hf.factory import named_class
 from .model.hf.static_checkpoints import HUB_ARGUMENTS
 
@@ -49,10 +50,13 @@ class AutoAdapterModel:
         )
 
     @classmethod
+    @adapter_folders.or_adapter
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Any:
         """Load a checkpoint: a base model, one with a static head, or one saved from here.
+
+        The folder of an adapter, in any format, gives its base model with the adapter active.
 
         A static head (say of `BertForSequenceClassification`) becomes the named head "default",
         unless the checkpoint has named heads of its own.

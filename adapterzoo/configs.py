@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from . import peft_arguments
 from .config_base import Config
 from .errors import CompositionError, ConfigError, FieldError, listing
 from .registry import Registry
@@ -119,11 +120,14 @@ class AdapterConfig(Config):
 
     @classmethod
     def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Return the class that fields of `adapters` mean, and its fields.
+        """Return the class that fields of `adapters` or PEFT mean, and its fields.
 
         Raises:
             ConfigError: there is no such method.
         """
+        meant, fields = peft_arguments.meant(cls, fields)
+        if meant is not cls:
+            return meant, fields
         own = variants.get(cls)
         group = {c: v for c, v in variants.items() if own is not None and v.group == own.group}
         theirs = {name for variant in group.values() for name in variant.fields}
@@ -154,6 +158,12 @@ class AdapterConfig(Config):
             given = {n: v for n, v in kept.items() if n not in defaults or defaults[n] != v}
             kept = {**same, **variant.implied, **given}
         return meant, kept
+
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the config with some fields changed, which may have PEFT's names."""
+        if type(self) in peft_arguments.classes_of_peft:
+            changes = peft_arguments.translated(type(self), changes)
+        return super()._changed(shown, changes)
 
     @property
     def starts_as_identity(self) -> bool:

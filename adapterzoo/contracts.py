@@ -126,7 +126,11 @@ class BaseLayer(ABC):
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The untouched parameters of the whole layer by name, as it stores them."""
+        """The untouched parameters of the whole layer by name, as it stores them.
+
+        Raises:
+            StateError: the layer does not show them.
+        """
         raise StateError("this layer does not show its parameters.")
 
     @property

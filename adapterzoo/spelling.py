@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -51,6 +51,7 @@ from torch import Tensor
 from .anatomy import Anatomy, Site, SubLayerKind
 from .configs import AdapterConfig, Placement, Variant, variants
 from .fields import FLAG, Check
+from .peft_arguments import PeftArguments, classes_of_peft
 from .registry import Registry
 
 Fields = dict[str, Any]
@@ -278,17 +279,25 @@ class PeftSpelling:
     Attributes:
         config: our config class.
         peft_type: PEFT's name of the method.
+        arguments: the fields of PEFT's config class, as users write them; None: it is only read.
         tensors: our parameters → the ends of PEFT's keys, without the adapter's name. The first
             end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
         optional: our parameters that exist only with some field of PEFT's.
+        forms: the sets of parameters of which a layer has one; empty: all but optional ones.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
             with the number for all other layers (same name too).
         inert: other fields that do not change what an adapter computes.
         refused: fields that cannot be reproduced unless they are off → the reason.
+        derived: fields of ours that map layer names to numbers and that tensors give → the field of
+            PEFT with the number for all other layers, and ours.
+        beside: the fields for what is trained beside the adapters, the same in PEFT and here.
+        of_norms: whether the layers are norms; otherwise they have a weight matrix.
+        maybe: our parameters that a layer may lack.
+        becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
         subsets: fields that name some of the target modules (same name in PEFT and here) → whether
             a layer is among them, by its tensors in PEFT's layout.
@@ -312,15 +321,22 @@ class PeftSpelling:
 
     config: type[AdapterConfig]
     peft_type: str
+    arguments: PeftArguments | None = None
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    forms: tuple[frozenset[str], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, PeftField] = field(default_factory=dict)
     patterns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    derived: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
+    of_norms: bool = False
+    maybe: frozenset[str] = frozenset()
+    becomes: str = ""
     wide: tuple[str, ...] = ()
     subsets: Mapping[str, Callable[[Tensors], bool]] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
@@ -367,6 +383,15 @@ adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelli
 peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
 """Our `architecture` → its PEFT spelling."""
 
+peft_readers: Registry[PeftSpelling] = Registry("PEFT reader")
+"""PEFT's methods that load as one of ours and are not written → their spelling."""
+
+
+def peft_readable() -> list[PeftSpelling]:
+    """Return the spellings of all methods in whose PEFT files adapters can be loaded."""
+    return [*peft_spellings.values(), *peft_readers.values()]
+
+
 _Config = TypeVar("_Config", bound=type[AdapterConfig])
 
 
@@ -384,17 +409,16 @@ def spelled(
             spelling = make(config)
             if isinstance(spelling, AdapterHubSpelling):
                 adapterhub_spellings.register(config.architecture)(spelling)
-                group = spelling.architecture[0]
-                if group is not None and spelling.fixed:
-                    variants[config] = Variant(
-                        group,
-                        spelling.fixed,
-                        spelling.required,
-                        spelling.constants,
-                        spelling.as_another,
-                    )
+                if (group := spelling.architecture[0]) is not None and spelling.fixed:
+                    told = spelling.fixed, spelling.required, spelling.constants
+                    variants[config] = Variant(group, *told, spelling.as_another)
+            elif spelling.becomes:
+                peft_readers.register(spelling.peft_type)(spelling)
             else:
                 peft_spellings.register(config.architecture)(spelling)
+                if (own := spelling.arguments) is not None:
+                    own = replace(own, peft_type=spelling.peft_type, fixed=spelling.fixed)
+                    classes_of_peft[config] = own
         return config
 
     return declared

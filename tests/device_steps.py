@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from architectures.small import small
 from families import tiny_config, tiny_inputs
 from snapshots import of_adapter, same_bits, stir
 from torch import Tensor
@@ -32,11 +33,11 @@ def _methods() -> dict[str, AdapterConfig]:
     """The package's config strings, the first of each class; unions are made of others."""
     found: dict[type, str] = {}
     for text in config_strings:
-        config = None if text == "union" else AdapterConfig.load(text)
+        config = None if text == "union" else AdapterConfig.load(small(text))
         kind = type(config)
         if config and len(config.members) == 1 and kind.__module__.startswith("adapterzoo."):
             found.setdefault(kind, text)
-    return {text: AdapterConfig.load(text) for text in sorted(found.values())}
+    return {text: AdapterConfig.load(small(text)) for text in sorted(found.values())}
 
 
 METHODS = _methods()

@@ -21,6 +21,8 @@ CONFIG = "adapter_config.json"
 CLASSES = {
     "bart": "BartForSequenceClassification",
     "bert": "BertForSequenceClassification",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "roberta": "RobertaForSequenceClassification",
     "distilbert": "DistilBertForSequenceClassification",
     "gpt2": "GPT2LMHeadModel",
@@ -64,7 +66,10 @@ def plain(family: str) -> Any:
     if family not in _plain:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(3)
-            model = getattr(transformers, CLASSES[family])(tiny_config(family)).eval()
+            config = tiny_config(family)
+            # the other ways to run experts have no float64
+            config._experts_implementation = "eager"
+            model = getattr(transformers, CLASSES[family])(config).eval()
             for parameter in model.parameters():
                 # what transformers draws is so small that no adapter shows in the logits
                 if parameter.dim() == 2:

@@ -14,6 +14,7 @@ import sys
 from unittest import mock
 
 import torch
+from architectures.small import SMALL
 from families import tiny_config
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -26,7 +27,7 @@ replicate_module = importlib.import_module("torch.nn.parallel.replicate")
 DEVICES = ("pretend:0", "pretend:1")
 
 # the truncated normal of its own initialisation looks at the numbers that it draws
-DRAWN = {"adapter_plus": "adapter_plus[init_weights='bert']"}
+DRAWN = {**SMALL, "adapter_plus": "adapter_plus[init_weights='bert']"}
 METHODS = {
     **{name: DRAWN.get(name, name) for name in config_strings if name != "union"},
     "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,use_rslora=True]",

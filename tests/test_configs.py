@@ -268,9 +268,9 @@ def test_a_dict_of_anything_else_is_refused(asked):
 
 def test_a_field_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(ConfigError) as caught:
-        AdapterConfig.load({"architecture": "lora", "rank": 8, "lora_alpha": 2})
+        AdapterConfig.load({"architecture": "lora", "rank": 8, "lora_alfa": 2})
     text = str(caught.value)
-    assert "there is no field 'lora_alpha', 'rank'" in text
+    assert "there is no field 'lora_alfa', 'rank'" in text
     assert all(repr(field.name) in text for field in dataclasses.fields(LoRAConfig))
     with pytest.raises(ConfigError, match="there is no field 'rank'"):
         LoRAConfig().replace(rank=3)

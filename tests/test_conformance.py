@@ -1,6 +1,7 @@
 """Every registered method does what every method must: the checks of `adapterzoo.testing`."""
 
 import pytest
+from architectures.small import small
 
 from adapterzoo.configs import AdapterConfig, config_strings
 from adapterzoo.errors import UnknownNameError
@@ -21,7 +22,7 @@ def distinct():
     """The package's config strings, and unions; of strings for equal configs, the first."""
     found: dict[str, AdapterConfig] = {}
     for text in [*(s for s in config_strings if s != "union"), *UNIONS]:
-        config = AdapterConfig.load(text)
+        config = AdapterConfig.load(small(text))
         if text not in UNIONS and len(config.members) > 1:
             continue
         if type(config).__module__.startswith("adapterzoo.") and config not in found.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import adapterzoo
-from adapterzoo import LoRAConfig, composition, configs, contracts, heads, model, trainer
+from adapterzoo import LoRAConfig, composition, configs, contracts, heads, model, peft, trainer
 from adapterzoo.auto import AdapterModel
 from adapterzoo.configs import config_strings
 from adapterzoo.methods.fusion import fusion_configs
@@ -27,7 +27,7 @@ try:
 finally:
     sys.path.pop(0)
 
-HERE = (adapterzoo, composition, configs, contracts, heads, model, outputs, trainer)
+HERE = (adapterzoo, composition, configs, contracts, heads, model, outputs, peft, trainer)
 CODE = re.compile(r"`([^`]+)`")
 CELL = re.compile(r"(?<!\\)\|")
 

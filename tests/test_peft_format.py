@@ -245,24 +245,6 @@ def test_boft_of_unlike_layers_loads(fields, tmp_path, monkeypatch):
     assert all(same_bits(theirs[key], mine[key]) for key in theirs)
 
 
-@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
-@pytest.mark.parametrize("save_projection", [True, False])
-def test_vera_of_layers_of_unlike_widths(save_projection, tmp_path):
-    config = peft.VeraConfig(
-        task_type="SEQ_CLS", target_modules=["query", "output.dense"], r=6, projection_prng_key=7,
-        save_projection=save_projection,
-    )  # fmt: skip
-    expected = trained("bert", config, tmp_path / "theirs")
-    model = ours("bert")
-    model.load_adapter(tmp_path / "theirs", load_as="a", set_active=True)
-    close(logits(model, "bert"), expected)
-    model.save_adapter(tmp_path / "back", "a", format="peft")
-    theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
-    assert {*theirs, "base_model.vera_A", "base_model.vera_B"} == {*mine}
-    assert all(same_bits(theirs[key], mine[key]) for key in theirs)
-    close(reloaded("bert", tmp_path / "back"), expected)
-
-
 # BERT's and T5's defaults are PEFT's own; `output.dense` names two layers of each block of BERT
 SCALED: dict[str, dict[str, Any]] = {
     "bert": {},

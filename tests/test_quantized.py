@@ -179,6 +179,16 @@ def adapted(method, adapter, layer, x):
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
     wide = x.detach().double()
     y = layer(x).detach().double()
+    if method.startswith("miss"):
+        W, D = weight_of(layer, x.shape[-1]), p["miss_block"]  # [1, 64, 64]
+        shards = [(part @ D[0] + D[0]) for part in W.split(64, 1)]
+        return y + wide @ torch.cat(shards, 1).T
+    if method.startswith("oft"):
+        i, j = torch.triu_indices(32, 32, 1)
+        R = p["oft_R"].new_zeros(1, len(p["oft_R"]), 32, 32)
+        R[0, :, i, j] = 2 * p["oft_R"]
+        turned = (wide @ rotation(R)).to(x.dtype)
+        return layer(turned.requires_grad_()).detach().double()
     if method == "boft":
         turned = (wide @ rotation(p["boft_R"])).to(x.dtype)
         y = layer(turned.requires_grad_()).detach().double()
@@ -236,7 +246,9 @@ def test_blocks_whose_packed_weights_look_alike_keep_their_widths(load):
 
 
 @EACH
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [*METHODS, "oft[use_cayley_neumann=False]", "miss[init_weights='bat']"]
+)
 def test_the_output_is_the_layers_own_with_the_change(method, scheme, load):
     # its layers have biases
     model = load(scheme, "bert")
@@ -525,6 +537,8 @@ def test_merging_is_refused_and_changes_nothing(scheme, load):
         ("bitsandbytes nf4", "double_seq_bn"),
         ("bitsandbytes nf4, scales quantized", "lora"),
         ("bitsandbytes fp4", "boft"),
+        ("bitsandbytes fp4", "oft"),
+        ("bitsandbytes int8", "miss[init_weights='bat']"),
         ("bitsandbytes int8", "dora"),
     ],
 )

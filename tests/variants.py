@@ -10,7 +10,19 @@ _OWN_RULES = "shared_phm_rule=False,learn_phm=False,shared_W_phm=True,factorized
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "lora": ("lora[dropout=0.1]", "lora[lora_bias=True,use_gating=True]"),
     "dora": ("dora[dropout=0.1]", "dora[convention='adapterhub']"),
+    # as a series or exactly; constrained, with one block
+    "oft": (
+        "oft[oft_block_size=4]",
+        "oft[r=4,oft_block_size=0,use_cayley_neumann=False,module_dropout=0.3]",
+        "oft[oft_block_size=8,block_share=True,coft=True,eps=0.5]",
+    ),
     "boft": ("boft", "boft[boft_n_butterfly_factor=2,boft_dropout=0.3]"),
+    # one matrix for all shards, with a last one that is not full; narrower; one for each of rows
+    "miss": (
+        "miss[r=5,miss_dropout=0.1]",
+        "miss[r=4,init_weights='mini',mini_r=2]",
+        "miss[r=4,init_weights='bat']",
+    ),
     "bottleneck": (
         "seq_bn[dropout=0.1]",
         "double_seq_bn[stochastic_depth=0.3,use_gating=True]",

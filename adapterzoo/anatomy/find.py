@@ -13,7 +13,7 @@ from torch import nn
 from .attentions import attentions_of
 from .entries import entry_of
 from .experts import stores_transposed
-from .layers import biases_of, other_layers_of, shared_tables_of
+from .layers import biases_of, other_layers_of, own_table_of, shared_tables_of
 from .layouts import is_known_fusion, parts_of
 from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
@@ -60,7 +60,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
     others = other_layers_of(tree, blocks, inside | {site.path for site in outside})
     biases, odd = biases_of(tree, blocks)
-    rest = others, biases, odd, shared_tables_of(tree)
+    rest = others, biases, odd, shared_tables_of(tree), own_table_of(tree)
     return Anatomy(tuple(blocks), outside, reason, *ways_in, *rest)
 
 

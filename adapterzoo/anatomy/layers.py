@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from .names import below
+from .names import below, joined
 from .norms import NORM_CLASS
 from .sites import Block, Kind, Site
+from .tokens import input_embeddings_of
 from .tree import Tree
 
 
@@ -48,11 +49,33 @@ def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tu
 
 def shared_tables_of(tree: Tree) -> tuple[tuple[str, ...], ...]:
     """Return the paths of embeddings that share one weight, for each weight that is shared."""
-    paths: dict[int, list[str]] = {}
+    tables = {p: m for p, m in tree.modules.items() if isinstance(m, nn.Embedding)}
+    source = dict(_declared(tree)) if any(m.weight.is_meta for m in tables.values()) else {}
+    groups: dict[object, list[str]] = {}
+    for path, module in tables.items():
+        first = tables.get(source.get(path, path), module)
+        groups.setdefault(id(first._parameters["weight"]), []).append(path)
+    return tuple(tuple(paths) for paths in groups.values() if len(paths) > 1)
+
+
+def own_table_of(tree: Tree) -> str | None:
+    """Return the path of the input embeddings, if they are a table."""
+    own = input_embeddings_of(tree.modules[""])
+    paths = (path for path, module in tree.modules.items() if module is own)
+    return next(paths, None) if isinstance(own, nn.Embedding) else None
+
+
+def _declared(tree: Tree) -> Iterator[tuple[str, str]]:
+    """Yield (path, path of the layer whose weight it will share) of a model that is being loaded.
+
+    Its parameters are on the meta device and not yet tied.
+    """
     for path, module in tree.modules.items():
-        if isinstance(module, nn.Embedding):
-            paths.setdefault(id(module._parameters["weight"]), []).append(path)
-    return tuple(tuple(each) for each in paths.values() if len(each) > 1)
+        keys = getattr(type(module), "_tied_weights_keys", None)
+        if isinstance(keys, dict) and getattr(module.config, "tie_word_embeddings", True):
+            for key, source in keys.items():
+                names = (joined(path, k.removesuffix(".weight")) for k in (key, source))
+                yield next(names), next(names)
 
 
 def is_norm(module: nn.Module) -> bool:

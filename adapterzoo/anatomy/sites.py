@@ -253,6 +253,7 @@ class Anatomy:
         biases: layers whose output is a sum with their bias.
         odd_biases: paths of other modules with a bias.
         shared_tables: paths of embeddings that share one weight.
+        own_table: path of the model's own table of tokens; None if it has none.
     """
 
     blocks: tuple[Block, ...]
@@ -269,6 +270,7 @@ class Anatomy:
     biases: tuple[Site, ...] = ()
     odd_biases: tuple[str, ...] = ()
     shared_tables: tuple[tuple[str, ...], ...] = ()
+    own_table: str | None = None
 
     def __iter__(self) -> Iterator[Site]:
         """Yield every whole site: those of the blocks, then those outside."""

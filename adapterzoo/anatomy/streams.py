@@ -93,6 +93,10 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
     post_norm = _is_post(branch, parts, row)
     if row.lists and not post_norm:
         return Streams(note="a block is not a module of its own: its output cannot be reached")
+    for part in parts:
+        # the language adapters call the norm too: an adapter there would act twice
+        if post_norm and row.languages and part.out.startswith(f"{row.languages}."):
+            part.norms.pop("at", None)
     sublayers = tuple(part.sublayer(post_norm, row.outs) for part in parts)
     changed = any(WIDENING.search(s.path) and s.d_in != s.d_out for s in sites)
     if changed:

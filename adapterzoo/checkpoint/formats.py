@@ -53,6 +53,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """The model of a checkpoint: its name on the Hub or its folder, None if unknown, and commit."""
+
+    name: str | None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The facts about the model to fill or save that formats need.
 
@@ -81,6 +89,7 @@ class ModelInfo:
         tensor: key of the whole model to the tensor; None where there is none.
         modules: name of a task class of transformers to the paths of all modules of such a model,
             with the names of the tensors that each of them saves.
+        output: keys of the output layer of its static head, if that is a language model's.
     """
 
     anatomy: Anatomy
@@ -106,6 +115,7 @@ class ModelInfo:
     renamed: Callable[[str], str]
     tensor: Callable[[str], Tensor | None]
     modules: Callable[[str], Mapping[str, tuple[str, ...]]]
+    output: frozenset[str] = frozenset()
 
 
 class Format(Protocol):
@@ -133,8 +143,21 @@ class Format(Protocol):
             CheckpointError: the format cannot express the checkpoint.
         """
 
+    def base(self, folder: Path) -> Base:
+        """Return the model that an adapter was trained on.
+
+        Raises:
+            CheckpointError: the config is missing or damaged.
+        """
+
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of all files that a folder of this format may have; others are kept."""
+
+
+def base_of(values: Mapping[str, Any], name: str, revision: str) -> Base:
+    """Return the model that the config of a file names in these fields."""
+    found = (values.get(name), values.get(revision))
+    return Base(*(value if isinstance(value, str) and value else None for value in found))
 
 
 def inexpressible(why: str, *hints: str) -> CheckpointError:

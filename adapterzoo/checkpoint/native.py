@@ -19,7 +19,7 @@ from adapterzoo.errors import CheckpointError
 
 from . import files, folders
 from .digest import fingerprint
-from .formats import Checkpoint, Kind, ModelInfo, formats
+from .formats import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 
 FORMAT = "adapterzoo"
 VERSION = 1
@@ -50,6 +50,10 @@ class NativeFormat:
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
         """Return one file with tensors and metadata, and the metadata again for people."""
         return encode(checkpoint, kind)
+
+    def base(self, folder: Path) -> Base:
+        """Return the model in the metadata."""
+        return base_of(read(folder / "adapter.safetensors")[0], "model_name", "")
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return both files."""

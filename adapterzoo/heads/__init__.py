@@ -13,7 +13,7 @@ from ._lm import LMHead
 from ._losses import IGNORED, Logits, next_labels
 from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
-from ._static import InexpressibleError, Shapes, Static, StaticHead
+from ._static import InexpressibleError, Shapes, Static, StaticHead, label_numbers
 from .classification import ClassificationConfig, MultilabelClassificationConfig
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
 from .image_classification import ImageClassificationConfig
@@ -75,6 +75,7 @@ __all__ = [
     "add_methods",
     "adds_head",
     "head_types",
+    "label_numbers",
     "labels_from",
     "next_labels",
     "pool",

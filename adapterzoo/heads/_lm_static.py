@@ -6,10 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._static import InexpressibleError, Static, activation_after
+from ._static import InexpressibleError, Static
+from ._static_activations import activation_after
 
 # config fields that change logits in ways that no head type here has
-_STRANGE = ("dim_model_base", "output_multiplier", "unpadded_vocab_size", "use_predict_layer")
+_STRANGE = (
+    "dim_model_base", "embedding_rank", "logits_mup_width_multiplier", "output_multiplier",
+    "softcap", "unpadded_vocab_size", "use_predict_layer",
+)  # fmt: skip
+# names of the bound of logits
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
@@ -52,6 +58,9 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
         "added_bias": added,
         **_logit_fields(config),
     }
+    if out is None and not config.get("tie_word_embeddings"):
+        # the config of the whole model ties it, that of its text part does not
+        fields["tie_word_embeddings"] = True
     if dense is not None:
         fields["activation_function"] = activation_after(dense, config)
         fields["dense_bias"] = static.has_bias(dense)
@@ -59,6 +68,9 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
         fields["norm_bias"] = static.has_bias(norm)
         if "layer_norm_eps" not in config:
             fields["layer_norm_eps"] = config.get("norm_eps")
+            # DistilBERT's is the default of all heads
+            if "norm_eps" not in config and dense != "vocab_transform":
+                raise InexpressibleError(f"its config has no eps of {norm}")
     return fields, keys
 
 
@@ -68,5 +80,5 @@ def _logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),
         "logit_divisor": config.get("logits_scaling"),
-        "logit_softcap": config.get("final_logit_softcapping") or config.get("logits_soft_cap"),
+        "logit_softcap": next((config[name] for name in _SOFTCAPS if config.get(name)), None),
     }

@@ -18,7 +18,8 @@ from ._backbone import Backbone
 from ._layers import LayersConfig, LayersHead
 from ._losses import LOSSES, Count, Logits
 from ._pooling import POOLINGS, Pooling, pool
-from ._static import InexpressibleError, Static, StaticHead, activation_after
+from ._static import InexpressibleError, Static, StaticHead
+from ._static_activations import activation_after
 
 _SUMMARIES = {"first": "cls", "last": "last"}
 
@@ -72,6 +73,7 @@ class PooledConfig(LayersConfig):
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
         """Return a static head on a pooled vector as a head of this type."""
+        static.refuse_other_inputs()
         out, dense, keys = static.linears()
         pooling: Any = "cls"
         activation = None

@@ -2,13 +2,13 @@
 
 A task class such as `BertForSequenceClassification` is a base model and a few tensors. The end of
 its name gives the task, and the names and shapes of the tensors give the layers. Tables give the
-activations between layers and the pooled tokens.
+activations between layers (`_static_activations`) and the pooled tokens.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 _DENSE = re.compile(r"(^|\.)(dense|pre_classifier|vocab_transform|summary)$")
 _NORM = re.compile(r"norm$", re.IGNORECASE)
 
-# model types whose `classifier.dense` is followed by config.hidden_act instead of tanh
-_HIDDEN_ACT = frozenset({"big_bird", "convbert", "mra", "nystromformer", "roformer", "yoso"})
+# model types whose classes for sequences choose the tokens with global attention themselves
+_GLOBAL_ATTENTION = frozenset({"longformer"})
 
 
 class InexpressibleError(Exception):
@@ -126,6 +126,15 @@ class Static:
         if rest := sorted(set(self.tensors) - set(keys)):
             raise InexpressibleError(f"it has tensors of unknown use: {', '.join(rest[:5])}")
 
+    def refuse_other_inputs(self) -> None:
+        """Raise if the class gives the base model other inputs than it gets.
+
+        Raises:
+            InexpressibleError: it does.
+        """
+        if self.config.get("model_type") in _GLOBAL_ATTENTION:
+            raise InexpressibleError("it chooses the tokens with global attention")
+
     def dropout(self, *names: str) -> float | None:
         """Return the dropout before the layers; None if it is the model's own.
 
@@ -146,51 +155,23 @@ class Static:
             InexpressibleError: the values of `label2id` are not numbers.
         """
         names = self.config.get("label2id")
-        if not isinstance(names, Mapping) or len(names) != count:
-            return None
-        try:
-            return {str(label): int(number) for label, number in names.items()}
-        except (TypeError, ValueError) as error:
-            shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*names.items()][:10])
-            raise InexpressibleError(f"its config has label2id={{{shown}}}") from error
+        return label_numbers(names) if isinstance(names, Mapping) and len(names) == count else None
+
+
+def label_numbers(label2id: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the `label2id` of a transformers config with its numbers as integers.
+
+    Raises:
+        InexpressibleError: a value is not a number.
+    """
+    try:
+        return {str(label): int(number) for label, number in label2id.items()}
+    except (OverflowError, TypeError, ValueError) as error:
+        shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*label2id.items()][:10])
+        raise InexpressibleError(f"its config has label2id={{{shown}}}") from error
 
 
 def _role(path: str) -> str:
     if _DENSE.search(path):
         return "dense"
     return "norm" if _NORM.search(path) else "output"
-
-
-def activation_after(dense: str, config: Mapping[str, Any]) -> str:
-    """Return the activation after a head's layer, by its path and the transformers config.
-
-    Raises:
-        InexpressibleError: it is unknown.
-    """
-    named = _ACTIVATIONS.get(dense)
-    found = named(config) if named is not None else None
-    if not isinstance(found, str):
-        raise InexpressibleError(f"the activation behind {dense} is unknown")
-    return found
-
-
-def _after_classifier(config: Mapping[str, Any]) -> object:
-    model_type = config.get("model_type")
-    if model_type in _HIDDEN_ACT:
-        return config.get("hidden_act")
-    return "gelu" if model_type == "electra" else "tanh"
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-    "classifier.dense": _after_classifier,
-    "classification_head.dense": lambda _: "tanh",
-    "pre_classifier": lambda _: "relu",
-    "pooler.dense": lambda config: config.get("pooler_hidden_act"),
-    "sequence_summary.summary": lambda config: config.get("summary_activation") or "linear",
-    "cls.predictions.transform.dense": lambda config: config.get("hidden_act"),
-    "predictions.dense": lambda config: config.get("hidden_act"),
-    "lm_head.dense": lambda _: "gelu",
-    "generator_predictions.dense": lambda _: "gelu",
-    "vocab_transform": lambda config: config.get("activation"),
-    "head.dense": lambda config: config.get("classifier_activation"),
-}

@@ -58,6 +58,7 @@ class QuestionAnsweringConfig(LayersConfig):
     @classmethod
     def from_static(cls, static: Static) -> StaticHead:
         """Return the single layer of a question-answering class."""
+        static.refuse_other_inputs()
         out, keys = static.one_linear()
         config = cls(
             num_labels=static.shape(out)[0],

@@ -1,4 +1,4 @@
-"""The Cayley transform, from unconstrained square matrices to rotations.
+"""The Cayley transform, from unconstrained square matrices to rotations, and its series.
 
 Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3.
 """
@@ -60,6 +60,30 @@ def cayley(R: Tensor) -> Tensor:
         return cayley_reference(R)
     Q: Tensor = _cayley(R)
     return Q
+
+
+def cayley_neumann(S: Tensor, terms: int) -> Tensor:
+    """Return a sum of n terms for (I + S) (I − S)⁻¹ = I + 2 S + 2 S² + …, as PEFT truncates it.
+
+    The inverse of what `cayley` makes of S. The sum is I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹, for n = 3 the
+    one for n = 4, and I + 2 S for n = 2. It is orthogonal only up to the terms left out, so that S
+    must be small; for S = 0 it is exactly I. Source: Qiu et al. 2025, arXiv:2506.19847.
+
+    Args:
+        S: skew-symmetric, `[*batch, b, b]`.
+        terms: n, from 2.
+
+    Returns:
+        `[*batch, b, b]`, in the dtype of S.
+    """
+    eye = torch.eye(S.shape[-1], device=S.device, dtype=S.dtype)
+    if terms == 2:
+        return torch.add(eye, S, alpha=2)
+    with exactly(S.device):
+        rest = 2 * eye + S
+        for _ in range(max(terms, 4) - 3):
+            rest = 2 * eye + S @ rest  # [*batch, b, b]
+        return eye + S @ rest  # [*batch, b, b]
 
 
 def _fake(R: Tensor) -> Tensor:

@@ -89,8 +89,10 @@ class SavedModulesConfig(CopyConfig):
             SiteError: a name matches no module with parameters, or a layer cannot be copied.
         """
         sites = {s.path: s for s in (*anatomy, *anatomy.others)}
-        wanted = {self.names: self.names} if isinstance(self.names, str) else None
-        for name, one in (wanted or {name: (name,) for name in self.names}).items():
+        # a string is one pattern, a tuple holds names
+        given = (self.names,) if isinstance(self.names, str) else self.names
+        for name in given:
+            one = name if isinstance(self.names, str) else (name,)
             if not any(_is_in(path, one) for path in sites):
                 known = sorted({name for path in sites for name in path.split(".")})
                 names = [name for name in known if not name.isdecimal()]

@@ -55,7 +55,7 @@ class BlockConfig(TargetedConfig):
         """
         m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
         asked = num or self.boft_block_size or 4
-        legal = {d_in // b if num else b: b for b in _block_sizes(d_in, m)}
+        legal = {d_in // b if num else b: b for b in block_sizes(d_in, m)}
         if asked in legal:
             return legal[asked]
         near = sorted(sorted(legal, key=lambda value: abs(value - asked))[:2])
@@ -70,7 +70,7 @@ class BlockConfig(TargetedConfig):
 
 
 @cache
-def _block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
+def block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
     """Return the legal sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
     step = 1 if factors == 1 else 2
     return tuple(b for b in range(2, d_in + 1, step) if d_in % (b << (factors - 1)) == 0)
@@ -85,10 +85,10 @@ def rotation(R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
         dtype: of the layer's input.
     """
     Q = cayley(R.to(compute_dtype(dtype)))
-    return folded(_dropped(Q, dropout) if dropout else Q)
+    return folded(dropped(Q, dropout) if dropout else Q)
 
 
-def _dropped(Q: Tensor, p: float) -> Tensor:
+def dropped(Q: Tensor, p: float) -> Tensor:
     """Return Q `[*adapters, m, blocks, b, b]` with int(p · blocks) blocks of one factor = I."""
     m, blocks, b = Q.shape[-4:-1]
     lead = Q.shape[:-4]

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
 from adapterzoo.fields import MAX_WIDTH, Range, Share
+from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
+
+from ._peft_arguments import BIAS, EXCLUDED, STORED, TARGETS, ours
 
 _FIELDS = {
     "boft_dropout": PeftField(0.0, Share()),
@@ -16,6 +19,21 @@ _FIELDS = {
     "boft_block_num": PeftField(0, Range(0, MAX_WIDTH)),
 }
 _INERT = frozenset(("boft_block_size", "init_weights"))
+
+_ARGUMENTS = PeftArguments(
+    class_name="BOFTConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **BIAS,
+        "boft_block_size": ours(4, "boft_block_size"),
+        "boft_block_num": ours(0, "boft_block_num"),
+        "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor"),
+        "boft_dropout": ours(0.0, "boft_dropout"),
+        "init_weights": ours(True, "init_weights"),
+    },
+)
 
 
 def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
@@ -88,6 +106,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="BOFT",
+        arguments=_ARGUMENTS,
         tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
         fields=_FIELDS,
         inert=_INERT,

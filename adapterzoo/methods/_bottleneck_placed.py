@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
 from adapterzoo.contracts import BaseLayer, LanguageFreeAdapter
-from adapterzoo.errors import SiteError
+from adapterzoo.errors import SiteError, StateError
 
 from ._bottleneck_fields import BottleneckFields
 from ._bottleneck_layer import Added, BottleneckLayer, Instead
@@ -119,8 +119,27 @@ class PlacedBottleneck(BottleneckLayer):
             r = r + (inp - h)
         if isinstance(factor, Tensor):
             # nothing that a layer returns reaches a feature that the model multiplies by 0
-            r = r / torch.where(factor == 0, 1.0, factor)
+            r = self._divided(r, torch.where(factor == 0, 1.0, factor), y.dtype)
         return r.to(y.dtype)
+
+    def _divided(self, r: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return r over the factor by which the model multiplies it again.
+
+        Raises:
+            StateError: a value exceeds float16.
+        """
+        found = (r / factor).to(dtype)
+        # a compiled model cannot look at values
+        if dtype is not torch.float16 or torch.compiler.is_compiling():
+            return found
+        if r.isfinite().all() and not found.isfinite().all():
+            raise StateError(
+                f"site_convention={self.config.site_convention!r}: the model multiplies the result "
+                f"of this bottleneck by {self.factor_path!r}, whose smallest value is "
+                f"{factor.abs().min():.2g}, and the result over it exceeds float16, whose largest "
+                f"value is 65504. Write model.to(torch.bfloat16), or torch.float32."
+            )
+        return found
 
     def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
         """Return R; all tensors `[*batch, d_model]`.

@@ -10,6 +10,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -24,6 +25,25 @@ from adapterzoo.spelling import (
 
 from . import _layer_flags
 from ._low_rank_peft import row_numbers
+from ._peft_arguments import EXCLUDED, STORED, TARGETS, ours
+
+_ARGUMENTS = PeftArguments(
+    class_name="IA3Config",
+    fields={
+        **{n: a for n, a in TARGETS.items() if not n.startswith("layers")},
+        **EXCLUDED,
+        **STORED,
+        "feedforward_modules": ours(None, "feedforward_modules"),
+        "init_ia3_weights": PeftArgument(
+            True,
+            "init_weights",
+            {True: "ia3"},
+            "vectors start as ones, or with init_weights='bert' as normal values. Write "
+            "init_ia3_weights=True.",
+        ),
+    },
+    subsets={"feedforward_modules": lambda config, site: config.scales_input(site)},
+)
 
 
 class _IA3Config(Protocol):
@@ -80,6 +100,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="IA3",
+        arguments=_ARGUMENTS,
         tensors={"ia3_l": ("ia3_l",)},
         subsets={"feedforward_modules": _scales_input},
         inert=frozenset(("init_ia3_weights",)),

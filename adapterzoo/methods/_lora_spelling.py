@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.spelling import AdapterHubSpelling, Container, PeftSpelling, same
 
 from . import _low_rank_adapterhub, _low_rank_peft
+from ._low_rank_arguments import ARGUMENTS
+from ._peft_arguments import ours
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
@@ -21,9 +25,13 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells LoRA."""
+    arguments = ARGUMENTS
     return _low_rank_peft.spelling(
         config,
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
         optional={"lora_B_bias": "lora_bias"},
+        arguments=replace(
+            arguments, fields={**arguments.fields, "lora_bias": ours(False, "lora_bias")}
+        ),
     )

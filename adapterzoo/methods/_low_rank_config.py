@@ -18,11 +18,11 @@ import torch
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CompositionError, SiteError, listing
+from adapterzoo.errors import CompositionError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
 
 from ._init import DTYPE, DTYPES
-from ._patterns import Patterns, fits_end, matching
+from ._patterns import Patterns, check_keys, matching
 from ._starts import DRAWN
 from ._targets import TARGETS, TargetedConfig
 
@@ -69,15 +69,9 @@ class LowRankConfig(TargetedConfig):
         # a key may match a layer of a block that is left out
         by_layer = self.leave_out or self.layers_to_transform is not None
         sites = list(anatomy) if by_layer else [p.site for p in placements]
-        for field_name in ("rank_pattern", "alpha_pattern"):
-            for key in getattr(self, field_name):
-                if not any(fits_end(key, site.path) for site in sites):
-                    ends = sorted({site.path.rpartition(".")[2] for site in sites})
-                    raise SiteError(
-                        f"{type(self).__name__}({field_name}={{{key!r}: …}}): no adapted layer "
-                        f"matches {key!r}. Adapted are layers named {listing(ends)}. Write one of "
-                        f"these names, or leave the key out."
-                    )
+        paths = [site.path for site in sites]
+        for name in ("rank_pattern", "alpha_pattern"):
+            check_keys(type(self).__name__, name, getattr(self, name), paths)
         return placements
 
     @property

@@ -22,6 +22,8 @@ from adapterzoo.spelling import (
     Tensors,
 )
 
+from ._beside import BESIDE
+from ._low_rank_arguments import ARGUMENTS, REFUSED
 from ._low_rank_config import LowRankConfig
 from ._started_peft import REPRODUCED, read_start
 
@@ -39,19 +41,6 @@ _INERT = frozenset(
      "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
      "velora_config")
 )  # fmt: skip
-_REFUSED = {
-    "use_qalora": "it pools the input of each group before A",
-    "alora_invocation_tokens": "it acts only after certain tokens",
-    "layer_replication": "it has more layers than the model",
-    "target_parameters": "it adapts parameters of fused experts one by one",
-    "trainable_token_indices": "it replaces rows of the embedding",
-    "use_bdlora": "its factors are block-diagonal and packed",
-    "arrow_config": "it routes each token among several adapters",
-    "kasa_config": "it removes singular values from the base weights",
-    "monteclora_config": "it draws its factors at random in each forward",
-    "megatron_config": "it belongs to layers that Megatron has split",
-    "enable_lora": "it was written by PEFT before 0.3, for parts of fused layers",
-}
 # initial values that leave the base weights unchanged
 _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -149,13 +138,14 @@ def spelling(
         embedding_tensors=_EMBEDDING_TENSORS,
         fields=_FIELDS,
         patterns=_PATTERNS,
+        beside=BESIDE,
         inert=_INERT,
-        refused=_REFUSED,
+        refused=REFUSED,
         refuse=_refuse,
         read=read_start,
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         write_layers=lambda layers: [_write_layer(layer) for layer in layers],
-        **{"unsayable": unsayable, "join": join, **more},
+        **{"arguments": ARGUMENTS, "unsayable": unsayable, "join": join, **more},
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.expressions import fault
 from adapterzoo.fields import Check
 
@@ -23,7 +23,8 @@ class Modules(Check):
         """Return a tuple of names, a string or None."""
         if isinstance(value, str) or not isinstance(value, Iterable):
             return value
-        return tuple(value)
+        # PEFT keeps names as a set, which has no order
+        return tuple(sorted(value) if isinstance(value, (set, frozenset)) else value)
 
     def fits(self, value: object) -> bool:
         """Return whether none is empty."""
@@ -97,6 +98,27 @@ def check_patterns(config: str, name: str, patterns: Iterable[str], names: objec
             f"{config}({name}={pattern[:80]!r}): {reason}. Write names of layers instead: "
             f"{name}={names!r}."
         )
+
+
+def check_keys(config: str, name: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Check that each key of a field with patterns matches a layer.
+
+    Args:
+        config: name of the config's class.
+        name: of the field.
+        patterns: its keys.
+        paths: of the layers.
+
+    Raises:
+        SiteError: a key matches none.
+    """
+    for key in patterns:
+        if not any(fits_end(key, path) for path in paths):
+            ends = sorted({path.rpartition(".")[2] for path in paths})
+            raise SiteError(
+                f"{config}({name}={{{key!r}: …}}): no adapted layer matches {key!r}. Adapted are "
+                f"layers named {listing(ends)}. Write one of these names, or leave the key out."
+            )
 
 
 def matches(path: str, wanted: str | Iterable[str]) -> bool:

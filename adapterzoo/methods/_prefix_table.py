@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -11,11 +12,28 @@ from torch.nn.functional import dropout, linear
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Ejectable, SharedModules
 
 from ._init import drawn, generator, kaiming, normal, uniform
 from ._products import Affine
+
+_SELF = "self_prefix"
+
+
+def by_tower(placements: Sequence[Placement]) -> list[Placement]:
+    """Return the placements with a location for each tower, such as "text_model_self_prefix".
+
+    Towers of text and images get tables of their own, since their widths differ.
+
+    Args:
+        placements: at attentions, with the locations of a model without towers.
+    """
+    towers = [p.site.stack.partition(".")[0] if p.location == _SELF else "" for p in placements]
+    if len({*towers} - {""}) < 2:
+        return [*placements]
+    pairs = zip(placements, towers, strict=True)
+    return [replace(p, location=f"{tower}_{_SELF}") if tower else p for p, tower in pairs]
 
 
 class PrefixTable(nn.Module):

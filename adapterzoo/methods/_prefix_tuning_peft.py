@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,36 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tensors
+
+from ._peft_arguments import PROMPT, ours
+
+
+def _unsized(fields: Mapping[str, Any]) -> str | None:
+    """Return why the MLP cannot be made: PEFT takes its width from the model."""
+    if fields.get("prefix_projection") and fields.get("encoder_hidden_size") is None:
+        return (
+            "prefix_projection=True needs the width of its MLP. Write encoder_hidden_size=768, "
+            "which PEFT sets to the width of the model."
+        )
+    return None
+
+
+_ARGUMENTS = PeftArguments(
+    class_name="PrefixTuningConfig",
+    fields={
+        **PROMPT,
+        "num_virtual_tokens": ours(None, "prefix_length"),
+        "encoder_hidden_size": ours(None, "bottleneck_size"),
+        "prefix_projection": PeftArgument(
+            False, "flat", {True: False, False: True}, "legal are True and False."
+        ),
+        "init_weights": PeftArgument(hint="a prefix starts at random. Leave it out."),
+    },
+    implied={"positions": "shifted", "encoder_prefix": False, "cross_prefix": False},
+    unsayable=_unsized,
+)
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
@@ -26,6 +56,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     return PeftSpelling(
         config=config,
         peft_type="PREFIX_TUNING",
+        arguments=_ARGUMENTS,
         shared={"table": "prompt_embeddings"},
         fields={
             "num_transformer_submodules": PeftField(1, Range(1, 2)),
@@ -37,6 +68,20 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         read_model=_from_peft,
         unsayable=_unsayable,
         write_model=_to_peft,
+    )
+
+
+def cartridge(config: type[AdapterConfig]) -> PeftSpelling:
+    """Return how PEFT spells cartridges (Eyuboglu et al. 2025, arXiv:2506.06266), only read.
+
+    A cartridge is the same table, trained from the cache of a text.
+    """
+    plain = peft(config)
+    return replace(
+        plain,
+        peft_type="CARTRIDGE",
+        becomes="a prefix that computes the same; training changes its frozen tokens too",
+        inert=plain.inert | {"num_frozen_tokens"},
     )
 
 
@@ -66,6 +111,11 @@ def _from_peft(
 
 def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple[Fields, Tensors]:
     attentions = _decoding(anatomy)
+    if not all(name.startswith("self_prefix.") for name in tensors):
+        raise CheckpointError(
+            f"PEFT has one prefix for all blocks, and this model's towers have one each. Write "
+            f"{argument('format', 'native')}."
+        )
     if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
         raise CheckpointError(
             f"PEFT has one prefix for all blocks, with heads of one shape, but this one has "

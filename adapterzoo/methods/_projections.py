@@ -62,7 +62,7 @@ class ProjectedConfig(TargetedConfig):
     ) -> Projections:
         """Return A and B of all layers, as wide as the widest."""
         sites = [placement.site for placement in placements]
-        return Projections(self, sites, device, self.dtype_at(dtype))
+        return Projections(self, sites, device, dtype)
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the parameters at a layer of the given dtype."""
@@ -87,7 +87,10 @@ class Projections(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Draw A, then B, from one generator, as PEFT does, for all layers of the adapter."""
+        """Draw A, then B, from one generator, as PEFT does, for all layers of the adapter.
+
+        They are rounded to `dtype`, that of the layers, also if the adapter's is wider.
+        """
         super().__init__()
         seed = config.init_weights_seed
         source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
@@ -97,8 +100,9 @@ class Projections(nn.Module):
 
         d_in, d_out = max(site.d_in for site in sites), max(site.d_out for site in sites)
         # buffers: they are saved and moved, and never trained
-        self.register_buffer("lora_A", drawn((config.r, d_in), kaiming, device, dtype).detach())
-        self.register_buffer("lora_B", drawn((d_out, config.r), kaiming, device, dtype).detach())
+        for name, shape in (("lora_A", (config.r, d_in)), ("lora_B", (d_out, config.r))):
+            made = drawn(shape, kaiming, device, dtype).detach()
+            self.register_buffer(name, made.to(config.dtype_at(dtype)))
 
 
 class Projected(WeightAdapter):

@@ -52,7 +52,7 @@ class TokenRowsConfig(AdapterConfig):
             SiteError: there is no such table, or it has fewer tokens.
         """
         tables = {site.path: site for site in anatomy if site.kind == "embedding"}
-        own = anatomy.tokens.table if anatomy.tokens is not None else None
+        own = anatomy.own_table
         if self.table is None:
             found = [own] if own in tables else []
         else:
@@ -90,7 +90,7 @@ class TokenRows(WeightAdapter):
 
     Attributes:
         rows: R `[tokens, d]`.
-        tokens: their numbers, in ascending order; saved with the config.
+        tokens: their numbers, in ascending order.
     """
 
     stands_alone: ClassVar[bool] = True
@@ -109,8 +109,14 @@ class TokenRows(WeightAdapter):
         """
         super().__init__()
         self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
+        self.ids = tokens
+        # the config has them, so that files need not
         numbers = torch.tensor(tokens, device=device, dtype=torch.long)
         self.register_buffer("tokens", numbers, persistent=False)
+
+    def renumber(self) -> None:
+        """Set the numbers again, after a model was made on the meta device."""
+        self.tokens = torch.tensor(self.ids, device=self.rows.device, dtype=torch.long)
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the values of the table."""

@@ -18,13 +18,16 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.fields import Layers, field
+from adapterzoo.spelling import spelled
 
+from . import _ln_tuning_spelling
 from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
 
 
 @architectures.register("ln_tuning")
 @config_strings.register("ln_tuning")
+@spelled(_ln_tuning_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class LNTuningConfig(CopyConfig):
     """Config of LN tuning.

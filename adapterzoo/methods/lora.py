@@ -38,7 +38,7 @@ from adapterzoo.kernels.grouped import (
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.spelling import spelled
 
-from . import _lora_spelling
+from . import _adalora_spelling, _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._rows import features, gated, restored
@@ -50,7 +50,7 @@ from ._starts import replaces_weight
 @architectures.register("lora")
 @config_strings.register("lora")
 @change_forms.register("lora")
-@spelled(_lora_spelling.adapterhub, _lora_spelling.peft)
+@spelled(_lora_spelling.adapterhub, _lora_spelling.peft, _adalora_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(StartedConfig):
     """Config of LoRA; `TargetedConfig` chooses the layers, `StartedConfig` sizes and start.

@@ -37,12 +37,14 @@ from adapterzoo.spelling import spelled
 from . import _prefix_tuning_peft, _prefix_tuning_spelling
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
-from ._prefix_table import PrefixTable, PrefixTables
+from ._prefix_table import PrefixTable, PrefixTables, by_tower
 
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
-@spelled(_prefix_tuning_spelling.adapterhub, _prefix_tuning_peft.peft)
+@spelled(
+    _prefix_tuning_spelling.adapterhub, _prefix_tuning_peft.peft, _prefix_tuning_peft.cartridge
+)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
@@ -112,6 +114,7 @@ class PrefixTuningConfig(AdapterConfig):
             if wanted and attention.layer not in self.leave_out:
                 at = "cross" if attention.cross else "encoder" if in_encoder else "self"
                 found.append(Placement(attention, self, f"{at}_prefix"))
+        found = by_tower(found)
         if not found:
             raise SiteError(
                 f"{type(self).__name__}(leave_out={list(self.leave_out)!r}): no attention is left. "

@@ -33,7 +33,7 @@ from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
 from adapterzoo.spelling import spelled
 
-from . import _prompt_tuning_spelling
+from . import _prompt_tuning_spelling as _spelling
 from ._init import DTYPE, DTYPES, drawn, generator, uniform
 
 _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
@@ -41,7 +41,7 @@ _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 
 @architectures.register("prompt_tuning")
 @config_strings.register("prompt_tuning")
-@spelled(_prompt_tuning_spelling.adapterhub, _prompt_tuning_spelling.peft)
+@spelled(_spelling.adapterhub, _spelling.peft, _spelling.p_tuning, _spelling.cpt)
 @dataclass(frozen=True, kw_only=True)
 class PromptTuningConfig(AdapterConfig):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.

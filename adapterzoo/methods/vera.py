@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
+from adapterzoo.fields import field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.spelling import spelled
@@ -39,9 +40,17 @@ from ._projections import Projected, ProjectedConfig
 @spelled(_vera_spelling.adapterhub, _vera_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class VeraConfig(ProjectedConfig):
-    """Config of VeRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest."""
+    """Config of VeRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
+
+    Attributes:
+        save_projection: whether files in PEFT's format hold A and B; if not, PEFT and this library
+            draw them again from `projection_prng_key`. Other formats always hold them.
+    """
 
     architecture: ClassVar[str] = "vera"
+    training_fields = ProjectedConfig.training_fields | {"save_projection"}
+
+    save_projection: bool = field(True, ours=True)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
         """Return a new adapter for the site."""

@@ -70,6 +70,7 @@ def make_plan(
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
+        CompositionError: adapters have an output layer, and rows of it, for themselves.
         UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state
@@ -108,7 +109,13 @@ def make_plan(
         if step is not None:
             steps[path] = step
     steps.update(model._head_strategy.steps(parts))
-    steps.update(token_rows.steps(model, parts, acting))
+    outputs = token_rows.steps(model, parts, acting)
+    if both := sorted(steps.keys() & outputs.keys()):
+        raise CompositionError(
+            f"{setup!r}: at {both[0].removeprefix('head//')!r} one adapter has the output layer "
+            f"for itself, and another has rows of it. Activate one of them."
+        )
+    steps.update(outputs)
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():

@@ -44,7 +44,6 @@ from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stack
 _RECORDED = "output_adapter_gating_scores", "output_adapter_fusion_attentions"
 _WHOLE = "adapter_names", "task_ids", *_RECORDED
 
-
 # --- add and delete ---
 
 
@@ -65,6 +64,7 @@ def add(
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
+    loaded, with_output = model._head_strategy.without_saved(loaded)
     loaded, inputs = fitted(model, loaded, init_data)
     record = make(model, loaded)
     for path, adapter in record.coming.items():
@@ -73,6 +73,8 @@ def add(
         else:
             init_shared(model, loaded, adapter)
     bring_in(model, name, record, active)
+    if with_output:
+        model._head_strategy.save_output(name)
 
 
 def init_values(
@@ -109,12 +111,13 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
             member.init_from_text(own, embedded)
 
 
-def delete(model: AdaptedModel, name: str) -> None:
-    """Delete an adapter; other active adapters stay active."""
-    model._adapter_state.find(name)
+def delete(model: AdaptedModel, *names: str) -> None:
+    """Delete adapters of the model, all or none; other active adapters stay active."""
+    for name in names:
+        refuse_used(model, name)
     refuse_if_sharded(model, "Write set_active_adapters(None).")
-    refuse_used(model, name)
-    remove(model, name)
+    for name in names:
+        remove(model, name)
     replan(model)
 
 

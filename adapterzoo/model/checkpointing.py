@@ -18,13 +18,7 @@ from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateNameError,
-    argument,
-    listing,
-)
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.inject.building import build, device_of, give_memory, inject_path, layer_at
 from adapterzoo.methods import undrawn
 from adapterzoo.methods.fusion import AdapterFusionConfig
@@ -49,7 +43,6 @@ from .state import (
 )
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
-
 
 # --- adapters ---
 
@@ -76,6 +69,14 @@ def save_adapter(
     """
     if not beside:
         _warn_of_embeddings(model, name)
+    stored = checkpoint_of(model, name, with_head, meta, format)
+    documents.write(model, folder, stored, "adapter", format)
+
+
+def checkpoint_of(
+    model: AdaptedModel, name: str, with_head: bool, meta: Mapping[str, Any] | None, format: str
+) -> Checkpoint:
+    """Return an adapter and its head; arguments as of `save_adapter`."""
     strategy = model._head_strategy
     record = model._adapter_state.find(name)
     documents.check_meta(meta)
@@ -93,8 +94,7 @@ def save_adapter(
     }
     if embeddings is not None:
         document["embeddings"] = embeddings
-    stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
-    documents.write(model, folder, stored, "adapter", format)
+    return Checkpoint(document, tensors, {} if head is None else head.tensors)
 
 
 def _warn_of_embeddings(model: AdaptedModel, name: str) -> None:

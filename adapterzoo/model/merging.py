@@ -63,6 +63,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     # rows that act in all modules with a table may change it
     rows = [p for p in modules if any(token_rows.act_on_all(model, name, p) for name in added)]
     _refuse_tied(model, (path for path in modules if path not in rows))
+    model._head_strategy.check_merging(names)
     first = _first_with(model, modules)
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
@@ -113,7 +114,7 @@ def merge_and_unload(
 ) -> Any:
     """Merge adapters and return a plain model of transformers."""
     _refuse_unloading(model)
-    added = _to_merge(model, names)
+    added = to_merge(model, names)
 
     def change(changed: Any) -> None:
         merge(changed, added)
@@ -127,8 +128,12 @@ def unload(model: AdaptedModel, architecture: str | None) -> Any:
     return model._head_strategy.unloaded(reset, architecture)
 
 
-def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of the adapters that remain to be merged."""
+def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the adapters that remain to be merged; None: of the active ones.
+
+    Raises:
+        StateError: there is none, or the active composition cannot be merged.
+    """
     state, plan = model._adapter_state, model._active.default.plan
     if names is None:
         if plan.setup is not None and plan.skip_layers:

@@ -42,6 +42,8 @@ from .hf import (
     setups,
     vocabularies,
 )
+from .peft import switching
+from .peft.names import with_names_of_peft
 from .state import (
     AdapterState,
     anatomy_of,
@@ -54,6 +56,7 @@ from .state import (
 
 @names_calls
 @with_names_of_adapters
+@with_names_of_peft
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; list it before that class among the bases.
 
@@ -139,6 +142,7 @@ class AdapterModelMixin:
 
     # --- add and delete ---
 
+    @switching.either_order
     def add_adapter(
         self,
         adapter_name: str,
@@ -151,7 +155,9 @@ class AdapterModelMixin:
 
         Args:
             adapter_name: its name.
-            config: a config, a config string such as "lora[r=8]", or a dict; None: "seq_bn".
+            config: a config, here or of PEFT, a config string such as "lora[r=8]", or a dict;
+                None: "seq_bn". As in transformers, a config of PEFT may come before the name,
+                which is "default" then if not given; the adapter is trained and active afterwards.
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
             init_data: batches, each with the arguments of a call, for the initial values that
@@ -164,17 +170,21 @@ class AdapterModelMixin:
             SiteError: the model has no place that the config asks for.
             StateError: the model is sharded.
         """
-        adapters.add(self, adapter_name, config, overwrite_ok, set_active, init_data)
+        switching.add(self, adapter_name, config, overwrite_ok, set_active, init_data)
 
-    def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter; other active adapters stay active.
+    @switching.also_named(adapter_names="adapter_name")
+    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Delete an adapter, or several; other active adapters stay active.
+
+        Args:
+            adapter_name: a name, or a list of names.
 
         Raises:
             UnknownNameError: the adapter is unknown.
             StateError: it is merged, or active in an `AdapterSetup` of this thread; or the model
                 is sharded.
         """
-        adapters.delete(self, adapter_name)
+        adapters.delete(self, *switching.list_of(self, adapter_name))
 
     def average_adapter(
         self,
@@ -659,12 +669,19 @@ class AdapterModelMixin:
 
     # --- merge ---
 
-    def merge_adapter(self, name: str) -> None:
-        """Merge an adapter into the base weights; `reset_adapter` undoes it.
+    @switching.also_named(adapter_names="name")
+    def merge_adapter(
+        self, name: str | Sequence[str] | None = None, safe_merge: bool = True
+    ) -> None:
+        """Merge an adapter, or several in order, into base weights; `reset_adapter` undoes it.
 
         Merging adapters one by one equals merging them at once. A merged adapter always acts,
         active or not. The original weights are kept until `reset_adapter`. The adapter's copy of
         a static head is merged too; of several merged copies, the last one is used.
+
+        Args:
+            name: of the adapter, or a list of names; None: the active ones.
+            safe_merge: PEFT's switch; weights that are not finite are always refused.
 
         Raises:
             UnknownNameError: the adapter is unknown.
@@ -672,7 +689,7 @@ class AdapterModelMixin:
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
                 the model is sharded or quantized; nothing has changed then.
         """
-        merging.merge(self, (name,))
+        merging.merge(self, switching.to_merge(self, name))
 
     def reset_adapter(self) -> None:
         """Restore the base weights bit for bit; the adapters that were merged act as before.
@@ -811,8 +828,9 @@ class AdapterModelMixin:
         Args:
             save_directory: the folder; created if missing.
             adapter_name: the adapter.
-            with_head: whether to save its head in the same file: the head of the same name, or
-                the only active one; or the adapter's copy of a static head.
+            with_head: whether to save its head in the same file: the head of the same name; without
+                one the only active head, unless it has the name of another adapter or fusion; or
+                the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
             custom_weights_loaders: save weights of other modules to the same folder; see
@@ -853,6 +871,8 @@ class AdapterModelMixin:
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         source: str | None = None,
+        adapter_name: str | None = None,
+        is_trainable: bool = False,
         **hub_kwargs: Any,
     ) -> str:
         """Load an adapter, and its head, from a folder or from the Hub.
@@ -886,6 +906,10 @@ class AdapterModelMixin:
             revision: branch, tag or commit on the Hub.
             source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
                 None: a folder first, then the Hub, then an old id.
+            adapter_name: PEFT's name of `load_as`; with it, the first adapter of a model becomes
+                active, as in PEFT.
+            is_trainable: PEFT's switch: whether to train the adapter if it is the first one, or
+                else to let its parameters be trained.
             **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
                 huggingface_hub takes them.
 
@@ -900,16 +924,20 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
+        is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
-            load_as=load_as, with_head=with_head, leave_out=leave_out,
-            id2label=arguments.labels(id2label, num_labels), set_active=set_active,
+            load_as=load_as or adapter_name, with_head=with_head, leave_out=leave_out,
+            id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub_kwargs, "config": config, "model_name": model_name}
-        return checkpointing.load_adapter(
+        name = checkpointing.load_adapter(
             self, adapter_name_or_path, version, revision, source, options, asked
         )
+        if adapter_name is not None or is_trainable:
+            switching.loaded(self, name, is_trainable)
+        return name
 
     def save_all_adapters(
         self,
@@ -1336,7 +1364,7 @@ class AdapterModelMixin:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
         embeddings.arrive(model)
-        ties.update_outputs(model)
+        ties.after_loading(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

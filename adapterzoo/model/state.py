@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from adapterzoo import inject
 from adapterzoo.anatomy import Anatomy, find, input_embeddings_of
-from adapterzoo.composition import fusion_key
+from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import unknown_name
@@ -110,6 +110,7 @@ class AdapterState:
         embeddings: name of the active embeddings.
         coming_embeddings: those to activate once a model that is being loaded has its values.
         interface: names of layers that the user gave; None without any.
+        disabled: the composition that `disable_adapters` deactivated.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class AdapterState:
     embeddings: str = DEFAULT_EMBEDDINGS
     coming_embeddings: str | None = None
     interface: AdapterModelInterface | None = None
+    disabled: Composition | None = None
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.

@@ -31,6 +31,7 @@ from adapterzoo.testing._case import fields_of
 from adapterzoo.testing._models import ModelCase
 
 from . import survey
+from .small import small
 from .tiny_models import NoTinyModelError, tiny_model
 
 GREEN, RED = "✓", "✗"
@@ -82,7 +83,7 @@ def methods() -> dict[str, list[AdapterConfig]]:
 def _configs(strings: tuple[str, ...]) -> dict[str, list[AdapterConfig]]:
     found: dict[str, dict[type, AdapterConfig]] = {}
     for text in strings:
-        if text != "union" and len((config := AdapterConfig.load(text)).members) == 1:
+        if text != "union" and len((config := AdapterConfig.load(small(text))).members) == 1:
             # a few ReLUs may be off for all of a few tokens, and give no gradient
             changed = {"non_linearity": "gelu", "reduction_factor": 4}
             kept = {n for n in changed.keys() & fields_of(config) if getattr(config, n) is not None}

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from snapshots import adapter_bits, stir
 from transformers import (
     AutoConfig,
+    CLIPConfig,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -19,7 +21,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
 )
 
-from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig, init
+from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig, PrefixTuningConfig, init
 from adapterzoo.checkpoint.adapterhub.names import (
     LAYOUTS,
     find_block,
@@ -123,6 +125,43 @@ def test_a_half_of_clip_has_the_names_that_it_has_in_the_whole(tower, tmp_path):
         assert "text_model.invertible_adapters.inv.F.0.weight" in keys
         reader.load_adapter(tmp_path / "inv", with_head=False)
         assert adapter_bits(writer, "inv") == adapter_bits(reader, "inv")
+
+
+def test_towers_have_prefixes_of_their_own(tmp_path):
+    """`adapters` names the table of each tower by the type of its config."""
+    text, vision = (TOWERS[tower][0](hidden_size=width, intermediate_size=32, num_hidden_layers=2,
+                                     num_attention_heads=4)
+                    for tower, width in zip(TOWERS, (32, 48), strict=True))  # fmt: skip
+    whole = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
+    widths = {"clip_text_model_self_prefix": 32, "clip_vision_model_self_prefix": 48}
+    for made, locations in (
+        (CLIPModel(whole), [*widths]),
+        (CLIPTextModel(text), [*widths][:1]),
+        (CLIPVisionModelWithProjection(vision), [*widths][1:]),
+    ):
+        model, folder = init(made), tmp_path / type(made).__name__
+        model.add_adapter(
+            "a", PrefixTuningConfig(flat=True, prefix_length=3, convention="adapterhub")
+        )
+        stir(model, "a")
+        before = adapter_bits(model, "a")
+        model.save_adapter(folder, "a", format="adapterhub-safetensors", with_head=False)
+        start = "prefix_tuning.prefix_tunings.a."
+        tensors = load_file(*folder.glob("*adapter.s*"))
+        # keys and values of two layers
+        assert {key: len(tensor) for key, tensor in tensors.items()} == {
+            f"{start}{location}.control_trans": 3 * 2 * 2 * widths[location]
+            for location in locations
+        }
+        model.load_adapter(folder, load_as="b")
+        assert adapter_bits(model, "b") == before
+    model = init(CLIPModel(whole))
+    model.add_adapter("mine", "prefix_tuning_flat")
+    with pytest.raises(CheckpointError, match=r"towers have one each.*format='native'"):
+        model.save_adapter(tmp_path / "one", "mine", format="peft")
+    model.add_adapter("a", PrefixTuningConfig(flat=True, leave_out=(2, 3), convention="adapterhub"))
+    with pytest.raises(CheckpointError, match=r"prefixes in both towers.*format='native'"):
+        model.save_adapter(tmp_path / "one", "a", format="adapterhub")
 
 
 def test_a_file_of_the_other_half_of_clip_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, linear, relu, silu
 from transformers import AutoConfig, AutoModel
 
 from adapterzoo import AdapterConfig, AdapterFusionConfig, Fuse, SeqBnInvConfig, init
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, StateError
 
 ACTIVATIONS = {"relu": relu, "swish": silu, "gelu": gelu}
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 99,
@@ -264,6 +264,23 @@ def test_a_file_gives_the_outputs_of_its_author(tmp_path, family, name):
     assert again == values
     model.load_adapter(tmp_path / "again", load_as="c", set_active=True)
     assert worst(hidden(model, family), expected) < 1e-10
+
+
+@torch.no_grad()
+def test_a_result_that_exceeds_float16_is_refused(tmp_path):
+    model = init(plain("beit"))
+    model.layers[1].lambda_2.fill_(1e-5)
+    written(tmp_path, "beit", "double_seq_bn")
+    model.load_adapter(tmp_path, load_as="b", set_active=True)
+    images, expected = pixels(model), hidden(model, "beit")
+    for dtype in (torch.float32, torch.bfloat16):
+        found = model.to(dtype)(images.to(dtype))[0]
+        assert worst(found.double(), expected) < 0.1
+    model.to(torch.float16)
+    with pytest.raises(StateError, match=r"layers\.1\.lambda_2.* 1e-05,.*65504.*torch\.bfloat16"):
+        model(images.half())
+    model.layers[1].lambda_2.fill_(0.1)
+    assert model(images.half())[0].isfinite().all()
 
 
 def test_a_feature_whose_factor_is_zero_stays_that_of_the_base_model(tmp_path):

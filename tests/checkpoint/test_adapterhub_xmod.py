@@ -187,3 +187,22 @@ def test_only_models_with_language_adapters_can_do_without(tiny):
         model.add_adapter("a", ConfigUnion(LoRAConfig(), NoLanguageAdaptersConfig()))
     with refused(model, SiteError, "site_convention='xmod'", "X-MOD"):
         model.add_adapter("a", "seq_bn[site_convention='xmod']")
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_a_bottleneck_beside_language_adapters_acts_once(pre_norm):
+    # they call the block's last norm besides the block itself
+    model = XmodModel(XmodConfig(**BASES["default"] | {"pre_norm": pre_norm})).eval()
+    init(model)
+    model.add_adapter("a", "seq_bn", set_active=True)
+    count = 0
+
+    def counted(*_):
+        nonlocal count
+        count += 1
+
+    modules = [module for _, module in model.adapter_modules("a")]
+    for module in modules:
+        module.register_forward_hook(counted)
+    model(input_ids=IDS, lang_ids=torch.zeros(len(IDS), dtype=torch.long))
+    assert count == len(modules) == model.config.num_hidden_layers

@@ -27,6 +27,7 @@ METHODS = [
     "dvora[r=4]",
     "boft",
     "boft[boft_n_butterfly_factor=2]",
+    "oft[oft_block_size=4]",
 ]
 
 

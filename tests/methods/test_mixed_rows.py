@@ -28,6 +28,13 @@ PAIRS = {
     "boft of 3": ("boft[boft_n_butterfly_factor=3,boft_block_size=8]",) * 2,
     # too wide to be folded into one factor
     "boft, wide": ("boft[boft_n_butterfly_factor=2,boft_block_size=256]",) * 2,
+    "oft": ("oft[oft_block_size=4]",) * 2,
+    "oft exactly": ("oft[oft_block_size=8,use_cayley_neumann=False,block_share=True]",) * 2,
+    "miss": ("miss[r=5]",) * 2,
+    "miss in all forms": ("miss[r=4,init_weights='mini',mini_r=2]", "miss[r=4]"),
+    "loha": ("loha[r=2]", "loha[r=3,alpha=5]"),
+    "lokr": ("lokr[r=2]", "lokr[r=2,alpha=5]"),
+    "lokr, both": ("lokr[r=1,decompose_both=True]", "lokr[r=1,decompose_both=True,alpha=5]"),
     "seq_bn": ("seq_bn[reduction_factor=4]", "seq_bn[reduction_factor=2]"),
     # the width that pads the narrower one is not silent: sigmoid of 0 is 1/2
     "sigmoid": (SIGMOID % 4, SIGMOID % 2),
@@ -225,6 +232,9 @@ def test_training_drops_and_evaluation_does_not(text, monkeypatch):
     [("lora", "lora[use_gating=True]"), ("lora", "lora[lora_bias=True]"),
      ("lora", "lora[dropout=0.1]"), ("boft", "boft[boft_block_size=8]"),
      ("boft", "boft[boft_dropout=0.1]"), ("boft", "boft[dtype='float32']"),
+     ("oft[r=8,oft_block_size=0]", "oft[r=4,oft_block_size=0]"),
+     ("oft", "oft[num_cayley_neumann_terms=6]"), ("oft", "oft[module_dropout=0.1]"),
+     ("miss[r=4]", "miss[r=5]"), ("miss[r=4]", "miss[r=4,miss_dropout=0.1]"),
      ("seq_bn", "par_bn"), ("seq_bn", "seq_bn[non_linearity='gelu']"),
      ("seq_bn", "seq_bn[dropout=0.1]"), ("seq_bn", "seq_bn[ln_before=True]"),
      ("seq_bn", "seq_bn[ln_after=True]"), ("seq_bn", "seq_bn[use_gating=True]"),
@@ -273,7 +283,9 @@ def test_a_method_that_mixes_and_says_not_how_is_told_what_to_write():
     assert "def forward_batched(cls, adapters, groups, x, base)" in str(caught.value)
 
 
-WEIGHT_ADAPTERS = [name for name in PAIRS if name.startswith(("lora", "dora", "boft"))]
+WEIGHT_ADAPTERS = [
+    name for name in PAIRS if name.startswith(("lora", "dora", "boft", "oft", "miss"))
+]
 EXTREMES = {"inf": float("inf"), "nan": float("nan"), "so large that y is inf": 1e308}
 
 

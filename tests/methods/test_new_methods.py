@@ -1,4 +1,4 @@
-"""(IA)³, VeRA, ReFT and prefix tuning in whole models: merges, mixed batches, other formats."""
+"""(IA)³, VeRA, LoHa, LoKr, ReFT and prefix tuning in models: merges, mixed batches, formats."""
 
 import itertools
 
@@ -15,6 +15,8 @@ METHODS = {
     "ia3": "ia3[alpha=1.5]",
     "vera": "vera[r=4]",
     "dvora": "dvora[r=4]",
+    "loha": "loha[r=2]",
+    "lokr": "lokr[r=2]",
     "loreft": "loreft[r=2,suffix_positions=2,dropout=0.0]",
     "prefix": "prefix_tuning_flat[prefix_length=3]",
     "shifted": "prefix_tuning_flat[prefix_length=2,positions='shifted']",
@@ -35,7 +37,7 @@ def hidden(model, inputs, **kwargs):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
-@pytest.mark.parametrize("method", ["ia3", "vera", "dvora"])
+@pytest.mark.parametrize("method", ["ia3", "vera", "dvora", "loha", "lokr"])
 def test_a_merged_one_computes_what_the_active_one_did(method, family):
     """GPT-2's biases are scaled with its keys and values; T5's gated layers have none."""
     config = METHODS[method]

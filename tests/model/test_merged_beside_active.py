@@ -14,6 +14,7 @@ FRESH = {
     "lora": "lora[init_weights='bert']",
     "dora": "dora[init_weights='bert']",
     "boft": "boft[init_weights=False]",
+    "oft": "oft[init_weights=False]",
 }
 
 
@@ -32,7 +33,7 @@ def run(model):
 
 @pytest.mark.parametrize(
     ("a", "b", "merged"),
-    [("lora", "dora", "a"), ("boft", "boft", "b")],
+    [("lora", "dora", "a"), ("boft", "boft", "b"), ("oft", "lora", "a")],
 )
 def test_half_a_stack_is_not_merged_where_the_order_matters(a, b, merged):
     model = bert(a=a, b=b)

@@ -240,7 +240,7 @@ def test_a_head_with_other_layers_does_not_go_back():
     assert str(refused.value) == "layers: 2 here, 1 there; use_pooler: False here, True there"
 
 
-@pytest.mark.parametrize("number", ["x", None])
+@pytest.mark.parametrize("number", ["x", None, float("inf")])
 def test_labels_without_a_number_are_a_reason(number):
     cls, config = transformers.BertForSequenceClassification, transformers.BertConfig(**_ENCODER)
     named = AutoModel.from_config(config)

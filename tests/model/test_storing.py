@@ -288,6 +288,23 @@ def test_a_document_that_is_wrong_is_refused(model, saved, change, error, says):
         model.load_adapter(saved, load_as=None if "name" in change else "b")
 
 
+@pytest.mark.parametrize("number", ["x", None, [1]])
+def test_labels_of_a_task_class_without_a_number_are_refused(tiny, tmp_path, number):
+    config = tiny_config("bert")
+    config.num_labels = 3
+    static = init(AutoModelForSequenceClassification.from_config(config))
+    static.save_head(tmp_path)
+    labels = {"a": 0, "b": number, "c": 2}
+    rewrite(tmp_path, document=lambda d: d["head"].update(label2id=labels), stem="head")
+    model = tiny()
+    with refused(model, CheckpointError, "label2id={'a': 0", f"'b': {number!r}", "with_head=False"):
+        model.load_head(tmp_path)
+    labels["b"] = "1"
+    rewrite(tmp_path, document=lambda d: d["head"].update(label2id=labels), stem="head")
+    model.load_head(tmp_path)
+    assert model.get_labels() == ["a", "b", "c"]
+
+
 def test_what_is_no_checkpoint_is_refused(model, tmp_path):
     none = tmp_path / "none"
     with refused(model, CheckpointError, str(none), "Write the folder that save_adapter"):
@@ -540,6 +557,30 @@ def same_tensors(model, other, name):
         for (_, one), (_, two) in pairs
         for x, y in zip(one.parameters(), two.parameters(), strict=True)
     )
+
+
+def test_an_adapter_is_saved_with_its_own_head_or_one_that_has_no_other_owner(tiny, tmp_path):
+    def heads_of(name):
+        other = tiny()
+        model.save_adapter(tmp_path / name, name)
+        other.load_adapter(tmp_path / name)
+        return {name: head.config.head_type for name, head in other.heads.items()}
+
+    model = tiny()
+    for name in ("language", "ner", "pos"):
+        model.add_adapter(name, "seq_bn")
+    model.add_adapter_fusion(["ner", "pos"])
+    model.add_tagging_head("ner_head", num_labels=5)
+    assert heads_of("ner") == {"ner": "tagging"}
+    model.add_classification_head("pos")
+    assert heads_of("pos") == {"pos": "classification"}
+    # the head of another adapter, or of a fusion
+    assert heads_of("language") == {}
+    model.add_classification_head("ner,pos")
+    assert heads_of("language") == {}
+    model.active_head = ["ner_head", "pos"]
+    assert heads_of("language") == {}
+    assert heads_of("pos") == {"pos": "classification"}
 
 
 def test_no_head_to_save(model, tiny, tmp_path):

@@ -22,7 +22,7 @@ from adapterzoo.checkpoint.files import (
     read_tensors,
     tensor_bytes,
 )
-from adapterzoo.checkpoint.formats import Checkpoint, Kind, ModelInfo, formats
+from adapterzoo.checkpoint.formats import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
 
@@ -124,6 +124,10 @@ class AdapterHubFormat:
         if self._safe:
             return {safe: tensor_bytes(tensors, {})}
         return {pickled: pickle_bytes(tensors)}
+
+    def base(self, folder: Path) -> Base:
+        """Return the model in the config."""
+        return base_of(read_json(folder / _ADAPTER[0]), "model_name", "")
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return both kinds of tensors; those of a head too."""

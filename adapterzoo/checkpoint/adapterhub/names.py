@@ -35,6 +35,7 @@ class Layout:
         swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
             and `output_lora` for the first.
         entry: path of the module with the entry's tensors, if not the model or its encoder.
+        locations: location to the one in its files, of tensors that the model keeps by location.
         is_base: whether such a model has no base model in 4.57, even where it has one today.
     """
 
@@ -43,6 +44,7 @@ class Layout:
     layers: Mapping[Role, str] = field(default_factory=dict)
     swapped: bool = False
     entry: str = ""
+    locations: Mapping[str, str] = field(default_factory=dict)
     is_base: bool = False
 
 
@@ -63,11 +65,14 @@ _VIT_LAYERS: Mapping[Role, str] = {
     "mlp_out": "output.dense",
 }
 
+_TOWERS = "text_model", "vision_model"
+
 
 def _tower(name: str) -> Layout:
     """Return the names in one half of CLIP, whose modules are one level deeper in 4.57."""
     block = f"{name}.encoder.layers.{{}}"
-    return Layout(_HUNG_IN.sublayers, block, entry=name, is_base=True)
+    locations = {"self_prefix": f"clip_{name}_self_prefix"}
+    return Layout(_HUNG_IN.sublayers, block, entry=name, locations=locations, is_base=True)
 
 
 # T5 numbers the sub-layers of a block, and their numbers are the names
@@ -80,8 +85,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
     "bert": _BERT,
     "bert-generation": _BERT,
-    "clip": Layout(_HUNG_IN.sublayers, entry="text_model"),
-    **{f"clip_{tower}": _tower(tower) for tower in ("text_model", "vision_model")},
+    "clip": Layout(
+        _HUNG_IN.sublayers,
+        entry="text_model",
+        locations={f"{t}_self_prefix": f"clip_{t}_self_prefix" for t in _TOWERS},
+    ),
+    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
     "deberta": _BERT,
     "deberta-v2": _BERT,
     "distilbert": _HUNG_IN,
@@ -138,6 +147,29 @@ def prefix_of(info: ModelInfo) -> str:
     """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
     layout = LAYOUTS.get(info.model_type)
     return "" if layout is not None and layout.is_base else info.prefix
+
+
+def to_location(info: ModelInfo, parameter: str) -> str:
+    """Return our key of an adapter-wide tensor of AdapterHub."""
+    layout = LAYOUTS.get(info.model_type)
+    location, dot, rest = parameter.partition(".")
+    theirs = {} if layout is None else {theirs: ours for ours, theirs in layout.locations.items()}
+    return f"{theirs.get(location, location)}{dot}{rest}"
+
+
+def from_location(layout: Layout, parameter: str) -> str:
+    """Return AdapterHub's key of one of our adapter-wide tensors; undoes `to_location`.
+
+    Raises:
+        CheckpointError: the location has no name in such models.
+    """
+    location, dot, rest = parameter.partition(".")
+    if location == "self_prefix" and location not in layout.locations and layout.locations:
+        raise inexpressible(
+            "AdapterHub's format has prefixes in both towers of such a model, and this adapter "
+            "leaves one out"
+        )
+    return f"{layout.locations.get(location, location)}{dot}{rest}"
 
 
 def location_of(container: Container, place: Place) -> BlockLocation | None:

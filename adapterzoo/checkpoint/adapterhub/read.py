@@ -26,6 +26,7 @@ from .names import (
     find_layer_site,
     find_location,
     location_of,
+    to_location,
 )
 
 
@@ -100,7 +101,7 @@ def read_adapter(
         location = find_location(info, own[0].container, path)
         at = here.get((container_name, location), [])
         try:
-            named |= _read_group(own, tensors, at, members, location)
+            named |= _read_group(info, own, tensors, at, members, location)
         except CheckpointError as error:
             raise CheckpointError(f"at {path!r}: {error}") from error
     return config, named
@@ -115,6 +116,7 @@ def _site(info: ModelInfo, key: Key) -> Site | None:
 
 
 def _read_group(
+    info: ModelInfo,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -129,6 +131,7 @@ def _read_group(
         holding = [(n, m) for n, m in enumerate(members) if _holds(m, container)]
         if location is None or not holding:
             return texts
+        own = {to_location(info, parameter): tensor for parameter, tensor in own.items()}
         # the members of a union share them
         return {
             shared_key(parameter, number if len(members) > 1 else None): tensor

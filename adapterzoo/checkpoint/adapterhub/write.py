@@ -18,6 +18,7 @@ from .config import added, joined, spelling_of, unsayable, write_config
 from .names import (
     PART_ORDER,
     below_model,
+    from_location,
     layout_of,
     location_of,
     name_of,
@@ -60,7 +61,7 @@ def write_adapter(
             if container.at == "model":
                 path = _joined_path(prefix_of(info), below_model(info, container), container.name)
                 theirs = {
-                    f"{path}.{name}.{key}": tensor
+                    f"{path}.{name}.{from_location(layout, key)}": tensor
                     for key, tensor in container.write(shared, member).items()
                 }
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}

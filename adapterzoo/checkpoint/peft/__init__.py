@@ -6,13 +6,14 @@ pickle, from which only tensors are read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from adapterzoo.checkpoint import files
-from adapterzoo.checkpoint.formats import Checkpoint, Kind, ModelInfo, formats
+from adapterzoo.checkpoint.formats import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 from adapterzoo.errors import CheckpointError, argument, in_python
 
 from .config import CONFIG, checked
@@ -42,17 +43,9 @@ class PeftFormat:
             CheckpointError: a file is missing or damaged, has a setting that cannot be reproduced
                 here, or names layers that the model lacks.
         """
-        theirs = checked(files.read_json(folder / CONFIG))
-        config, adapter, rest = read_adapter(theirs, _tensors(folder), info)
-        head, head_tensors = head_from(theirs, rest, info)
-        metadata = {
-            "name": None,
-            "model_type": info.model_type,
-            "config": config.to_dict(),
-            "head": head,
-            "meta": meta_in(folder),
-        }
-        return Checkpoint(metadata, adapter, head_tensors)
+        found = decoded(files.read_json(folder / CONFIG), _tensors(folder), info)
+        found.metadata["meta"] = meta_in(folder)
+        return found
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
         """Return the config and the tensors.
@@ -66,12 +59,15 @@ class PeftFormat:
                 f"{in_python('save_head(…) with ')}{argument('format', 'native')} or "
                 f"{argument('format', 'adapterhub')}."
             )
-        task, head = head_for(checkpoint, info)
-        config, tensors = encode_adapter(checkpoint, head, task, info)
+        config, tensors = encoded(checkpoint, info)
         # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
         meta = checkpoint.metadata.get("meta")
         written = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
         return {_TENSORS: written, CONFIG: files.json_bytes(config)}
+
+    def base(self, folder: Path) -> Base:
+        """Return the model in the config."""
+        return base_of(files.read_json(folder / CONFIG), "base_model_name_or_path", "revision")
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return the files that PEFT would read."""
@@ -79,6 +75,36 @@ class PeftFormat:
 
 
 formats.register("peft")(PeftFormat())
+
+
+def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return PEFT's config, and all tensors by PEFT's keys.
+
+    Raises:
+        CheckpointError: PEFT has no such adapter or head.
+    """
+    task, head = head_for(checkpoint, info)
+    return encode_adapter(checkpoint, head, task, info)
+
+
+def decoded(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelInfo
+) -> Checkpoint:
+    """Return the adapter, and the head where there is one, of PEFT's config and tensors.
+
+    Raises:
+        CheckpointError: as `PeftFormat.read`.
+    """
+    theirs = checked(config)
+    ours, adapter, rest = read_adapter(theirs, tensors, info)
+    head, head_tensors = head_from(theirs, rest, info)
+    metadata = {
+        "name": None,
+        "model_type": info.model_type,
+        "config": ours.to_dict(),
+        "head": head,
+    }
+    return Checkpoint(metadata, adapter, head_tensors)
 
 
 def meta_in(folder: Path) -> dict[str, Any]:

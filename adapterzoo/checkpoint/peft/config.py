@@ -7,14 +7,14 @@ here. Fields that only matter to PEFT's training, and fields that are off, are i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from adapterzoo.checkpoint.formats import method_of, short
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
-from adapterzoo.spelling import PeftField, PeftSpelling, peft_spellings
+from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"
 # a hint for every adapter that PEFT can merge
@@ -25,7 +25,7 @@ MERGE = (
 _INERT = """
     auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
     layers_pattern layers_to_transform modules_to_save peft_type peft_version revision
-    target_modules task_type
+    target_modules task_type trainable_token_indices
 """
 
 
@@ -39,6 +39,9 @@ class PeftConfig:
         patterns: by field: regular expressions to numbers.
         task_type: PEFT's name of the task; None if unknown.
         base_class: the class of the model, if PEFT did not know the task.
+        modules_to_save: ends of the names of modules that the file has whole.
+        trainable_token_indices: the tokens whose rows it has, as in the file.
+        bias: which biases it has.
     """
 
     spelling: PeftSpelling
@@ -46,6 +49,9 @@ class PeftConfig:
     patterns: Mapping[str, Mapping[str, Any]]
     task_type: str | None
     base_class: str | None
+    modules_to_save: Sequence[str] = ()
+    trainable_token_indices: Any = None
+    bias: str = "none"
 
 
 def checked(metadata: Mapping[str, Any]) -> PeftConfig:
@@ -55,12 +61,13 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         CheckpointError: there is no such method here, or a value is not legal or cannot be
             reproduced.
     """
-    types = sorted({spelling.peft_type for spelling in peft_spellings.values()})
+    types = sorted({spelling.peft_type for spelling in peft_readable()})
     spelling = method_of(
         metadata,
         "peft_type",
-        [s for s in peft_spellings.values() if s.peft_type == metadata.get("peft_type")],
-        f"PEFT that exist here: {listing(types)} (as {listing(peft_spellings, limit=40)}). {MERGE}",
+        [s for s in peft_readable() if s.peft_type == metadata.get("peft_type")],
+        f"PEFT that exist here: {listing(types, limit=40)} "
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE}",
     )
     for name, reason in spelling.refused.items():
         if metadata.get(name):
@@ -71,7 +78,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
     known = {*_INERT.split()}
-    for each in peft_spellings.values():
+    for each in peft_readable():
         known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
         known |= {*each.optional.values()}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
@@ -93,6 +100,9 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         },
         task_type=_value(metadata, "task_type", None, Text()),
         base_class=base_class if isinstance(base_class, str) else None,
+        modules_to_save=metadata.get("modules_to_save") or (),
+        trainable_token_indices=_tokens(metadata),
+        bias=_value(metadata, "bias", "none", Text()),
     )
 
 
@@ -118,6 +128,19 @@ def _check_names(metadata: Mapping[str, Any]) -> None:
     names = [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise _wrong("modules_to_save", value, "a list of names or null", None)
+
+
+def _tokens(metadata: Mapping[str, Any]) -> Any:
+    """Return the tokens of each table, checked."""
+    value = metadata.get("trainable_token_indices")
+    lists = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
+    for ids in lists:
+        legal = isinstance(ids, list) and all(type(n) is int and n >= 0 for n in ids)
+        if not legal or len({*ids}) < len(ids):
+            raise _wrong(
+                "trainable_token_indices", value, "a list of different token numbers from 0", None
+            )
+    return value
 
 
 def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:

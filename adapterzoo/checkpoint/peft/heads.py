@@ -64,10 +64,10 @@ def head_from(
         name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         name = name.replace(".base_layer.", ".")
         own = _base_tensor(name, info)
-        if own is None:
+        if own is None or (name in info.output and _is_other(own, tensor)):
             head[name] = tensor
         # PEFT saves adapted embeddings too: ignore them if they equal the model's
-        elif own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
+        elif _is_other(own, tensor):
             trained.append(key)
     if trained:
         raise CheckpointError(
@@ -84,6 +84,10 @@ def head_from(
         return {STATIC: info.model_class}, head
     # PEFT's files have no labels: take those of the model
     return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
+
+
+def _is_other(own: Tensor, tensor: Tensor) -> bool:
+    return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
 def _base_tensor(key: str, info: ModelInfo) -> Tensor | None:
@@ -130,12 +134,12 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     """
     metadata = checkpoint.metadata.get("head")
     if not info.named_heads:
-        return Task(info.model_class, _task_of(info.model_class)), dict(checkpoint.head)
+        return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
     if metadata is None:
         return _without_head(info), {}
     config = dict(metadata.get("config") or {})
     if (own := config.get("model_class")) is not None:
-        return Task(own, _task_of(own)), info.to_static(own, metadata, checkpoint.head)
+        return Task(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
     head_type = config.get("head_type")
     known = head_types.get(str(head_type))
     task_type = None if known is None else known.peft_task
@@ -152,7 +156,8 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
-def _task_of(model_class: str) -> str | None:
+def task_of(model_class: str) -> str | None:
+    """Return PEFT's name of the task of a class; None if it has none."""
     for task, mapping in TASKS.items():
         classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
         if model_class in set(classes):

@@ -7,6 +7,7 @@ numbers that PEFT did not use. Only facts that the tensors lack come from the co
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,14 @@ from adapterzoo.checkpoint.places import shared_key
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, listing
-from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_spellings
+from adapterzoo.fields import checks
+from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_readable
 
+from . import beside
 from .config import CONFIG, PeftConfig
 from .patterns import by_name, exactly, most_common, short_names, values_at
 
+_LOG = logging.getLogger(__name__)
 # PEFT's keys do not have the adapter's name, those of other tools do
 _NAME = "default"
 
@@ -43,26 +47,37 @@ def read_adapter(
     """
     spelling = theirs.spelling
     layers, shared, rest = _sorted(theirs, tensors, info)
+    held, rest = beside.read(theirs, rest, info, lambda name, sites: _here(name, sites, info))
     _check_complete(theirs, layers)
     dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
     try:
         fields, shared = spelling.read_model(
             theirs.fields, shared, [*layers.values()], info.anatomy
         )
+        own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
+        more = beside.fields_of(held, info.anatomy)
         configs = [
-            spelling.config.from_dict({"dtype": dtype, **member, **fields})
-            for member in _members(theirs, layers, info) or [{}]
+            spelling.config.from_dict({**own, **member, **fields, **_once(more, number)})
+            for number, member in enumerate(_members(theirs, layers, info) or [{}])
         ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
         # legal values depend on the widths of the sites
-        config.placements(info.anatomy)
+        config.all_placements(info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
             f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
         ) from error
+    if spelling.becomes:
+        _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
     read = {path: spelling.read(layer) for path, layer in layers.items()}
-    found = {f"{path}/{name}": t for path, own in read.items() for name, t in own.items()}
+    found = beside.keyed(config, held, read, info.anatomy)
     return config, found | {shared_key(name): t for name, t in shared.items()}, rest
+
+
+def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return fields for one config of a union: the first has all that concern the whole model."""
+    whole = number > 0
+    return {k: v for k, v in more.items() if not whole or (k == "bias" and v != "all")}
 
 
 def _sorted(
@@ -72,10 +87,12 @@ def _sorted(
     spelling = theirs.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
-    others = {key for each in peft_spellings.values() for key in each.shared.values()} - {*wide}
+    others = {key for each in peft_readable() for key in each.shared.values()} - {*wide}
     # the tensor names of other methods, and of other versions of this one
-    stems = {f".{end.partition('_')[0]}_" for s in peft_spellings.values() for end in _ends(s)}
-    sites = {site.path: site for site in info.anatomy if site.parameter is None}
+    # norms are called `ln_1` too
+    spelled = [s for s in peft_readable() if not s.of_norms]
+    stems = {f".{end.partition('_')[0]}_" for s in spelled for end in _ends(s)}
+    sites = {site.path: site for site in _sites(spelling, info)}
     layers: dict[str, PeftLayer] = {}
     shared: Tensors = {}
     rest: dict[str, Tensor] = {}
@@ -123,6 +140,13 @@ def _sorted(
     for name in theirs.patterns:
         _resolve(name, theirs, layers)
     return layers, shared, rest
+
+
+def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
+    """Return the layers that a method can adapt."""
+    if spelling.of_norms:
+        return list(info.anatomy.others)
+    return [site for site in info.anatomy if site.parameter is None]
 
 
 def _weight(site: Site, info: ModelInfo) -> Tensor | None:
@@ -179,9 +203,13 @@ def _resolve(name: str, theirs: PeftConfig, layers: Layers) -> None:
 def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
     spelling = theirs.spelling
     off = {name for name, flag in spelling.optional.items() if not theirs.fields[flag]}
-    needed = set(spelling.tensors) - off
+    forms = spelling.forms or (frozenset(spelling.tensors) - off,)
     for layer in layers.values():
-        missing, surplus = needed - set(layer.tensors), set(layer.tensors) - needed
+        needed = max(
+            forms, key=lambda form: (form == {*layer.tensors}, len(form & {*layer.tensors}))
+        )
+        missing = needed - set(layer.tensors) - spelling.maybe
+        surplus = set(layer.tensors) - needed
         if missing or surplus:
             which = f"no {listing(sorted(missing))}" if missing else listing(sorted(surplus))
             flags = {name: theirs.fields[flag] for name, flag in spelling.optional.items()}
@@ -222,7 +250,8 @@ def _in_one_dtype(
 
 def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
-    patterns, subsets = theirs.spelling.patterns, theirs.spelling.subsets
+    subsets = theirs.spelling.subsets
+    patterns = {**theirs.spelling.patterns, **theirs.spelling.derived}
     varying = {ours for _, ours in patterns.values()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
     read = theirs.spelling.read_layers([*layers.values()]) if layers else ()
@@ -243,7 +272,7 @@ def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[s
             name: _names([p for p in paths if among(layers[p].tensors)], paths)
             for name, among in subsets.items()
         }
-        sites = (site.path for site in info.anatomy if site.parameter is None)
+        sites = (site.path for site in _sites(theirs.spelling, info))
         targets = _names([*paths], sites)
         members.append({**alike, **numbers, **chosen, "target_modules": targets})
     return members

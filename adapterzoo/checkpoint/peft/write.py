@@ -9,11 +9,12 @@ import transformers
 from torch import Tensor
 
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
-from adapterzoo.checkpoint.places import places_of, shared_tensors
+from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
+from . import beside
 from .heads import TASKS, Task
 from .patterns import by_path, most_common, short_names
 
@@ -41,7 +42,7 @@ def encode_adapter(
             differs between layers.
     """
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
-    spelling, parts = _parts(config, checkpoint.adapter, info)
+    spelling, parts, more = _parts(config, checkpoint.adapter, info)
     modules = info.modules(task.model_class)
     fields, shared = _of_model(spelling, config, checkpoint.adapter, info)
     tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
@@ -53,13 +54,19 @@ def encode_adapter(
     layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
     paths = {path: _path_in_task(path, modules, info, task) for path in layers}
     fields |= _target_fields(spelling, layers, paths, modules)
+    head_modules = fields["modules_to_save"] or []
     fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
     for path, layer in layers.items():
         embedded = layer.parts[0].placement.site.kind == "embedding"
         table = {**spelling.tensors, **(spelling.embedding_tensors if embedded else {})}
         for name, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{paths[path]}.{table[name][0]}"] = tensor
-    return fields, tensors
+    found, also = beside.write(
+        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task)
+    )
+    saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
+    tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
+    return {**fields, **found, "modules_to_save": saved or None}, tensors
 
 
 def _of_model(
@@ -77,8 +84,9 @@ def _of_model(
 
 def _parts(
     config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
-) -> tuple[PeftSpelling, dict[str, list[PeftPart]]]:
-    """Return the spelling of the method, and its adapters by layer path."""
+) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
+    """Return the spelling of the method, its adapters by layer path, and what is beside them."""
+    more: list[tuple[Place, Mapping[str, Tensor]]] = []
     by_path: dict[str, list[PeftPart]] = {}
     at: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -86,6 +94,12 @@ def _parts(
     methods: dict[str, PeftSpelling] = {}
     for place in places_of(config, info.anatomy):
         member = place.placement.config
+        start = place.key("")
+        here = at.get(place.path, {}).items()
+        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
+        if place.placement.location in beside.FIELD_AT:
+            more.append((place, own))
+            continue
         name = type(member).__name__
         spelling = peft_spellings.get(member.architecture)
         reason: str | None = f"a {name}, which is not a method of PEFT"
@@ -97,9 +111,6 @@ def _parts(
                 f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
                 f"Write {argument('format', 'native')}."
             )
-        start = place.key("")
-        here = at.get(place.path, {}).items()
-        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
         by_path.setdefault(place.path, []).append(PeftPart(place.placement, own))
     if not methods:
         methods = {config.architecture: peft_spellings[config.architecture]}
@@ -108,7 +119,7 @@ def _parts(
             f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
             f"PEFT has one. Write {argument('format', 'native')}."
         )
-    return next(iter(methods.values())), by_path
+    return next(iter(methods.values())), by_path, more
 
 
 def _output(
@@ -202,13 +213,10 @@ def _target_fields(
         field: [name for name in targets if any(path.endswith(name) for path in own)]
         for field, own in chosen.items()
     }
-    return {
-        **subsets,
-        "fan_in_fan_out": any(
-            part.placement.site.transposed for layer in layers.values() for part in layer.parts
-        ),
-        "target_modules": list(targets),
-    }
+    # not a field of all methods
+    sites = [part.placement.site for layer in layers.values() for part in layer.parts]
+    transposed = {"fan_in_fan_out": True} if any(site.transposed for site in sites) else {}
+    return {**subsets, **transposed, "target_modules": list(targets)}
 
 
 def _task_fields(

@@ -192,4 +192,6 @@ def _at_entry(model: Any, name: str) -> InvertibleAdapter | None:
     """Return the adapter's invertible function at the input of the first block, if it has one."""
     entry = model.anatomy.entry
     found = None if entry is None else dict(modules_of(model, name)).get(entry.path)
-    return found if isinstance(found, InvertibleAdapter) else None
+    # in a union there may be another adapter beside it
+    parts = () if found is None else found.modules()
+    return next((part for part in parts if isinstance(part, InvertibleAdapter)), None)

@@ -4,8 +4,8 @@ A copy belongs to the adapter that acts last, or to the fusion. Its layers are s
 adapters, below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles,
 files and replicas of the model have them; the keys of the original stay those of the plain class.
 
-What is shared with the base model has no copies, and neither has the output layer of a language
-model, which is as large as the vocabulary.
+What is shared with the base model has no copies. The output layer of a language model, which is as
+large as the vocabulary, has one only for adapters whose `modules_to_save` name it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from adapterzoo import inject
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
+from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import Contained, upcast
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantized import packing_of
+from adapterzoo.methods._patterns import matches
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
 
@@ -114,13 +117,65 @@ def shared_ids(model: AdaptedModel) -> set[int]:
 # --- make and enter ---
 
 
+def output_tensors(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return the tensors of the layer at `output_path` by their keys in the task class."""
+    if (path := output_path(model)) is None:
+        return {}
+    own = _layer(model, path)._parameters.items()
+    return {f"{path}.{name}": t for name, t in own if t is not None}
+
+
+def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
+    """Return a config without the `modules_to_save` in the head, and whether one is its output.
+
+    Args:
+        model: with adapters.
+        config: of a new adapter.
+
+    Raises:
+        ConfigError: the adapter has rows of the output layer as well.
+    """
+    whole, output = cast("nn.Module", model), output_path(model)
+    inside = {id(module) for module in model._backbone.modules()}
+    head = [path for path, m in whole.named_modules() if path and id(m) not in inside]
+    has_output, members = False, []
+    for member in config.members:
+        names = member.get("modules_to_save")
+        listed = names if isinstance(names, tuple) else ()
+        mine = [n for n in listed if any(matches(path, (n,)) for path in head)]
+        has_output |= output is not None and any(matches(output, (name,)) for name in mine)
+        if has_output and member.get("trainable_token_indices") is not None:
+            raise ConfigError(
+                f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
+                f"layer {output!r}. Leave one of them out."
+            )
+        kept = tuple(name for name in listed if name not in mine)
+        members.append(member.replace(modules_to_save=kept or None) if mine else member)
+    if all(one is other for one, other in zip(members, config.members, strict=True)):
+        return config, False
+    return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
+
+
 def _layer(model: AdaptedModel, path: str) -> nn.Module:
     return layer_at(cast("nn.Module", model), path)
 
 
-def made(model: AdaptedModel) -> dict[str, nn.Module]:
-    """Return copies of the layers of the original head, not yet in the model."""
-    return {path: _copied(layer) for path, layer in layers_of(model).items()}
+def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]:
+    """Return copies of the layers of the original head, perhaps with a language model's output."""
+    found = layers_of(model)
+    if with_output and (path := output_path(model)) is not None:
+        found[path] = _layer(model, path)
+    return {path: _copied(layer) for path, layer in found.items()}
+
+
+def output_path(model: AdaptedModel) -> str | None:
+    """Return the path of the output layer of a language model, if it is a layer of the head."""
+    output = model.get_output_embeddings()
+    if output is None or model._backbone is cast("nn.Module", model):
+        return None
+    inside = {id(module) for module in model._backbone.modules()}
+    paths = (path for path, m in cast("nn.Module", model).named_modules() if m is output)
+    return None if id(output) in inside else next(paths, None)
 
 
 def _copied(layer: nn.Module) -> nn.Module:
@@ -232,10 +287,10 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
         model: with adapters.
         owner: of the head; where it has no copy, the original's are returned. None: the original.
     """
-    found = _original(model)
+    found, output = _original(model), output_path(model)
     for path, layer in layers_with(model, owner).items():
         own = layer.state_dict(prefix=f"{path}.", keep_vars=True)
-        found |= {key: tensor for key, tensor in own.items() if key in found}
+        found |= {key: t for key, t in own.items() if key in found or path == output}
     return found
 
 
@@ -253,6 +308,7 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     inside += [
         f"{path}.{_HELD}." for paths in model._adapter_state.copies.values() for path in paths
     ]
+    inside += [f"{path}.{_HELD}." for path, _ in model._adapter_state.outputs]
     return {
         key: tensor
         for key, tensor in kept.items()
@@ -266,6 +322,27 @@ def rest_of(model: AdaptedModel) -> dict[str, Tensor]:
     return {key: t for key, t in _original(model).items() if not key.startswith(inside)}
 
 
+def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
+    """Check that the head of the last of these adapters that has one can be merged.
+
+    Raises:
+        StateError: it has the output layer, and that of the model is tied.
+    """
+    owner = _last_owner(model, names)
+    if (path := output_path(model)) in layers_with(model, owner):
+        weight = _layer(model, str(path))._parameters["weight"]
+        if any(weight is parameter for parameter in own_parameters(model._backbone)):
+            raise StateError(
+                f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
+                f"tied to its embeddings, which merging would change. Keep the adapter active."
+            )
+
+
+def _last_owner(model: AdaptedModel, names: Sequence[str]) -> str | None:
+    copies = model._adapter_state.copies
+    return next((name for name in reversed(names) if name in copies), None)
+
+
 @torch.no_grad()
 def merge(model: AdaptedModel) -> None:
     """Write the head of the last merged adapter that has one into the original.
@@ -274,7 +351,7 @@ def merge(model: AdaptedModel) -> None:
         model: with merged adapters.
     """
     state = model._adapter_state
-    owner = next((name for name in reversed(state.merged) if name in state.copies), None)
+    owner = _last_owner(model, state.merged)
     for path, mine in layers_with(model, owner).items():
         original = _state(_layer(model, path))
         state.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})

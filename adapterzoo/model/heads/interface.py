@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import ActiveHeads, Composition, Step
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.heads import PredictionHead, token_places
 
 HeadNames: TypeAlias = "str | list[str] | Composition | None"
@@ -124,6 +125,21 @@ class HeadStrategy:
     def installed(self, name: str) -> None:
         """Update the heads after an adapter was added."""
 
+    def without_saved(self, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
+        """Return a new adapter's config without the `modules_to_save` that belong to the head.
+
+        Returns:
+            The config; and whether the adapter shall have the output layer for itself.
+        """
+        return config, False
+
+    def output_tensors(self) -> Mapping[str, Tensor]:
+        """Return the tensors of a static head's output layer by their keys in the task class."""
+        return {}
+
+    def save_output(self, name: str) -> None:
+        """Give an adapter the output layer for itself."""
+
     def removing(self, owner: str) -> None:
         """Update the heads before an adapter or a fusion is removed."""
 
@@ -153,6 +169,9 @@ class HeadStrategy:
         Args:
             batch: arguments of `forward`.
         """
+
+    def check_merging(self, names: Sequence[str]) -> None:
+        """Check that `merge` will succeed once these adapters are merged."""
 
     def merge(self) -> None:
         """Merge the heads of merged adapters."""

@@ -20,8 +20,7 @@ from adapterzoo.model import batches
 from adapterzoo.model.averaging import average_head
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
-from adapterzoo.model.hf.config_entry import restore
-from adapterzoo.model.hf.static_checkpoints import HUB_ARGUMENTS, keep_static_head
+from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoints
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, store
@@ -64,9 +63,10 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         self._start_adapters()
         store.start(self)
         self.post_init()  # type: ignore[no-untyped-call]
-        restore(self)
+        config_entry.restore(self)
 
     @classmethod
+    @adapter_folders.or_adapter
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -80,14 +80,14 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             **kwargs: the same: `dtype`, `device_map`, `quantization_config`, `revision`, …
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        hub = {k: kwargs[k] for k in HUB_ARGUMENTS if k in kwargs}
+        hub = {k: kwargs[k] for k in static_checkpoints.HUB_ARGUMENTS if k in kwargs}
         # with PEFT installed, transformers would load an adapter that lies beside the model
         kwargs.setdefault("adapter_kwargs", {"subfolder": "none"})
         model, info = cast("Any", super()).from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
         if pretrained_model_name_or_path is not None:
-            keep_static_head(model, pretrained_model_name_or_path, info, hub)
+            static_checkpoints.keep_static_head(model, pretrained_model_name_or_path, info, hub)
         return (model, info) if wants_info else model
 
     # --- find and activate ---

@@ -175,11 +175,12 @@ class NamedHeads(HeadStrategy):
     # --- files ---
 
     def name_with(self, adapter: str) -> str | None:
-        """Return the head of the adapter's name, or the only active one."""
+        """Return the head of the adapter's name, or the only active one, if no other owns it."""
         if adapter in self.model.heads:
             return adapter
-        active = self.model._active.heads.names
-        return active[0] if len(active) == 1 else None
+        active, state = self.model._active.heads.names, self.model._adapter_state
+        owned = any(name in state.records or name in state.fusions for name in active)
+        return active[0] if len(active) == 1 and not owned else None
 
     def active_name(self) -> str | None:
         """Return the name of the one head that is active."""
@@ -263,13 +264,11 @@ class NamedHeads(HeadStrategy):
         if (key := document.get(OUTPUT_KEY)) is not None:
             tensors[key] = output_like(self.model.heads.values(), document[FIELD])
         given = document.get("label2id")
-        labels = {str(k): int(v) for k, v in given.items()} if isinstance(given, Mapping) else None
         saved = document.get(MODEL_CONFIG)
-        tasks = Tasks(self.model)
-        named = tasks.read(
+        named = Tasks(self.model).read(
             str(document.get(STATIC)),
             tensors,
-            labels,
+            given if isinstance(given, Mapping) else None,
             saved if isinstance(saved, Mapping) else None,
         )
         return HeadRecord(*named)

@@ -17,6 +17,7 @@ from adapterzoo import inject
 from adapterzoo.checkpoint import fit
 from adapterzoo.checkpoint.digest import digest, same_bits
 from adapterzoo.composition import Composition, Step
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
@@ -47,6 +48,18 @@ class StaticHead(HeadStrategy):
     def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return the layers of the adapter's copy."""
         return copies.layers_with(self.model, name).values()
+
+    def without_saved(self, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
+        """Return the config without layers of the head, of which each adapter has its copy."""
+        return copies.without_saved(self.model, config)
+
+    def output_tensors(self) -> Mapping[str, Tensor]:
+        """Return the tensors of the output layer, of which an adapter may have a copy."""
+        return copies.output_tensors(self.model)
+
+    def save_output(self, name: str) -> None:
+        """Give the adapter a copy of the head with the output layer."""
+        copies.put(self.model, name, copies.made(self.model, with_output=True))
 
     def removing(self, owner: str) -> None:
         """Take out the owner's copy."""
@@ -84,6 +97,10 @@ class StaticHead(HeadStrategy):
             return None
         causal = class_name(self.model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return next_labels(labels) if causal else labels
+
+    def check_merging(self, names: Sequence[str]) -> None:
+        """Check that no tied output layer would change."""
+        copies.check_merging(self.model, names)
 
     def merge(self) -> None:
         """Write the copy of the last merged adapter that has one into the original."""
@@ -198,10 +215,15 @@ class StaticHead(HeadStrategy):
             fits = mine | {key: rest[key] for key in rest.keys() & tensors.keys()}
             fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
             return lambda: fit.fill(self.model, tensors)
+        output = copies.output_tensors(self.model)
+        own_output = any(_differs(output[key], tensors[key]) for key in output if key in tensors)
+        if own_output:
+            mine |= output
+            rest = {key: t for key, t in rest.items() if key not in output}
         _refuse_shared({**copies.rest_of(self.model), **rest}, tensors, self.model)
-        tensors = {key: tensor for key, tensor in tensors.items() if key not in rest}
+        tensors = {key: t for key, t in tensors.items() if key not in rest or key in mine}
         fit.check_fit(type(self.model).__name__, tensors, mine, asked.dtype)
-        layers = copies.made(self.model)
+        layers = copies.made(self.model, own_output)
         for path, layer in layers.items():
             inside = f"{path}."
             own = {k.removeprefix(inside): t for k, t in tensors.items() if k.startswith(inside)}
@@ -222,13 +244,18 @@ class StaticHead(HeadStrategy):
         }
 
 
+def _differs(tensor: Tensor, theirs: Tensor) -> bool:
+    if tensor.is_meta or theirs.shape != tensor.shape:
+        return True
+    return not same_bits(theirs.to(tensor.device, tensor.dtype), tensor)
+
+
 def _refuse_shared(shared: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: Any) -> None:
     """Refuse a head with other values for tensors that all adapters share."""
     for key, tensor in shared.items():
         if key not in tensors or tensor.is_meta:
             continue
-        theirs = tensors[key].to(tensor.device, tensor.dtype)
-        if theirs.shape != tensor.shape or not same_bits(theirs, tensor):
+        if _differs(tensor, tensors[key]):
             raise CheckpointError(
                 f"{key!r} of the checkpoint's head is not that of this {type(model).__name__}, and "
                 f"all adapters share it: it is a tensor of the model itself. Write "

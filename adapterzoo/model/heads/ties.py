@@ -55,6 +55,12 @@ def update_outputs(model: AdaptedModel) -> None:
         list_ties(model)
 
 
+def after_loading(model: AdaptedModel) -> None:
+    """Complete the rows of adapters, of a model whose parameters are there and tied now."""
+    token_rows.renumber(model)
+    update_outputs(model)
+
+
 def list_ties(model: AdaptedModel, name: str | None = None) -> None:
     """Tell transformers which parameters are shared.
 

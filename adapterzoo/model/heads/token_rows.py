@@ -15,11 +15,11 @@ from adapterzoo import inject
 from adapterzoo.composition import Step, compile_rows
 from adapterzoo.configs import Placement
 from adapterzoo.inject.building import layer_at
-from adapterzoo.methods._token_rows import ROWS
+from adapterzoo.methods._token_rows import ROWS, TokenRows
 from adapterzoo.model.state import AdaptedModel, modules_of
 
-# in plans: no path of the base model starts with it
-_OUTPUT = "output//"
+# in plans, as for copies of a head: no path of the base model starts with it
+_OUTPUT = "head//"
 
 
 def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
@@ -74,16 +74,24 @@ def update(model: AdaptedModel) -> bool:
             if found := [rows[p] for p in paths_of(model, name) if p in rows]:
                 wanted[path, name] = layer, found[0]
     for path, name in state.outputs:
-        layer = _there(whole, path)
-        held = {} if layer is None else _held(layer)
+        old = _there(whole, path)
         kept = wanted.get((path, name))
-        if layer is not None and name in held and (kept is None or held[name] is not kept[1]):
-            inject.take(layer, name)
+        held = None if old is None else _held(old).get(name)
+        if old is not None and held is not None and (kept is None or held is not kept[1]):
+            inject.take(old, name)
     for (path, name), (layer, rows) in wanted.items():
         if name not in _held(layer):
             inject.put(layer, name, rows, model._active, _OUTPUT + path)
     before, state.outputs = state.outputs, tuple(wanted)
     return before != state.outputs
+
+
+def renumber(model: AdaptedModel) -> None:
+    """Set the numbers of tokens again, which a model that is loaded does not have."""
+    for name in model._adapter_state.records:
+        for path in paths_of(model, name):
+            module = dict(modules_of(model, name))[path]
+            cast("TokenRows", module).renumber()
 
 
 def leave(model: AdaptedModel, name: str) -> None:
@@ -115,7 +123,8 @@ def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> d
     """
     found: dict[str, Step] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
-        held = _held(layer_at(cast("nn.Module", model), path))
+        layer = _there(cast("nn.Module", model), path)
+        held = {} if layer is None else _held(layer)
         present = {name: module for name, module in held.items() if name in acting}
         step = compile_rows(parts, present, present.__getitem__)
         if step is not None:
@@ -126,16 +135,18 @@ def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> d
 def ties(model: AdaptedModel) -> dict[str, str]:
     """Map keys of shared rows in the state dict to the keys of those that they share."""
     found: dict[str, str] = {}
-    rows = {
-        id(module.rows)
+    own = {
+        id(tensor)
         for name in model._adapter_state.records
         for path, module in modules_of(model, name)
         if path in paths_of(model, name)
+        for tensor in module.state_dict(keep_vars=True).values()
     }
     first: dict[int, str] = {}
-    for key, parameter in cast("nn.Module", model).named_parameters(remove_duplicate=False):
-        if id(parameter) in rows and first.setdefault(id(parameter), key) != key:
-            found[key] = first[id(parameter)]
+    tensors = cast("nn.Module", model).state_dict(keep_vars=True) if own else {}
+    for key, tensor in tensors.items():
+        if id(tensor) in own and first.setdefault(id(tensor), key) != key:
+            found[key] = first[id(tensor)]
     return found
 
 

@@ -83,10 +83,11 @@ def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
     made_from = vars(type(model)).get("_made_from")
     if made_from is None:
         return cast("tuple[Any, ...]", object.__reduce_ex__(model, protocol))
-    return _blank, made_from, model.__getstate__()
+    return blank, made_from, model.__getstate__()
 
 
-def _blank(*made_from: Any) -> nn.Module:
+def blank(*made_from: Any) -> nn.Module:
+    """Return an empty model, for copies and pickles, of a class by what it is made from."""
     made = _class_of(*made_from)
     return made.__new__(made)
 

@@ -59,6 +59,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         renamed=_renamer(model),
         tensor=functools.partial(_tensor_of, model),
         modules=functools.partial(_task_modules, model),
+        output=frozenset(strategy.output_tensors()),
     )
 
 

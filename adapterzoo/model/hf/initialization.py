@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -16,7 +17,7 @@ from adapterzoo.model.adapters import is_inside
 from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
 
-from . import plugin
+from . import adapter_folders, plugin
 from .config_entry import format_of
 from .factory import INTERFACE, own_config, with_adapters
 from .plugin import Interface
@@ -103,10 +104,10 @@ def load_model(
     interface: Interface = None,
     **kwargs: Any,
 ) -> M:
-    """Load a model that was saved with its adapters.
+    """Load a model that was saved with its adapters, or an adapter with its base model.
 
     Args:
-        path: what `save_pretrained` was given.
+        path: what `save_pretrained` was given; or the folder of an adapter, which becomes active.
         model_class: the transformers class it was saved from, `type(model)`, or `AutoAdapterModel`.
         interface: as in `init`; None: the one that it was saved with.
         **kwargs: as `from_pretrained` takes them.
@@ -124,6 +125,9 @@ def load_model(
             f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
             f"one that config.json has under 'architectures', such as BertForMaskedLM."
         )
+    if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
+        load = functools.partial(load_model, model_class=model_class)
+        return cast("M", adapter_folders.load(adapter, load, kwargs))
     given = plugin.beside(path) if interface is None else interface
     if given is not None:
         kwargs[INTERFACE] = given

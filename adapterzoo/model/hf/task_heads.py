@@ -20,6 +20,7 @@ from adapterzoo.heads import (
     StaticConfig,
     StaticHead,
     TaskHead,
+    label_numbers,
 )
 
 from .task_classes import task_class
@@ -132,7 +133,7 @@ def static_head(
         model_class=architecture,
         label_names=tuple(find_labels(cls)) or ("labels",),
         num_labels=labels if counted else None,
-        label2id=label2id if counted else None,
+        label2id=label_numbers(label2id) if label2id and counted else None,
         fields=fields or None,
     )
     head = _empty(model, config)

@@ -1,0 +1,279 @@
+"""What PEFT trains beside an adapter: whole modules, rows of embeddings and biases.
+
+A copy of a module has the keys of the module itself, and so has a bias; rows are a tensor
+`<embedding>.token_adapter.trainable_tokens_delta` in the order of the tokens in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.checkpoint.formats import ModelInfo, short
+from adapterzoo.checkpoint.places import Place, places_of
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.fields import checks
+from adapterzoo.spelling import Fields, PeftSpelling
+
+from .config import CONFIG, PeftConfig
+from .patterns import exactly, short_names
+
+_DELTA = ".token_adapter.trainable_tokens_delta"
+_TABLE = ".token_adapter.base_layer.weight"
+# of placements → PEFT's fields
+FIELD_AT = {
+    "modules_to_save": "modules_to_save",
+    "token rows": "trainable_token_indices",
+    "bias": "bias",
+}
+
+
+@dataclass(slots=True)
+class Beside:
+    """What a file has beside its adapters, by paths in this model.
+
+    Attributes:
+        copies: of layers: path → name of a parameter → its value.
+        biases: path of a layer → its bias.
+        rows: path of an embedding → numbers of tokens in ascending order, and their rows.
+        kind: PEFT's value of `bias`.
+    """
+
+    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
+    kind: str = "none"
+
+
+Find = Callable[[str, Mapping[str, Site]], "str | None"]
+
+
+# --- read ---
+
+
+def read(
+    theirs: PeftConfig, rest: Mapping[str, Tensor], info: ModelInfo, find: Find
+) -> tuple[Beside, dict[str, Tensor]]:
+    """Return what is trained beside the adapters, and all other tensors.
+
+    Args:
+        theirs: the config.
+        rest: all tensors but the adapter's, by key in the task class.
+        info: of the model to fill.
+        find: path in the file, and sites by path, to the path in this model.
+
+    Raises:
+        CheckpointError: the tokens in the config are not those of the rows.
+    """
+    beside, left = Beside(), dict(rest)
+    can = _fields(theirs.spelling)
+    anatomy = info.anatomy
+    sites = {s.path: s for s in (*anatomy.others, *anatomy) if s.parameter is None}
+    tables: dict[str, tuple[str, Tensor]] = {}
+    for key, tensor in rest.items():
+        if key.endswith(_DELTA) and "trainable_token_indices" in can:
+            named = key.removesuffix(_DELTA)
+            if (path := find(named, sites)) is not None:
+                beside.rows[path] = _rows(theirs, named, left.pop(key), sites[path], info)
+            continue
+        if key.endswith(_TABLE):
+            named = key.removesuffix(_TABLE)
+            if (path := find(named, sites)) is not None:
+                tables[path] = key, tensor
+            continue
+        layer, _, parameter = _plain(key).rpartition(".")
+        path = None if ".original_module." in key else find(layer, sites)
+        if path is None:
+            continue
+        if "modules_to_save" in can and _is_saved(layer, theirs.modules_to_save):
+            beside.copies.setdefault(path, {})[parameter] = _as(left.pop(key), path, info)
+        elif "bias" in can and theirs.bias != "none" and parameter == "bias":
+            beside.biases[path] = _as(left.pop(key), path, info)
+            beside.kind = "all" if theirs.bias == "all" else "lora_only"
+    for path, (key, table) in tables.items():
+        if path in beside.rows and _is_same(table, path, beside.rows[path][0], info):
+            # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
+            del left[key]
+    return beside, left
+
+
+def _fields(spelling: PeftSpelling) -> frozenset[str]:
+    """Return the fields that both PEFT's method and ours have; PEFT saves modules with all."""
+    return spelling.beside | ({"modules_to_save"} & checks(spelling.config).keys())
+
+
+def _plain(key: str) -> str:
+    name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
+    return name.replace(".base_layer.", ".")
+
+
+def _is_saved(layer: str, names: Sequence[str]) -> bool:
+    """Return whether a layer is in one of the modules, by PEFT's rule for names."""
+    parts = layer.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(module.endswith(name) for module in around for name in names)
+
+
+def _own(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
+    return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
+
+
+def _as(tensor: Tensor, path: str, info: ModelInfo, parameter: str = "weight") -> Tensor:
+    """Return a value in the dtype of its layer, if that is exact."""
+    own = _own(path, parameter, info)
+    if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
+        return tensor
+    return tensor.to(own.dtype)
+
+
+def _rows(
+    theirs: PeftConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
+) -> tuple[tuple[int, ...], Tensor]:
+    given = theirs.trainable_token_indices
+    if isinstance(given, Mapping):
+        found = [ids for name, ids in given.items() if named.endswith(name)]
+        given = found[0] if found else None
+    if not isinstance(given, list) or rows.dim() != 2 or len(given) != len(rows):
+        raise CheckpointError(
+            f"{CONFIG} says trainable_token_indices={short(theirs.trainable_token_indices)}, and "
+            f"the file has rows {list(rows.shape)} for {named!r}, so it is unknown to which "
+            f"tokens they belong. Copy both files again from where they were saved."
+        )
+    order = sorted(range(len(given)), key=given.__getitem__)
+    return tuple(given[i] for i in order), _as(rows[order], site.path, info)
+
+
+def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
+    """Return whether a table equals the model's, except for some rows."""
+    own = _own(path, "weight", info)
+    if own is None or own.is_meta or own.shape != table.shape:
+        return False
+    kept = torch.ones(len(table), dtype=torch.bool)
+    kept[[n for n in but if n < len(table)]] = False
+    return torch.equal(own.detach().cpu()[kept], table[kept].to(own.dtype))
+
+
+def fields_of(beside: Beside, anatomy: Anatomy) -> Fields:
+    """Return the fields of our config; `bias` is one of each config of a union."""
+    found: Fields = {}
+    if beside.copies:
+        layers = [s.path for s in (*anatomy.others, *anatomy)]
+        around = {path[:i] for path in layers for i, c in enumerate(path) if c == "."}
+        names = short_names([*beside.copies], [*layers, *around])
+        found["modules_to_save"] = exactly(beside.copies) if names is None else list(names)
+    if beside.rows:
+        table = anatomy.own_table
+        alike = next((group for group in anatomy.shared_tables if table in group), (table,))
+        tokens = {path: list(ids) for path, (ids, _) in beside.rows.items()}
+        alone = len(tokens) == 1 and next(iter(tokens)) in alike
+        found["trainable_token_indices"] = next(iter(tokens.values())) if alone else tokens
+    if beside.kind != "none":
+        found["bias"] = beside.kind
+    return found
+
+
+def keyed(
+    config: AdapterConfig,
+    beside: Beside,
+    layers: Mapping[str, Mapping[str, Tensor]],
+    anatomy: Anatomy,
+) -> dict[str, Tensor]:
+    """Return all tensors at layers under our keys.
+
+    Args:
+        config: of the adapter.
+        beside: what it has beside its adapters.
+        layers: path of a layer → the tensors of its adapter.
+        anatomy: of the model.
+    """
+    if not (beside.copies or beside.biases or beside.rows):
+        return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
+    tied = {path: group for group in anatomy.shared_tables for path in group}
+    rows = {
+        path: {"rows": values}
+        for given, (_, values) in beside.rows.items()
+        for path in tied.get(given, (given,))
+    }
+    found: dict[str, Tensor] = {}
+    for place in places_of(config, anatomy):
+        path, kind = place.path, FIELD_AT.get(place.placement.location)
+        if kind == "modules_to_save":
+            values = {f"layer.{name}": t for name, t in beside.copies.get(path, {}).items()}
+        elif kind == "bias":
+            values = {"own": beside.biases[path]} if path in beside.biases else {}
+        elif kind == "trainable_token_indices":
+            values = rows.get(path, {})
+        else:
+            values = dict(layers.get(path, {}))
+        found |= {place.key(name): tensor for name, tensor in values.items()}
+    return found
+
+
+# --- write ---
+
+
+def write(
+    places: Sequence[tuple[Place, Mapping[str, Tensor]]],
+    spelling: PeftSpelling,
+    adapted: Mapping[str, str],
+    modules: Mapping[str, tuple[str, ...]],
+    path_in_task: Callable[[str], str],
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return PEFT's fields and its tensors without the prefix.
+
+    Args:
+        places: what is trained beside the adapters, with its tensors by parameter.
+        spelling: of the method.
+        adapted: paths of the adapted layers, here and in the task class.
+        modules: of the task class.
+        path_in_task: path here → path in the task class.
+
+    Raises:
+        CheckpointError: PEFT's method has no such field.
+    """
+    fields: Fields = {}
+    tensors: dict[str, Tensor] = {}
+    saved: list[str] = []
+    tokens: dict[int, tuple[str | None, str, list[int]]] = {}
+    for place, values in places:
+        path, config = path_in_task(place.path), place.placement.config.to_dict()
+        kind = FIELD_AT[place.placement.location]
+        if kind not in _fields(spelling):
+            raise CheckpointError(
+                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} has no "
+                f"such field. Write {argument('format', 'native')}."
+            )
+        if kind == "modules_to_save":
+            saved.append(path)
+            start = f"{path}."
+            tensors |= {start + n.removeprefix("layer."): t for n, t in values.items()}
+        elif kind == "bias":
+            inside = ".base_layer" if place.path in adapted else ""
+            tensors[f"{path}{inside}.bias"] = values["own"]
+            # a config for all biases lists no layers
+            fields["bias"] = "all" if config["paths"] is None else "lora_only"
+        elif (key := id(place.placement.config)) not in tokens:
+            tokens[key] = config["table"], path, list(config["tokens"])
+            tensors[f"{path}{_DELTA}"] = values["rows"]
+    if saved:
+        names = short_names(saved, modules)
+        if names is None or any(_ends_wrongly(name, saved, modules) for name in names):
+            names = tuple(sorted(saved))
+        fields["modules_to_save"] = list(names)
+    if tokens:
+        found = list(tokens.values())
+        alone = len(found) == 1 and found[0][0] is None
+        listed = {path: ids for _, path, ids in found}
+        fields["trainable_token_indices"] = found[0][2] if alone else listed
+    return fields, tensors
+
+
+def _ends_wrongly(name: str, saved: Sequence[str], modules: Mapping[str, Any]) -> bool:
+    """Return whether PEFT, which compares ends even within words, would take other modules."""
+    return any(path.endswith(name) and path not in saved for path in modules)

@@ -1,0 +1,21 @@
+"""LN tuning in PEFT's files; AdapterHub does not have it."""
+
+from __future__ import annotations
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.spelling import PeftSpelling
+
+
+def peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """Return how PEFT spells LN tuning: a copy of each norm."""
+    return PeftSpelling(
+        config=config,
+        peft_type="LN_TUNING",
+        tensors={
+            "layer.weight": ("ln_tuning_layers.weight",),
+            "layer.bias": ("ln_tuning_layers.bias",),
+        },
+        of_norms=True,
+        # RMS norms have no bias
+        maybe=frozenset({"layer.weight", "layer.bias"}),
+    )

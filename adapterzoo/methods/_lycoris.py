@@ -1,0 +1,167 @@
+"""What LoHa and LoKr share: the fields of their configs, and their dropout.
+
+Paper: Yeh et al. 2023 (LyCORIS), arXiv:2309.14859. y = W x + b + s · ΔW x with s = alpha / r; the
+methods differ in ΔW. In training `rank_dropout` drops rows of ΔW, the same for a whole call, and
+`module_dropout` all of ΔW.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import Placement
+from adapterzoo.contracts import BaseLayer, WeightAdapter
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Check, Range, Share, field
+from adapterzoo.kernels.exact import exactly
+
+from ._init import DTYPE, DTYPES
+from ._patterns import Patterns, check_keys, matching
+from ._targets import TargetedConfig
+
+_RANK = Range(1, MAX_WIDTH)
+
+
+class _Off(Check):
+    """False, in a field of PEFT for convolutions."""
+
+    legal = (
+        "False: convolutions have no adapters here, and linear layers are not decomposed like them"
+    )
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is False."""
+        return value is False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LycorisConfig(TargetedConfig):
+    """Base of the configs of LoHa and LoKr.
+
+    Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
+        module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
+        use_effective_conv2d: must be False; PEFT's decomposition of convolutions.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        init_weights_seed: makes the initial values independent of earlier random numbers.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
+
+    r: int = field(8, _RANK)
+    alpha: float = field(8, FACTOR)
+    rank_dropout: float = field(0.0, Share())
+    module_dropout: float = field(0.0, Share())
+    use_effective_conv2d: bool = field(False, _Off())
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer that the config names.
+
+        Raises:
+            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
+        """
+        placements = super().placements(anatomy)
+        # a key may match a layer of a block that is left out
+        by_layer = self.leave_out or self.layers_to_transform is not None
+        sites = list(anatomy) if by_layer else [p.site for p in placements]
+        paths = [site.path for site in sites]
+        for name in ("rank_pattern", "alpha_pattern"):
+            check_keys(type(self).__name__, name, getattr(self, name), paths)
+        return placements
+
+    def rank_at(self, path: str) -> int:
+        """Return the rank of the adapter at a path."""
+        return matching(self.rank_pattern, path, self.r)
+
+    def alpha_at(self, path: str) -> float:
+        """Return the numerator of the scaling of the adapter at a path."""
+        return matching(self.alpha_pattern, path, self.alpha)
+
+    def scaling_at(self, path: str) -> float:
+        """Return the factor s of the adapter at a path."""
+        return self.alpha_at(path) / self.rank_at(path)
+
+    def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the parameters at a layer of the given dtype."""
+        return DTYPES[self.dtype] if self.dtype else dtype
+
+
+class Lycoris(WeightAdapter):
+    """Base of the adapters y = W x + b + s · ΔW x.
+
+    Attributes:
+        scaling: the factor s.
+        rank_dropout: probability of dropping a row of ΔW.
+        module_dropout: probability of dropping ΔW.
+        rescales: whether the rows that are kept are divided by their share.
+    """
+
+    is_additive = True
+    rescales = True
+
+    def __init__(self, config: LycorisConfig, site: Site) -> None:
+        """Set what does not depend on ΔW.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+
+        Raises:
+            ConfigError: the site is an embedding, or a parameter, and there is dropout.
+        """
+        super().__init__()
+        self.scaling = config.scaling_at(site.path)
+        self.rank_dropout, self.module_dropout = config.rank_dropout, config.module_dropout
+        self.d_in, self.d_out = site.d_in, site.d_out
+        dropouts = f"rank_dropout={self.rank_dropout}, module_dropout={self.module_dropout}"
+        drops = bool(self.rank_dropout or self.module_dropout)
+        if site.kind == "embedding" or (drops and site.parameter):
+            why = (
+                "the module computes with its parameters, merged or not. Write rank_dropout=0.0, "
+                "module_dropout=0.0."
+                if site.parameter
+                else f"the method cannot adapt an embedding. Write exclude_modules=[{site.path!r}]."
+            )
+            raise ConfigError(f"{type(config).__name__}({dropouts}) at {site.path!r}: {why}")
+
+    @abstractmethod
+    def delta(self, dtype: torch.dtype) -> Tensor:
+        """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
+
+    def kept_rows(self, like: Tensor) -> Tensor | None:
+        """Return the factors of the rows of ΔW in this call, `[d_out]`; None if all are 1.
+
+        Args:
+            like: a tensor with their device and dtype.
+        """
+        if not self.training or not (self.rank_dropout or self.module_dropout):
+            return None
+        kept = like.new_ones(self.d_out)
+        if self.rank_dropout:
+            rows = torch.rand(self.d_out, device=like.device) >= self.rank_dropout
+            kept = kept * rows
+            if self.rescales:
+                # no row at all leaves zeros, without a division by zero
+                kept = kept * (self.d_out / rows.sum().clamp(min=1)).to(kept.dtype)
+        if self.module_dropout:
+            kept = kept * (torch.rand(1, device=like.device) >= self.module_dropout)
+        return kept
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w + s · ΔW, `[*experts, d_out, d_in]`."""
+        with exactly(w.device):
+            return w + self.scaling * self.delta(w.dtype)

@@ -1,0 +1,190 @@
+"""OFT — Orthogonal Finetuning.
+
+Papers: Qiu et al. 2023, arXiv:2306.07280; OFTv2: Qiu et al. 2025, arXiv:2506.19847.
+y = (x · diag(Q_1, …, Q_r)) Wᵀ + bias with rotations Q of b features, from skew-symmetric S: the
+Neumann series Q = I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹ ≈ (I + S) (I − S)⁻¹, or (I − S) (I + S)⁻¹ exactly.
+Constrained (`coft`), ‖S‖ ≤ eps / √r, or `eps` where the blocks share S. An embedding's output is
+rotated.
+
+Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from PEFT: `module_dropout`
+acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
+parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
+takes another one.
+Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
+Cannot do: convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import architectures, config_strings
+from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import SEED, Share, field
+from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated
+from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups
+from adapterzoo.spelling import spelled
+
+from . import _oft_spelling
+from ._blocks import dropped
+from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
+from ._rows import restored, taken
+from ._skew import Blocks, SkewConfig
+from ._weight_cache import WeightCache
+
+
+@architectures.register("oft")
+@config_strings.register("oft")
+@spelled(_oft_spelling.peft)
+@dataclass(frozen=True, kw_only=True)
+class OFTConfig(SkewConfig):
+    """Config of OFT; `TargetedConfig` chooses the layers, `SkewConfig` the blocks.
+
+    Attributes:
+        module_dropout: share, 0 to below 1, of the blocks that a training step replaces by the
+            identity.
+        init_weights: True: no rotation; False: normal with deviation 0.1.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    architecture: ClassVar[str] = "oft"
+    training_fields = SkewConfig.training_fields | {"module_dropout"}
+
+    module_dropout: float = field(0.0, Share())
+    init_weights: bool = True
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether S starts as zero."""
+        return self.init_weights
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OFT:
+        """Return a fresh adapter for the site."""
+        return OFT(self, site, device, dtype)
+
+
+class OFT(SharedInputAdapter, WeightAdapter):
+    """y = (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
+
+    Attributes:
+        oft_R: upper triangles of S, row by row, `[r, b (b − 1) / 2]`, with experts in front where
+            the site has them; r = 1 for blocks that share S.
+        blocks: how they become rotations.
+        dropout: share of the blocks that training replaces by the identity.
+        looks_up: whether the layer is an embedding, whose output is rotated.
+        kept_rotation: the folded blocks of evaluation.
+    """
+
+    def __init__(
+        self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: the blocks do not fit the features, or there is nothing to drop.
+        """
+        super().__init__()
+        self.dropout = config.module_dropout
+        self.looks_up = site.kind == "embedding"
+        if self.dropout and site.parameter:
+            raise ConfigError(
+                f"OFTConfig(module_dropout={self.dropout}) at {site.path!r}: the module computes "
+                f"with its parameters, merged or not. Write module_dropout=0.0."
+            )
+        self.blocks = config.blocks_at(site)
+        b, rows = self.blocks.size, 1 if config.block_share else self.blocks.number
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+        fresh = constant(0.0) if config.init_weights else normal(0.1, source)
+        shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
+        self.oft_R = drawn(shape, fresh, device, DTYPES[config.dtype] if config.dtype else dtype)
+        self.kept_rotation = WeightCache()
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer on rotated features; in an embedding `x` is token numbers `[*batch]`.
+
+        `x` `[*batch, d_in]` → `[*batch, d_out]`.
+        """
+        if self.looks_up:
+            y = base(x)  # [*batch, d_out]
+            # autocast narrows products, and no look-up
+            return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
+        return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether their rotations have one shape, rule, dtype and dropout."""
+        same = len({a.shared_input_key for a in adapters}) == 1
+        return same and adapters[0].oft_R.dim() == 2 and not adapters[0].looks_up
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Rotate each row by its adapter. `x` `[rows, *tokens, d_in]`."""
+        if not groups.rows:
+            return base(x)
+        # each row has its own rotation, as each expert has in other layers
+        Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
+        return base(in_layout_of(restored(rotated(x, Q), x, groups), x))  # [rows, *tokens, d_out]
+
+    @property
+    def shared_input_key(self) -> tuple[object, ...]:
+        """Equal for adapters that share one rotation: kind and shape of R, rule and dropout."""
+        R = self.oft_R
+        return type(R), R.device, R.dtype, R.shape, self.blocks, self.dropout, self.training
+
+    @classmethod
+    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
+        """Return the folded blocks `[1, chunks, width, width]` of each, together in training."""
+        one = adapters[0]
+        if one.training:
+            R = torch.stack([a.oft_R for a in adapters])  # [adapters, r, b (b − 1) / 2]
+            return _folded(R, one.blocks, one.dropout, x.dtype).unbind()
+        return [
+            a.kept_rotation.get(
+                partial(_folded, a.oft_R, a.blocks, 0.0, x.dtype),
+                a.oft_R,
+                facts=compute_dtype(x.dtype),
+            )
+            for a in adapters
+        ]
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w · Rotᵀ `[d_out, d_in]`, with experts in front.
+
+        In an embedding, whose columns are the tokens, it is Rotᵀ · w.
+        """
+        Q = self.blocks.rotations(self.oft_R, w.dtype)
+        with exactly(w.device):
+            if self.looks_up:
+                return butterfly(w.mT, Q).mT.to(w.dtype)  # [d_out, d_in]
+            return butterfly(w, Q, transposed=True).to(w.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the blocks."""
+        b, number = self.blocks.size, self.blocks.number
+        return f"features={b * number}, blocks={number}, block_size={b}"
+
+
+def _folded(R: Tensor, blocks: Blocks, dropout: float, dtype: torch.dtype) -> Tensor:
+    """Return the folded rotations `[*adapters, 1, chunks, width, width]`."""
+    Q = blocks.rotations(R, dtype)
+    return folded(dropped(Q, dropout) if dropout else Q)

@@ -1,0 +1,129 @@
+"""Folders of adapters where `from_pretrained` expects a model: the base, then the adapter."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from adapterzoo import hub
+from adapterzoo.checkpoint import folders, formats
+from adapterzoo.errors import CheckpointError, HubError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# what `hub.resolve` takes
+_HUB = "cache_dir", "force_download", "local_files_only", "revision", "token"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder with an adapter and without a model.
+
+    Attributes:
+        path: on disk.
+        name: as the user gave it, if it is on the Hub.
+        base: the model that the adapter was trained on.
+        revision: of that model.
+    """
+
+    path: Path
+    name: str | None
+    base: str
+    revision: str | None
+
+
+def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
+    """Return the adapter that a path leads to; None if a model is there, or nothing.
+
+    Args:
+        path: that `from_pretrained` was given.
+        options: its other arguments.
+
+    Raises:
+        CheckpointError: the adapter does not name its base model.
+    """
+    if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
+        return None
+    if options.get("config") is not None or options.get("state_dict") is not None:
+        return None
+    asked = {name: options[name] for name in _HUB if name in options}
+    folder = _without_model(path, asked)
+    if folder is None:
+        return None
+    with folders.reading(folder):
+        format = formats.of(folder, "adapter")
+        if format is None:
+            return None
+        base = formats.formats[format].base(folder)
+    if base.name is None:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} holds an adapter that does not name its base model. Write "
+            f"model = AutoAdapterModel.from_pretrained('base'), and model.load_adapter("
+            f"{os.fspath(path)!r})."
+        )
+    name = None if folder == Path(path) else os.fspath(path)
+    return AdapterFolder(folder, name, base.name, base.revision)
+
+
+def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a class method that loads a model: it also loads an adapter with its base model.
+
+    Args:
+        from_pretrained: takes the class, a path, and options.
+    """
+
+    @functools.wraps(from_pretrained)
+    def loading(*args: P.args, **kwargs: P.kwargs) -> T:
+        cls: Any = args[0]
+        path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")
+        found = find(path, kwargs)
+        if found is None:
+            return from_pretrained(*args, **kwargs)
+        options = {k: v for k, v in kwargs.items() if k != "pretrained_model_name_or_path"}
+        return cast("T", load(found, cls.from_pretrained, options))
+
+    return cast("Callable[P, T]", loading)
+
+
+def _without_model(path: str | os.PathLike[str], asked: Mapping[str, Any]) -> Path | None:
+    """Return the folder of a path where there is no model; None otherwise."""
+    if Path(path).is_dir():
+        return None if (Path(path) / CONFIG_NAME).is_file() else Path(path)
+    there = cached_file(
+        os.fspath(path), CONFIG_NAME, _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, **asked,
+    )  # fmt: skip
+    if there is not None:
+        return None
+    try:
+        return hub.resolve(path, **asked)
+    except (CheckpointError, HubError):
+        # transformers says what is wrong with the name of a model
+        return None
+
+
+def load(found: AdapterFolder, load_base: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the base model with the adapter, which is active, and with its head.
+
+    Args:
+        found: the adapter.
+        load_base: loads a model with the methods of adapters by name.
+        options: arguments for it; `revision` is that of the adapter. With a `dtype`, both have it.
+    """
+    own = {**options, "revision": found.revision}
+    loaded = load_base(found.base, **{k: v for k, v in own.items() if k != "revision" or v})
+    model = loaded[0] if options.get("output_loading_info") else loaded
+    load_as = None if found.name is None else Path(found.name).name
+    asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
+    dtype = model.dtype if asked else None
+    model.load_adapter(found.path, load_as=load_as, set_active=True, dtype=dtype)
+    return loaded

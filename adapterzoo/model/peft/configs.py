@@ -1,0 +1,175 @@
+"""Config objects of PEFT as configs here; PEFT itself is never imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from adapterzoo.anatomy import Site
+from adapterzoo.checkpoint.peft.heads import task_of
+from adapterzoo.checkpoint.peft.patterns import exactly, short_names
+from adapterzoo.config_base import Config
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError, listing
+from adapterzoo.model.heads.copies import layers_of
+from adapterzoo.model.sharding import class_name
+from adapterzoo.model.state import AdaptedModel
+from adapterzoo.peft_arguments import COMMON, PeftArguments, classes_of_peft, translated
+from adapterzoo.spelling import PeftSpelling, peft_spellings
+
+_ALL_LINEAR = "all-linear"
+# fields with names of layers
+_NAMING = {"target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"}
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeft:
+    """A config of PEFT, translated for a model.
+
+    Attributes:
+        config: ours.
+        is_frozen: whether the adapter is only used: `inference_mode`.
+    """
+
+    config: AdapterConfig
+    is_frozen: bool
+
+
+def is_peft(config: object) -> bool:
+    """Return whether a value is a config object of PEFT, or the dict of one."""
+    if isinstance(config, Mapping):
+        return not isinstance(config, Config) and "peft_type" in config
+    return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
+
+
+def read(model: AdaptedModel, config: Any) -> FromPeft:
+    """Return our config for one of PEFT, which may depend on the model.
+
+    Without `target_modules` the layers are those of the method's default roles, fused ones whole.
+
+    Args:
+        model: to which the adapter will be added.
+        config: an object of PEFT, or its dict.
+
+    Raises:
+        ConfigError: there is no such method, or a field has no meaning here.
+    """
+    values = dict(config if isinstance(config, Mapping) else config.to_dict())
+    spelling, arguments = _method(values)
+    _check_task(model, values.get("task_type"))
+    values["modules_to_save"] = _without_head(model, values.get("modules_to_save"))
+    if values.get("tokenizer_name_or_path") == model.config.name_or_path:
+        values.pop("tokenizer_name_or_path", None)
+    own = {*arguments.fields}
+    values = {n: v for n, v in values.items() if n in own or n not in arguments.fixed}
+    if unknown := sorted(n for n, v in values.items() if v and n not in own | COMMON.keys()):
+        raise ConfigError(
+            f"{arguments.class_name}({unknown[0]}={values[unknown[0]]!r}): there is no such field "
+            f"here. Its fields: {listing(sorted(own), limit=40)}. Leave it out."
+        )
+    fields = {name: value for name, value in values.items() if name in own}
+    for name in fields.keys() & _NAMING:
+        fields[name] = _below_base(model, fields[name])
+    made = {**arguments.implied, **translated(spelling.config, fields)}
+    found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
+    if "target_modules" in found.field_names() and not found["target_modules"]:
+        found = _whole_layers(model, arguments, found)
+    return FromPeft(found, bool(values.get("inference_mode")))
+
+
+def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
+    """Return the method of a config.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind = str(getattr(values["peft_type"], "value", values["peft_type"]))
+    found = [s for s in peft_spellings.values() if s.peft_type == kind and s.arguments is not None]
+    fitting = [s for s in found if not s.differing(values)]
+    if not fitting:
+        known = sorted({s.peft_type for s in peft_spellings.values() if s.arguments is not None})
+        shown = "".join(f", {n}={values.get(n)!r}" for s in found[:1] for n in s.differing(values))
+        raise ConfigError(
+            f"peft_type={kind!r}{shown}: there is no such method here. Methods of PEFT that can be "
+            f"added: {listing(known, limit=40)}. Write a config of one of these."
+        )
+    spelling = max(fitting, key=lambda s: s.strictness)
+    return spelling, classes_of_peft[spelling.config]
+
+
+def _check_task(model: AdaptedModel, task: Any) -> None:
+    """Check that a task is that of the model's class.
+
+    Raises:
+        ConfigError: the class has another one.
+    """
+    asked = getattr(task, "value", task)
+    own = None if model._head_strategy.is_named else task_of(class_name(model))
+    legal = COMMON["task_type"].values or {}
+    if asked is not None and (asked not in legal or own not in (None, asked)):
+        kind = f"a {class_name(model)} has {own!r}. Write task_type={own!r}"
+        raise ConfigError(
+            f"task_type={asked!r}: {kind if asked in legal else COMMON['task_type'].hint}"
+            + (", or add the adapter to a model for that task." if asked in legal else "")
+        )
+
+
+def _without_head(model: AdaptedModel, names: Any) -> Any:
+    """Return the names of modules without those of a static head, of which adapters have copies."""
+    if not names or isinstance(names, str) or model._head_strategy.is_named:
+        return names
+    head = layers_of(model)
+    base = [path for path, _ in model._backbone.named_modules()]
+    kept = [
+        n
+        for n in names
+        if any(path == n or path.endswith(f".{n}") for path in base)
+        or not any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
+    ]
+    return kept or None
+
+
+def _below_base(model: AdaptedModel, value: Any) -> Any:
+    """Return names of layers in a model as names below its base model."""
+    prefix = "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
+    if isinstance(value, Mapping):
+        return {_without(prefix, key): number for key, number in value.items()}
+    if value == _ALL_LINEAR:
+        linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
+        return _named(model, [site.path for site in linear if site.role != "lm_head"])
+    if isinstance(value, str):
+        paths = dict.fromkeys(s.path for s in model.anatomy if s.parameter is None)
+        found = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
+        return _named(model, found) if found else value
+    return value if value is None else sorted(_without(prefix, name) for name in value)
+
+
+def _without(prefix: str, name: str) -> str:
+    """Return a name or expression without what precedes the base model's paths."""
+    for start in (f"^{re.escape(prefix)}", f"^{prefix}", prefix):
+        if prefix and name.startswith(start):
+            return ("^" if start.startswith("^") else "") + name.removeprefix(start)
+    return name
+
+
+def _named(model: AdaptedModel, paths: Iterable[str]) -> str | list[str]:
+    """Return the value of a field that selects these layers."""
+    chosen = list(dict.fromkeys(paths))
+    every = dict.fromkeys(site.path for site in model.anatomy if site.parameter is None)
+    names = short_names(chosen, every)
+    return exactly(chosen) if names is None else list(names)
+
+
+def _whole_layers(
+    model: AdaptedModel, arguments: PeftArguments, config: AdapterConfig
+) -> AdapterConfig:
+    """Return a config that names its layers, if it would adapt parts of fused ones."""
+    sites: list[Site] = [placement.site for placement in config.placements(model.anatomy)]
+    if not any(site.output_slice is not None for site in sites):
+        return config
+    fields: dict[str, Any] = {"target_modules": _named(model, (site.path for site in sites))}
+    for name, among in arguments.subsets.items():
+        fields[name] = _named(model, (site.path for site in sites if among(config, site)))
+    return config.replace(**fields)

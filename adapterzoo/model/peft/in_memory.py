@@ -1,0 +1,87 @@
+"""Tensors of adapters under PEFT's keys, without a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapterzoo.checkpoint import fit
+from adapterzoo.checkpoint import peft as format_of_peft
+from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.model import checkpointing, sharding
+from adapterzoo.model.heads.interface import HeadRecord, LoadOptions
+from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.state import AdaptedModel, modules_of, named_tensors
+
+
+def tensors_of_peft(
+    model: AdaptedModel, name: str | None, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of an adapter and its head; they share memory with the model's.
+
+    Raises:
+        ConfigError: a state dict is given.
+    """
+    if state_dict is not None:
+        raise ConfigError(
+            "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
+        )
+    return encoded(model, one_name(model, name))[1]
+
+
+def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return PEFT's config and tensors for an adapter."""
+    sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
+    stored = checkpointing.checkpoint_of(model, name, True, None, "peft")
+    return format_of_peft.encoded(stored, info_of(model))
+
+
+def one_name(model: AdaptedModel, name: str | None) -> str:
+    """Return the name, or that of the only active adapter.
+
+    Raises:
+        StateError: not exactly one is active.
+    """
+    if name is not None:
+        return name
+    setup = model._active.plan.setup
+    names = () if setup is None else setup.flatten()
+    if len(names) != 1:
+        raise StateError(
+            f"{listing(names)} are active, so that the adapter is not clear. Write its name; "
+            f"adapters: {listing(model._adapter_state.records)}."
+        )
+    return names[0]
+
+
+def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give an adapter, and its head, the values under PEFT's keys; all of them or nothing.
+
+    Raises:
+        CheckpointError: they are not those of the adapter.
+    """
+    theirs, _ = encoded(model, name)
+    stored = format_of_peft.decoded(theirs, tensors, info_of(model))
+    adapter, document = stored.adapter, stored.metadata["head"]
+    own = dict(modules_of(model, name))
+    fit.check_fit(type(model).__name__, adapter, named_tensors(own, keep_vars=True), None)
+    enter, strategy = None, model._head_strategy
+    if document is not None:
+        asked = LoadOptions(overwrite_ok=True)
+        enter = strategy.fitting(HeadRecord(document, stored.head), name, asked)
+    for path, module in own.items():
+        start = f"{path}/"
+        fit.fill(
+            module, {k.removeprefix(start): t for k, t in adapter.items() if k.startswith(start)}
+        )
+    # a head that is there keeps its tensors, which an optimizer may have
+    there = strategy.record(name) if name in strategy.saved_names() else None
+    if there is not None:
+        with torch.no_grad():
+            for key in stored.head.keys() & there.tensors.keys():
+                there.tensors[key].copy_(stored.head[key])
+    elif enter is not None:
+        enter()

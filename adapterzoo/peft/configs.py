@@ -1,0 +1,150 @@
+"""PEFT's config classes: their fields as attributes, that may be changed, and their files."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from adapterzoo import hub
+from adapterzoo import methods as _methods  # noqa: F401  registers the classes
+from adapterzoo.checkpoint import files
+from adapterzoo.checkpoint.peft.config import CONFIG, checked
+from adapterzoo.errors import FieldError, listing, names_call
+from adapterzoo.peft_arguments import COMMON, TASK_TYPES, classes_of_peft
+
+TaskType = StrEnum("TaskType", {name: name for name in TASK_TYPES})  # type: ignore[misc]
+"""PEFT's names of tasks."""
+
+
+class PeftConfig:
+    """A config of PEFT; `get_peft_model` and `add_adapter` check its values.
+
+    Attributes:
+        peft_type: PEFT's name of the method; empty here.
+        defaults: all fields with PEFT's defaults.
+    """
+
+    peft_type: ClassVar[str] = ""
+    defaults: ClassVar[Mapping[str, Any]] = {
+        name: argument.default for name, argument in COMMON.items() if name != "peft_type"
+    }
+
+    def __init__(self, **fields: Any) -> None:
+        """Take the fields.
+
+        Args:
+            **fields: by PEFT's names; others have PEFT's defaults.
+
+        Raises:
+            FieldError: PEFT's class has no such field.
+        """
+        if unknown := sorted(fields.keys() - self.defaults.keys()):
+            raise FieldError(
+                f"{type(self).__name__}({unknown[0]}={fields[unknown[0]]!r}): there is no such "
+                f"field. Its fields: {listing(sorted(self.defaults), limit=50)}. Write one of "
+                f"these."
+            )
+        vars(self).update({**self.defaults, **fields})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and `peft_type`."""
+        return {"peft_type": self.peft_type, **vars(self)}
+
+    @names_call
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write `adapter_config.json`.
+
+        Args:
+            save_directory: the folder; created if missing.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        listed = {
+            k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in vars(self).items()
+        }
+        document = {"peft_type": self.peft_type, **listed}
+        files.write_all(Path(save_directory), {CONFIG: files.json_bytes(document)})
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> PeftConfig:
+        """Return the config in a folder, or on the Hub, as an object of its own class.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or `user/repository`.
+            **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`; and
+                fields to change.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or its method is unknown.
+        """
+        options = {name: kwargs.pop(name) for name in [*kwargs] if name in HUB_OPTIONS}
+        folder = hub.resolve(pretrained_model_name_or_path, **options)
+        values = files.read_json(folder / CONFIG)
+        return from_values(values, kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether class and fields are the same."""
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Return a constructor call with the fields that are not PEFT's defaults."""
+        changed = {k: v for k, v in vars(self).items() if v != self.defaults.get(k)}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+
+def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftConfig:
+    """Return the object for the values of a file.
+
+    Raises:
+        CheckpointError: there is no such method here.
+        FieldError: the method is only read.
+    """
+    kind = values.get("peft_type")
+    found = next((c for c in config_classes().values() if c.peft_type == kind), None)
+    if found is None:
+        # raises with the methods that there are
+        checked(values)
+        raise FieldError(f"{CONFIG} says peft_type={kind!r}, which cannot be added. Write another.")
+    made = found(**changes)
+    # a newer release may have more fields: `add_adapter` refuses those that ask for something
+    rest = {k: v for k, v in values.items() if k != "peft_type" and k not in changes}
+    vars(made).update(rest)
+    return made
+
+
+@functools.cache
+def config_classes() -> dict[str, type[PeftConfig]]:
+    """Return PEFT's config classes of the methods that exist here, by name."""
+    defaults: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, str] = {}
+    for arguments in classes_of_peft.values():
+        own = defaults.setdefault(arguments.class_name, dict(PeftConfig.defaults))
+        # a field that tells our classes apart is off in PEFT
+        own |= dict.fromkeys(arguments.fixed, False)
+        own |= {name: argument.default for name, argument in arguments.fields.items()}
+        kinds[arguments.class_name] = arguments.peft_type
+    return {
+        name: type(
+            name,
+            (PeftConfig,),
+            {
+                "__doc__": f"PEFT's `{name}`: its fields as keyword arguments.",
+                "__module__": "adapterzoo.peft",
+                "peft_type": kinds[name],
+                "defaults": own,
+            },
+        )
+        for name, own in defaults.items()
+    }

@@ -1,0 +1,294 @@
+"""`PeftModel`: a model of transformers with adapters, whose methods are those of PEFT."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from adapterzoo import hub
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError, names_call, unknown_name
+from adapterzoo.inject import set_class
+from adapterzoo.model import AdapterModelMixin, init
+from adapterzoo.model.hf.factory import blank
+from adapterzoo.model.peft import configs, in_memory, switching
+from adapterzoo.model.state import parameters_of
+
+from .configs import HUB_OPTIONS, PeftConfig, from_values
+
+
+class PeftModel:
+    """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
+
+    Besides these methods a model has those of its class and of `AdapterModelMixin`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: PreTrainedModel,
+        model_id: str | os.PathLike[str],
+        adapter_name: str = switching.DEFAULT,
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load an adapter into a model of transformers, which is changed in place.
+
+        Args:
+            model: of transformers, or one with adapters.
+            model_id: a folder, in any format, or `user/repository` on the Hub.
+            adapter_name: to give it.
+            is_trainable: whether it is trained; otherwise it is only used.
+            **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
+
+        Returns:
+            The same object.
+
+        Raises:
+            CheckpointError: the adapter does not fit the model; it has no adapter then.
+        """
+        made = as_peft(model)
+        made.load_adapter(model_id, adapter_name, is_trainable, **kwargs)
+        if not is_trainable:
+            made.eval()
+            made.requires_grad_(False)
+        return made
+
+    @names_call
+    def load_adapter(
+        self,
+        model_id: str | os.PathLike[str],
+        adapter_name: str,
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Load an adapter; the first one of the model becomes active.
+
+        Args:
+            model_id: a folder, or a name on the Hub; `subfolder` is a part of it.
+            adapter_name: to give it; an adapter of this name is replaced.
+            is_trainable: whether its parameters get gradients.
+            **kwargs: as `AdapterModelMixin.load_adapter` takes them.
+
+        Raises:
+            CheckpointError: it does not fit the model.
+        """
+        path = (
+            model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
+        )
+        folder = hub.resolve(path, **{n: kwargs.pop(n) for n in HUB_OPTIONS if n in kwargs})
+        theirs = cast("Any", AdapterModelMixin)
+        theirs.load_adapter(
+            self, folder, adapter_name=adapter_name, is_trainable=is_trainable,
+            **{"overwrite_ok": True, **kwargs},
+        )  # fmt: skip
+
+    @names_call
+    def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:
+        """Activate an adapter, or several, and train only these, with heads of their own.
+
+        Args:
+            adapter_name: a name, or a list of names.
+            inference_mode: whether nothing is trained.
+
+        Raises:
+            UnknownNameError: an adapter is unknown.
+        """
+        if inference_mode:
+            switching.activate(cast("Any", self), adapter_name, frozen=True)
+        else:
+            names = switching.list_of(cast("Any", self), adapter_name)
+            for name in names:
+                for parameter in parameters_of(cast("Any", self), name):
+                    parameter.requires_grad_(parameter.is_floating_point())
+            switching.train(self, names if len(names) > 1 else names[0])
+
+    @names_call
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        safe_serialization: bool = True,
+        selected_adapters: Sequence[str] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Save adapters in PEFT's format: "default" in the folder, others in sub-folders.
+
+        Args:
+            save_directory: the folder; created if missing.
+            safe_serialization: must be True.
+            selected_adapters: names; None: all.
+            is_main_process: whether this process writes.
+            **kwargs: `format` of the files, "peft" if not given; `state_dict` of the whole model,
+                which `Trainer` gives and which is not read.
+
+        Raises:
+            CheckpointError: PEFT has no such adapter, or the folder cannot be written.
+            ConfigError: an argument has no meaning here.
+            UnknownNameError: an adapter is unknown.
+        """
+        kwargs.pop("state_dict", None)
+        format = kwargs.pop("format", "peft")
+        if not safe_serialization or kwargs:
+            shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
+            raise ConfigError(
+                f"{shown[0]}: files are written in safetensors, with what each adapter consists "
+                f"of. Leave it out."
+            )
+        known = [*self.adapters_config]
+        names = known if selected_adapters is None else list(selected_adapters)
+        for name in names:
+            if name not in known:
+                raise unknown_name("", "adapter", name, known)
+        for name in names if is_main_process else ():
+            below = "" if name == switching.DEFAULT else name
+            self.save_adapter(Path(save_directory) / below, name, format=format)
+
+    @property
+    def peft_config(self) -> dict[str, PeftConfig]:
+        """The adapters' names to configs of PEFT, as files have them; changes have no effect."""
+        own = cast("Any", self)
+        return {
+            name: from_values(in_memory.encoded(own, name)[0], {}) for name in self.adapters_config
+        }
+
+    @property
+    def active_peft_config(self) -> PeftConfig:
+        """The config of the active adapter.
+
+        Raises:
+            StateError: not exactly one is active.
+        """
+        return self.peft_config[in_memory.one_name(cast("Any", self), None)]
+
+    def get_base_model(self) -> Self:
+        """Return the model itself: it is not wrapped."""
+        return self
+
+    def unload(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the plain model; arguments as of `AdapterModelMixin.unload`.
+
+        Args:
+            *args: see there.
+            **kwargs: the same.
+        """
+        return _plainly(self, "unload", *args, **kwargs)
+
+    def merge_and_unload(
+        self,
+        progressbar: bool = False,
+        safe_merge: bool = True,
+        adapter_names: Sequence[str] | None = None,
+    ) -> Any:
+        """Merge adapters, and return the plain model.
+
+        Args:
+            progressbar: must be False.
+            safe_merge: PEFT's switch; weights that are not finite are always refused.
+            adapter_names: None: the active ones.
+
+        Raises:
+            ConfigError: there is no progress bar.
+            StateError: as `AdapterModelMixin.merge_and_unload`.
+        """
+        if progressbar:
+            raise ConfigError("progressbar=True: there is none. Leave it out.")
+        return _plainly(self, "merge_and_unload", adapter_names)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy the model by what its class is made from."""
+        made_from = vars(type(self).__mro__[2]).get("_made_from", ())
+        return _again, made_from, cast("Any", self).__getstate__()
+
+
+def get_peft_model(
+    model: PreTrainedModel,
+    peft_config: Any,
+    adapter_name: str = switching.DEFAULT,
+    autocast_adapter_dtype: bool = True,
+    low_cpu_mem_usage: bool = False,
+) -> Any:
+    """Add an adapter to a model of transformers, which is changed in place, and train it.
+
+    Args:
+        model: of transformers; its mode does not change.
+        peft_config: a config of PEFT, or of this library.
+        adapter_name: to give it.
+        autocast_adapter_dtype: whether parameters in half precision are converted to float32.
+        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a value of the config has no meaning here.
+        StateError: the model has no adapters of this library, but layers of PEFT.
+    """
+    if low_cpu_mem_usage:
+        raise ConfigError(
+            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
+        )
+    was_plain = not isinstance(model, AdapterModelMixin)
+    made = as_peft(model)
+    try:
+        found = configs.read(made, peft_config) if configs.is_peft(peft_config) else None
+        config = AdapterConfig.load(peft_config) if found is None else found.config
+        is_half = made.dtype in (torch.float16, torch.bfloat16)
+        if autocast_adapter_dtype and is_half and "dtype" in config.field_names():
+            config = config.replace(dtype="float32")
+        made.add_adapter(adapter_name, config)
+    except BaseException:
+        if was_plain:
+            made.unload()
+        raise
+    if found is not None and found.is_frozen:
+        made.set_adapter(adapter_name, inference_mode=True)
+    else:
+        switching.train(made, adapter_name)
+    return made
+
+
+def as_peft(model: Any) -> Any:
+    """Give a model the methods of `PeftModel`."""
+    if not isinstance(model, AdapterModelMixin):
+        init(model)
+    if not isinstance(model, PeftModel):
+        set_class(cast("Any", model), _class_of(type(model)))
+    return model
+
+
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def _class_of(cls: type[Any]) -> type[Any]:
+    """Return the class with the methods of `PeftModel`; it keeps its name."""
+    if cls not in _classes:
+        members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(cls.__name__, (PeftModel, cls), members)
+    return _classes[cls]
+
+
+def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a model without the mixin; only its class in transformers may remain."""
+    mixed: Any = type(model)
+    set_class(model, mixed.__mro__[2])
+    try:
+        return getattr(model, method)(*args, **kwargs)
+    finally:
+        if isinstance(model, AdapterModelMixin):
+            set_class(cast("Any", model), mixed)
+
+
+def _again(*made_from: Any) -> Any:
+    """Return an empty model with the mixin, for copies and pickles."""
+    cls: Any = _class_of(type(blank(*made_from)))
+    return cls.__new__(cls)

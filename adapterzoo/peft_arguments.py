@@ -1,0 +1,190 @@
+"""The fields of PEFT's config classes as users write them, and ours of the same meaning.
+
+A method declares them once, beside its spelling of PEFT's files. They are read where a user gives
+them to a config class here, `LoRAConfig(lora_alpha=16)`, and from config objects of PEFT. A field
+is never ignored: it has a counterpart, a value that asks for nothing, or an error with a hint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError, listing
+
+if TYPE_CHECKING:
+    from .anatomy import Site
+
+TASK_TYPES = (
+    "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
+)  # fmt: skip
+"""PEFT's names of tasks."""
+
+classes_of_peft: dict[type[Any], PeftArguments] = {}
+"""Our config classes → the fields of PEFT's class for the method."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftArgument:
+    """A field of one of PEFT's config classes.
+
+    Attributes:
+        default: PEFT's.
+        ours: our field of the same meaning; None: there is none, and only the default is legal.
+        values: PEFT's legal values → ours; None: those of our field.
+        hint: what is wrong with other values, and what to write.
+        passes: whether texts that are not among `values` are passed on, for our field to check.
+    """
+
+    default: Any = None
+    ours: str | None = None
+    values: Mapping[Any, Any] | None = None
+    hint: str = "it has no meaning here. Leave it out."
+    passes: bool = False
+
+    def asks_for_nothing(self, value: object) -> bool:
+        """Return whether a value of a field without a counterpart has no effect in PEFT."""
+        return value == self.default or not (value or self.default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftArguments:
+    """One of PEFT's config classes.
+
+    Attributes:
+        class_name: its name.
+        fields: its own fields; all classes have those of `COMMON`.
+        implied: fields of ours that every config object of PEFT implies.
+        subsets: fields of ours that name some of the adapted layers → whether a layer is among
+            them, by our config and its site.
+        unsayable: all fields → why there is no such adapter here; None: there is.
+        peft_type: of the spelling, as `fixed`: the fields that tell our class from others of the
+            type.
+        fixed: see `peft_type`.
+    """
+
+    class_name: str
+    fields: Mapping[str, PeftArgument]
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    subsets: Mapping[str, Callable[[Any, Site], bool]] = field(default_factory=dict)
+    unsayable: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
+    peft_type: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def fits(self, values: Mapping[str, Any]) -> bool:
+        """Return whether a config with these values is of our class."""
+        return all((values.get(k) or False) == (v or False) for k, v in self.fixed.items())
+
+
+COMMON: Mapping[str, PeftArgument] = {
+    "task_type": PeftArgument(
+        values=dict.fromkeys(TASK_TYPES), hint=f"legal are {listing(TASK_TYPES)} and None."
+    ),
+    "inference_mode": PeftArgument(
+        False, hint="train_adapter(…) decides what is trained. Write inference_mode=False."
+    ),
+    "peft_type": PeftArgument(hint="the class of the config decides. Leave it out."),
+    "auto_mapping": PeftArgument(hint="the model is known. Leave it out."),
+    "peft_version": PeftArgument(),
+    "base_model_name_or_path": PeftArgument(hint="the model is known. Leave it out."),
+    "revision": PeftArgument(hint="load_adapter(…, revision=…) takes it. Leave it out."),
+}
+"""The fields of every config class of PEFT. `task_type` says of which class the model is."""
+
+
+def meant(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mapping[str, Any]]:
+    """Return the class and the fields that arguments of a config class mean, some of them PEFT's.
+
+    Args:
+        cls: that was called.
+        given: its arguments.
+
+    Raises:
+        ConfigError: an argument of PEFT has a value that has no meaning here.
+    """
+    own = classes_of_peft.get(cls)
+    if own is None:
+        return cls, given
+    legal = {f.name for f in dataclasses.fields(cls)}
+    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys()
+    if not [name for name in given if name in words and (name not in legal)]:
+        return cls, _mapped(own, given)
+    values = {**own.fixed, **given}
+    kin = {c: a for c, a in classes_of_peft.items() if a.peft_type == own.peft_type}
+    found = [c for c, arguments in kin.items() if arguments.fits(values)]
+    if not found:
+        shown = ", ".join(f"{name}={values[name]!r}" for name in own.fixed)
+        raise ConfigError(
+            f"{cls.__name__}({shown}): there is no such method. Write one of "
+            f"{listing(sorted(c.__name__ for c in kin))}."
+        )
+    chosen = max(found, key=lambda c: (c is cls, len(kin[c].fixed)))
+    rest = {k: v for k, v in given.items() if k not in own.fixed or k in _names(chosen)}
+    return chosen, translated(chosen, rest)
+
+
+def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our fields for fields of PEFT; names that are not PEFT's are passed on.
+
+    Args:
+        cls: our config class.
+        given: the fields.
+
+    Raises:
+        ConfigError: a value has no meaning here, or two fields mean the same.
+    """
+    own = classes_of_peft[cls]
+    if (why := own.unsayable(given)) is not None:
+        raise ConfigError(f"{cls.__name__}: {why}")
+    made: dict[str, Any] = {}
+    for name, value in _mapped(own, given).items():
+        argument = own.fields.get(name) or COMMON.get(name)
+        if argument is None or argument.ours == name:
+            ours, kept = name, value
+        elif argument.ours is None:
+            _check(cls, name, value, argument)
+            continue
+        elif value is None and argument.default is None:
+            continue
+        else:
+            ours, kept = argument.ours, _value(cls, name, value, argument)
+        if ours in made or (ours != name and ours in given):
+            raise ConfigError(
+                f"{cls.__name__}({name}={value!r}, {ours}=…): both are the same field. Write only "
+                f"{ours}={kept!r}."
+            )
+        made[ours] = kept
+    return made
+
+
+def _mapped(own: PeftArguments, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields, with PEFT's values of fields with our name under ours."""
+    same = {name: a.values for name, a in own.fields.items() if a.ours == name and a.values}
+    changed = {
+        name: same[name][value]
+        for name, value in given.items()
+        if isinstance(value, (bool, str)) and value in same.get(name, {})
+    }
+    return {**given, **changed} if changed else given
+
+
+def _check(cls: type[Any], name: str, value: object, argument: PeftArgument) -> None:
+    listed = isinstance(value, (str, bool)) and value in (argument.values or {})
+    if not (listed or argument.asks_for_nothing(value)):
+        raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")
+
+
+def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any:
+    if argument.values is None:
+        return argument.default if value is None else value
+    if isinstance(value, (str, bool)) and value in argument.values:
+        return argument.values[value]
+    if argument.passes and isinstance(value, str):
+        return value
+    raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")
+
+
+def _names(cls: type[Any]) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}

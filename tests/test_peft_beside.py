@@ -1,0 +1,121 @@
+"""What PEFT trains beside an adapter, in its format: both libraries compute the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft_world import CONFIG, QUIET, TENSORS, logits, ours, plain, reloaded, trained
+from safetensors.torch import load_file
+from snapshots import same_bits
+
+from adapterzoo import LoRAConfig
+from adapterzoo.model.state import tensors_of
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(warning) for warning in QUIET),
+    pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True. and a tied layer"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type"),
+]
+
+QV = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"],
+      "t5": ["q", "v"]}  # fmt: skip
+TASKS = {"bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokens of bert": ("bert", {"trainable_token_indices": [7, 1, 4]}),
+    "tokens of gpt2, tied": ("gpt2", {"trainable_token_indices": [7, 1, 4]}),
+    "tokens of llama": ("llama", {"trainable_token_indices": [7, 1, 4]}),
+    "tokens of t5, tied": ("t5", {"trainable_token_indices": [7, 1, 4]}),
+    "tokens of a named table": (
+        "bert", {"trainable_token_indices": {"position_embeddings": [0, 2]}}),
+    "tokens of two tables": (
+        "bert", {"trainable_token_indices": {"position_embeddings": [2, 0],
+                                             "word_embeddings": [5, 3]}}),
+    "norms saved": ("bert", {"modules_to_save": ["LayerNorm"]}),
+    "norms of llama saved": ("llama", {"modules_to_save": ["norm", "input_layernorm"]}),
+    "a table saved": ("llama", {"modules_to_save": ["embed_tokens"]}),
+    "a tied table saved": ("gpt2", {"modules_to_save": ["wte"]}),
+    "modules of modules saved": ("llama", {"modules_to_save": ["mlp"]}),
+    "Conv1D saved": ("gpt2", {"modules_to_save": ["c_fc"]}),
+    "modules and tokens": (
+        "llama", {"modules_to_save": ["norm"], "trainable_token_indices": [2, 9]}),
+    "all biases": ("bert", {"bias": "all"}),
+    "all biases of gpt2": ("gpt2", {"bias": "all"}),
+    "biases of LoRA": ("bert", {"bias": "lora_only"}),
+    "biases, DoRA": ("bert", {"bias": "lora_only", "use_dora": True}),
+    "an output layer saved": ("llama", {"modules_to_save": ["lm_head"]}),
+    "a tied output layer saved": ("gpt2", {"modules_to_save": ["lm_head"]}),
+    "both tables saved": ("llama", {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    "all": (
+        "bert", {"bias": "all", "modules_to_save": ["classifier", "pooler"],
+                 "trainable_token_indices": [2, 9]}),
+}  # fmt: skip
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_libraries_compute_the_same(case, tmp_path):
+    family, fields = CASES[case]
+    fields = {"fan_in_fan_out": family == "gpt2", **fields}
+    config = peft.LoraConfig(task_type=TASKS[family], target_modules=QV[family], **fields)
+    expected = trained(family, config, tmp_path / "theirs")
+    assert not torch.allclose(expected, logits(plain(family), family), atol=1e-3)
+    model = ours(family)
+    before = logits(model, family)
+    name = model.load_adapter(tmp_path / "theirs", set_active=True)
+    close(logits(model, family), expected)
+    # back, with the same tensors and a config that PEFT reads
+    model.save_adapter(tmp_path / "back", name, format="peft")
+    close(reloaded(family, tmp_path / "back"), expected)
+    theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
+    for key, tensor in mine.items():
+        assert key in theirs, key
+        if "token_adapter" in key:
+            assert tensor.shape == theirs[key].shape
+        else:
+            assert same_bits(tensor, theirs[key]), key
+    # by way of our own format
+    model.save_adapter(tmp_path / "own", name)
+    other = ours(family)
+    other.load_adapter(tmp_path / "own", set_active=True)
+    close(logits(other, family), expected)
+    for key, tensor in tensors_of(model, name).items():
+        assert same_bits(tensor, tensors_of(other, name)[key])
+    # switched with the adapter, and gone with it
+    model.set_active_adapters(None)
+    assert same_bits(logits(model, family), before)
+    model.delete_adapter(name)
+    assert model.state_dict().keys() == ours(family).state_dict().keys()
+    assert same_bits(logits(model, family), before)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_norms_alone(family, tmp_path):
+    names = {"bert": ["LayerNorm"], "gpt2": ["ln_1", "ln_f"], "llama": ["input_layernorm", "norm"],
+             "t5": ["layer_norm", "final_layer_norm"]}[family]  # fmt: skip
+    config = peft.LNTuningConfig(task_type=TASKS[family], target_modules=names)
+    expected = trained(family, config, tmp_path / "theirs")
+    model = ours(family)
+    name = model.load_adapter(tmp_path / "theirs", set_active=True)
+    close(logits(model, family), expected)
+    model.save_adapter(tmp_path / "back", name, format="peft")
+    close(reloaded(family, tmp_path / "back"), expected)
+    written = json.loads((tmp_path / "back" / CONFIG).read_text())
+    assert written["peft_type"] == "LN_TUNING"
+
+
+def test_new_tokens_do_not_save_the_whole_table(tmp_path):
+    model = ours("llama")
+    model.add_adapter("a", LoRAConfig(trainable_token_indices=[3, 8]), set_active=True)
+    model.save_adapter(tmp_path / "peft", "a", format="peft")
+    model.save_adapter(tmp_path / "own", "a")
+    width = model.config.hidden_size
+    for file in (tmp_path / "peft" / TENSORS, tmp_path / "own" / "adapter.safetensors"):
+        rows = [t for k, t in load_file(file).items() if "lora" not in k and t.dim() == 2]
+        assert [t.shape for t in rows] == [(2, width)]

@@ -1,0 +1,293 @@
+"""PEFT's config objects and the names of their fields: translated, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft_world import QUIET, ours, plain, stand_in
+
+from adapterzoo import (
+    AdapterConfig,
+    BOFTConfig,
+    DoRAConfig,
+    IA3Config,
+    LoRAConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+)
+from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.peft_arguments import COMMON, classes_of_peft
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+DECLARED = {cls.__name__: (cls, arguments) for cls, arguments in classes_of_peft.items()}
+LORA = {"target_modules": ["q_proj", "v_proj"]}
+
+
+def theirs_of(name: str) -> Any:
+    return getattr(peft, DECLARED[name][1].class_name)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_every_field_of_theirs_is_declared_with_its_default(name):
+    """The truth is PEFT's own dataclass; fields that never reach `to_dict` have no meaning."""
+    _, arguments = DECLARED[name]
+    default = theirs_of(name)().to_dict()
+    known = {**COMMON, **arguments.fields}
+    assert default.keys() - known.keys() <= {*arguments.fixed}
+    for field, argument in arguments.fields.items():
+        value = getattr(default[field], "value", default[field])
+        assert argument.default == value or not (argument.default or value), field
+    for field in arguments.fixed:
+        assert not default[field]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_defaults_of_theirs_ask_for_nothing_else(name):
+    cls, arguments = DECLARED[name]
+    model = ours("llama")
+    config = theirs_of(name)(**arguments.fixed)
+    model.add_adapter("a", config)
+    made = model.adapters_config["a"]
+    assert type(made) is cls
+    assert made == cls(**arguments.implied, **_own_defaults(arguments, made))
+    assert config == theirs_of(name)(**arguments.fixed)
+
+
+def _own_defaults(arguments: Any, made: Any) -> dict[str, Any]:
+    """Fields of ours with PEFT's defaults, where these are values of a kind."""
+    return {
+        a.ours: (a.values or {}).get(a.default, a.default)
+        for a in arguments.fields.values()
+        if a.ours and a.default not in (None, {})
+    }
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_no_field_of_theirs_is_ignored(name):
+    """Another value of a field changes the config, or raises an error that names the field."""
+    cls, arguments = DECLARED[name]
+    plain_values = (
+        {"target_modules": ["q_proj", "v_proj"]} if "target_modules" in arguments.fields else {}
+    )
+    before, refused = _read(cls, arguments, plain_values), list[str]()
+    # PEFT sets it by the class of each layer
+    for field in arguments.fields.keys() - {"fan_in_fan_out", "target_modules"}:
+        argument = arguments.fields[field]
+        if isinstance(argument.default, bool):
+            other: Any = not argument.default
+        elif isinstance(argument.default, (int, float)):
+            other = 0.5 if isinstance(argument.default, float) else argument.default + 1
+        else:
+            other = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3}}.get(field, [1])
+            other = {"num_virtual_tokens": 7, "encoder_hidden_size": 7}.get(field, other)
+            other = {"modules_to_save": ["norm"], "bias": "all"}.get(field, other)
+            other = "TEXT" if field == "prompt_tuning_init" else other
+            other = "Hi" if field == "prompt_tuning_init_text" else other
+            other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other
+        changed = {**plain_values, field: other}
+        if argument.ours is None:
+            with pytest.raises(ConfigError, match=field):
+                _read(cls, arguments, changed)
+            continue
+        try:
+            after = _read(cls, arguments, changed)
+        except (ConfigError, SiteError) as error:
+            # of a value that our field cannot have either
+            refused.append(str(error))
+        else:
+            assert after != before, field
+    assert all(
+        re.search(r"init\w*=|bias=|prompt_tuning_init|prefix_projection|boft_block", text)
+        for text in refused
+    ), refused
+
+
+def _read(cls: Any, arguments: Any, values: dict[str, Any]) -> AdapterConfig:
+    model = ours("llama")
+    fields = {n: a.default for n, a in arguments.fields.items()} | arguments.fixed | values
+    # as a dict: PEFT's own classes refuse some of these values
+    model.add_adapter("a", {"peft_type": arguments.peft_type, **fields})
+    found: AdapterConfig = model.adapters_config["a"]
+    return found
+
+
+CONFIGS = {
+    "lora": lambda **more: peft.LoraConfig(r=4, lora_alpha=6, **more),
+    "rslora": lambda **more: peft.LoraConfig(r=4, use_rslora=True, **more),
+    "patterns": lambda **more: peft.LoraConfig(
+        r=4, target_modules="all-linear", rank_pattern={"q_proj|query": 2}, **more
+    ),
+    "dora": lambda **more: peft.LoraConfig(r=4, use_dora=True, **more),
+    "all-linear": lambda **more: peft.LoraConfig(r=4, target_modules="all-linear", **more),
+    "ia3": lambda **more: peft.IA3Config(**more),
+    "vera": lambda **more: peft.VeraConfig(r=4, **more),
+    "boft": lambda **more: peft.BOFTConfig(boft_block_size=4, **more),
+}
+TASKS = {"gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": "SEQ_CLS"}
+CASES = [
+    (family, kind)
+    for family in TASKS
+    for kind in CONFIGS
+    # PEFT has no BOFT for Conv1D, and takes a layer of BERT's attention for one of the MLP
+    if (family, kind)
+    not in {("gpt2", "boft"), ("bert", "ia3"), ("gpt2", "patterns"), ("t5", "patterns")}
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_an_object_adapts_the_same_layers(family, kind, monkeypatch):
+    stand_in(monkeypatch)
+    config = CONFIGS[kind](task_type=TASKS[family])
+    wrapped = peft.get_peft_model(plain(family), copy.deepcopy(config))
+    theirs = {k: t.shape for k, t in peft.get_peft_model_state_dict(wrapped).items()}
+    model = ours(family)
+    model.add_adapter("a", config)
+    assert {k: t.shape for k, t in model.get_adapter_state_dict("a").items()} == theirs
+
+
+@pytest.mark.parametrize(
+    ("made", "means"),
+    [
+        (
+            lambda: LoRAConfig(
+                r=4, lora_alpha=16, lora_dropout=0.1, bias="none", use_rslora=True, use_dora=False,
+                init_lora_weights=True, target_modules={"v_proj", "q_proj"}, task_type="CAUSAL_LM",
+                inference_mode=False, modules_to_save=None,
+            ),
+            LoRAConfig(
+                r=4, alpha=16, dropout=0.1, use_rslora=True, target_modules=["q_proj", "v_proj"]
+            ),
+        ),
+        (lambda: LoRAConfig(lora_alpha=16, use_dora=True), DoRAConfig(alpha=16)),
+        (lambda: DoRAConfig(lora_alpha=16, use_dora=True), DoRAConfig(alpha=16)),
+        (lambda: AdapterConfig.load("lora[lora_alpha=16,bias='none']"), LoRAConfig(alpha=16)),
+        (lambda: AdapterConfig.load("lora", lora_alpha=16), LoRAConfig(alpha=16)),
+        (lambda: LoRAConfig(r=4).replace(lora_dropout=0.1), LoRAConfig(r=4, dropout=0.1)),
+        (lambda: LoRAConfig(init_lora_weights="pissa"), LoRAConfig(init_weights="pissa")),
+        (lambda: BOFTConfig(bias="boft_only"), BOFTConfig(bias="lora_only")),
+        (lambda: IA3Config(init_ia3_weights=True), IA3Config()),
+        (lambda: BOFTConfig(bias="none", boft_block_size=4), BOFTConfig(boft_block_size=4)),
+        (
+            lambda: VeraConfig(d_initial=0.2, vera_dropout=0.1, init_weights=True),
+            VeraConfig(vera_d=0.2, dropout=0.1),
+        ),
+        (lambda: PromptTuningConfig(num_virtual_tokens=3), PromptTuningConfig(prompt_length=3)),
+        (
+            lambda: PrefixTuningConfig(
+                num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
+            ),
+            PrefixTuningConfig(prefix_length=3, bottleneck_size=8, flat=False),
+        ),
+    ],
+)  # fmt: skip
+def test_names_of_theirs_are_arguments(made, means):
+    assert type(made()) is type(means)
+    assert made() == means
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"bias": "some"}, r"bias='some'.*Write bias='none'"),
+        ({"init_lora_weights": False}, r"init_lora_weights=False.*init_lora_weights=True"),
+        ({"init_lora_weights": "loftq"}, r"init_weights='loftq'.*'pissa'"),
+        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_options.*init_data=batches"),
+        ({"lora_alpha": 2, "alpha": 2}, r"lora_alpha=2, alpha=.*Write only alpha=2"),
+        ({"inference_mode": True}, r"inference_mode=True.*train_adapter"),
+        ({"task_type": "CLS"}, r"task_type='CLS'.*'SEQ_CLS'"),
+        ({"layers_pattern": "h"}, r"layers_pattern='h'.*Leave it out"),
+        ({"use_qalora": True}, r"use_qalora=True.*pools the input"),
+        ({"lora_alpha": 2, "use_dora": True, "lora_bias": True}, r"no such method.*DoRAConfig"),
+    ],
+)
+def test_values_without_a_meaning_are_refused_by_name(fields, says):
+    with pytest.raises(ConfigError, match=says):
+        LoRAConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (peft.HRAConfig, r"peft_type='HRA'.*'BOFT', 'IA3', .*'LORA'"),
+        (lambda: peft.LoraConfig(init_lora_weights=False), "init_lora_weights=False"),
+        (lambda: peft.PromptTuningConfig(modules_to_save=["norm"]), "modules_to_save="),
+        (lambda: peft.LoraConfig(layer_replication=[(0, 1)]), "layer_replication="),
+        (lambda: peft.LoraConfig(task_type="SEQ_CLS"), r"has 'CAUSAL_LM'. Write task_type='CAUS"),
+        (lambda: {"peft_type": "LORA", "r": 4, "speed": 3}, r"speed=3.*there is no such field"),
+        (lambda: peft.VeraConfig(save_projection=False), "save_projection=False"),
+        (
+            lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, prefix_projection=True),
+            "encoder_hidden_size=",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+def test_an_object_that_is_refused_changes_nothing(config, says):
+    model = ours("llama")
+    before = {name: id(p) for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=says):
+        model.add_adapter("a", config())
+    assert not model.has_adapters()
+    assert before == {name: id(p) for name, p in model.named_parameters()}
+
+
+def test_expressions_for_whole_paths_are_those_of_the_whole_model():
+    model = ours("llama")
+    model.add_adapter("a", peft.LoraConfig(target_modules=r"model\.layers\.1\..*q_proj"))
+    assert [path for path, _ in model.adapter_modules("a")] == ["layers.1.self_attn.q_proj"]
+    names = ["model.layers.0.self_attn.q_proj", "v_proj"]
+    config = peft.LoraConfig(
+        target_modules=names, rank_pattern={"^model.layers.0.self_attn.v_proj": 2}
+    )
+    wrapped = peft.get_peft_model(plain("llama"), copy.deepcopy(config))
+    model.add_adapter("b", config)
+    mine = model.get_adapter_state_dict("b")
+    theirs = peft.get_peft_model_state_dict(wrapped)
+    assert {k: v.shape for k, v in mine.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_the_head_among_modules_to_save_is_the_copy_that_each_adapter_has():
+    model = ours("bert")
+    model.add_adapter("a", peft.LoraConfig(task_type="SEQ_CLS", modules_to_save=["classifier"]))
+    model.train_adapter("a")
+    assert [n for n, p in model.classifier.named_parameters() if p.requires_grad]
+
+
+def test_an_adapter_for_inference_gets_no_gradients():
+    model = ours("llama")
+    model.add_adapter("a", peft.LoraConfig(inference_mode=True))
+    assert not any(p.requires_grad for _, m in model.adapter_modules("a") for p in m.parameters())
+
+
+def test_the_first_value_of_a_layer_is_theirs():
+    """B is zero, and A uniform within 1/√d_in, in both libraries."""
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(plain("llama"), peft.LoraConfig(r=64))
+    model = ours("llama")
+    model.add_adapter("a", peft.LoraConfig(r=64))
+    theirs, mine = peft.get_peft_model_state_dict(wrapped), model.get_adapter_state_dict("a")
+    for key, tensor in theirs.items():
+        bound = tensor.shape[1] ** -0.5 if "lora_A" in key else 0.0
+        for values in (tensor, mine[key]):
+            assert values.abs().max() <= bound
+            if bound:
+                assert values.abs().max() > 0.95 * bound
+                assert abs(values.std() - bound / 3**0.5) < 0.1 * bound
+
+
+def test_dataclasses_of_ours_do_not_have_their_names():
+    """Each name has one place."""
+    for cls, arguments in classes_of_peft.items():
+        own = {f.name for f in dataclasses.fields(cls)}
+        for name, argument in arguments.fields.items():
+            assert argument.ours is None or argument.ours in own
+            assert name not in own or argument.ours == name
