@@ -37,8 +37,8 @@ config_strings: Registry[Any] = Registry("config string")
 change_forms: Registry[Any] = Registry("method for conversions")
 """The method → the config class whose adapters can make any change of a weight.
 
-The class has `at_sites_of(config, anatomy)` and `of_ranks(ranks)`, and its adapters are of
-`contracts.FactoredAdapter`.
+The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its
+adapters are of `contracts.FactoredAdapter`.
 """
 
 DEFAULT_CHANGE_FORM = "lora"

@@ -18,7 +18,7 @@ import torch
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CompositionError
+from adapterzoo.errors import CompositionError, SiteError, listing
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
 
 from ._init import DTYPE, DTYPES
@@ -126,7 +126,12 @@ class LowRankConfig(TargetedConfig):
                 f"the adapter is at parameters of {listing(paths)}, which a {cls.__name__} cannot "
                 f"list. Add a config that is not a union."
             )
-        return cls(target_modules=paths, dtype=own.get("dtype"))
+        return cls.at_layers(paths).replace(dtype=own.get("dtype"))
+
+    @classmethod
+    def at_layers(cls, paths: Sequence[str]) -> Self:
+        """Return a config with adapters at the layers of these paths."""
+        return cls(target_modules=tuple(paths))
 
     def of_ranks(self, ranks: Mapping[str, int]) -> Self:
         """Return the config with the rank of each path, and the scaling 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,88 @@ def test_adapters_that_change_no_weight_are_refused(run, base, tmp_path):
         said = run("convert", tmp_path / name, tmp_path / "lora", "--to", "lora", code=1).stderr
         assert says in said
         assert not (tmp_path / "lora").exists()
+
+
+THEIRS = {
+    "fourierft": lambda: peft.FourierFTConfig(n_frequency=20, scaling=5.0),
+    "randlora": lambda: peft.RandLoraConfig(r=4, randlora_alpha=8),
+    "hra": lambda: peft.HRAConfig(r=4),
+    "c3a": lambda: peft.C3AConfig(block_size=8),
+    "waveft": lambda: peft.WaveFTConfig(n_frequency=20),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_files_of_methods_that_only_peft_has(run, tmp_path, name):
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(tiny_config("llama")).eval()
+    plain.save_pretrained(tmp_path / "base")
+    config = THEIRS[name]()
+    config.task_type, config.target_modules = "CAUSAL_LM", {"q_proj", "v_proj"}
+    theirs = peft.get_peft_model(plain, config)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape) * 0.1)
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    inputs = tiny_inputs("llama")
+    with torch.no_grad():
+        wanted = theirs(**inputs).logits
+    report, out = tmp_path / "report.json", tmp_path / "lora"
+    options = ["--to", "lora", "--model", tmp_path / "base", "--report", report]
+    run("convert", tmp_path / "theirs", out, *options)
+    facts = json.loads(report.read_text())
+    assert facts["method"] == config.peft_type.value
+    assert not facts["exact"]
+    assert facts["relative"] < 1e-5
+    assert facts["output_difference"] < 1e-4 < facts["output_change"]
+    assert len(facts["layers"]) == 4
+    again = type(plain).from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        found = peft.PeftModel.from_pretrained(again, out).eval()(**inputs).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    # the error of rank 2 is the tail of the singular values of what PEFT merges
+    run("convert", tmp_path / "theirs", tmp_path / "small", *options, "--rank", 2)
+    layers = json.loads(report.read_text())["layers"]
+    merged = theirs.merge_and_unload()
+    untouched = type(plain).from_pretrained(tmp_path / "base").model
+    for layer in layers:
+        new = merged.model.get_submodule(layer["path"]).weight.detach().double()
+        old = untouched.get_submodule(layer["path"]).weight.detach().double()
+        values = torch.linalg.svdvals(new - old)
+        assert layer["error"] == pytest.approx(float(values[2:].norm()), rel=1e-4)
+
+
+def test_a_head_that_only_peft_could_load_is_refused(run, tmp_path):
+    torch.manual_seed(0)
+    plain = transformers.BertForSequenceClassification(tiny_config("bert"))
+    plain.save_pretrained(tmp_path / "base")
+    config = peft.FourierFTConfig(
+        n_frequency=20, scaling=9.0, task_type="SEQ_CLS", target_modules=["query"]
+    )
+    theirs = peft.get_peft_model(plain, config)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape) * 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    options = ["--to", "lora", "--model", tmp_path / "base"]
+    said = run("convert", tmp_path / "theirs", tmp_path / "lora", *options, code=1).stderr
+    assert "classifier" in said
+    assert "--no-head" in said
+    assert not (tmp_path / "lora").exists()
+    run("convert", tmp_path / "theirs", tmp_path / "lora", *options, "--no-head")
+    assert (tmp_path / "lora/adapter_config.json").is_file()
+
+
+def test_without_peft_the_message_says_what_to_install(run, tmp_path, monkeypatch):
+    plain = transformers.LlamaForCausalLM(tiny_config("llama"))
+    plain.save_pretrained(tmp_path / "base")
+    config = peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path / "theirs")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    options = ["--to", "lora", "--model", tmp_path / "base"]
+    said = run("convert", tmp_path / "theirs", tmp_path / "lora", *options, code=1).stderr
+    assert "FOURIERFT" in said
+    assert "pip install peft" in said
+    assert not (tmp_path / "lora").exists()

@@ -19,8 +19,12 @@ from adapterzoo import (
     BOFTConfig,
     DoRAConfig,
     IA3Config,
+    LoHaConfig,
+    LoKrConfig,
     LoRAConfig,
+    MissConfig,
     MTLLoRAConfig,
+    OFTConfig,
     VeraConfig,
 )
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, UnknownNameError
@@ -35,6 +39,10 @@ EXACT = {
     "olora": LoRAConfig(r=4, alpha=5, init_weights="olora"),
     "vera": VeraConfig(r=6, **ALL),
     "vera of adapters": VeraConfig(r=6, convention="adapterhub"),
+    "loha": LoHaConfig(r=2, alpha=3, init_weights=False, **ALL),
+    "lokr": LoKrConfig(r=2, decompose_both=True, decompose_factor=4, init_weights=False),
+    "miss": MissConfig(r=6),
+    "miss mini": MissConfig(r=4, mini_r=8, init_weights="mini"),
     "mtl": MTLLoRAConfig(r=4, n_up_projection=3),
     "union": adapterzoo.ConfigUnion(LoRAConfig(r=4), VeraConfig(r=3, intermediate_lora=True)),
 }
@@ -42,6 +50,9 @@ DENSE = {
     "dora": DoRAConfig(r=4, alpha=7),
     "boft": BOFTConfig(boft_block_size=4),
     "ia3": IA3Config(),
+    "lokr": LoKrConfig(r=20, decompose_factor=8, init_weights=False),
+    "miss bat": MissConfig(r=8, init_weights="bat"),
+    "oft": OFTConfig(oft_block_size=8),
 }
 
 

@@ -84,6 +84,24 @@ class Size(NamedTuple):
             )
 
 
+class Foreign(NamedTuple):
+    """An adapter of another library on the same base model.
+
+    Attributes:
+        method: its name there.
+        changes: key of each changed parameter → its change as the layer stores it, float64.
+        inputs: arguments of a call.
+        outputs: those of the call.
+        are_given: whether the user gave the inputs.
+    """
+
+    method: str
+    changes: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
+    outputs: list[Tensor]
+    are_given: bool
+
+
 Changes = Callable[[], Iterable[Change]]
 _Leaf = tuple[str, str | None, OutputSlice | None]
 
@@ -136,6 +154,53 @@ def convert(
         target, record.config.architecture, to, tuple(layers),
         "random" if inputs is None else "given", difference(before, after),
         difference(before, plain),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def add_changes(
+    model: AdaptedModel, name: str, foreign: Foreign, to: str, size: Size
+) -> Certificate:
+    """Add an adapter that makes the changes of an adapter of another library.
+
+    Args:
+        model: with adapters.
+        name: of the new adapter.
+        foreign: the changes.
+        to: the method.
+        size: how much of them to keep.
+
+    Raises:
+        ConfigError: a value is not legal.
+        StateError: a change is not that of the weight of a layer that can have adapters.
+    """
+    form, backbone = change_forms.find(to), model._backbone
+    size.check()
+    check_name(name)
+    refuse_taken(model, name, overwrite_ok=False)
+    prefix = next(n for n, module in cast("Any", model).named_modules() if module is backbone)
+    start = f"{prefix}." if prefix else ""
+    sites = {site.path for site in model.anatomy if site.parameter is None}
+    changes = []
+    for key, value in foreign.changes.items():
+        path, _, parameter = key.removeprefix(start).rpartition(".")
+        if not key.startswith(start) or parameter != "weight" or path not in sites:
+            raise StateError(
+                f"the adapter changes {key!r}, which is not the weight of a layer that can have "
+                f"adapters. Merge it with PEFT instead: "
+                f"peft_model.merge_and_unload().save_pretrained(…)."
+            )
+        transposed = inject.stores_transposed(layer_at(backbone, path))
+        changes.append(Change(path, None, value.mT if transposed else value))
+    made, layers = _made(
+        model, form.at_layers([change.path for change in changes]), lambda: changes, size
+    )
+    plain = outputs(model, None, None, foreign.inputs)
+    bring_in(model, name, made, active=False)
+    after = outputs(model, name, None, foreign.inputs)
+    return Certificate(
+        name, foreign.method, to, tuple(layers), "given" if foreign.are_given else "random",
+        difference(foreign.outputs, after), difference(foreign.outputs, plain),
     )  # fmt: skip
 
 

@@ -28,16 +28,26 @@ def outputs(
         head: the head to use; None: the active one.
         inputs: arguments of the call.
     """
-    called = cast("Any", model)
-    training, device = called.training, next(called.parameters()).device
+    plan = make_plan(model, parse(adapter), head, ())
+    with model._active.entered(plan):
+        return plain_outputs(model, inputs)
+
+
+def plain_outputs(model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Return all tensors of numbers that a call returns, as the model is set.
+
+    Args:
+        model: any model of transformers.
+        inputs: arguments of the call.
+    """
+    training, device = model.training, next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    called.eval()
+    model.eval()
     try:
-        plan = make_plan(model, parse(adapter), head, ())
-        with model._active.entered(plan), torch.no_grad():
-            found = called(**given, return_dict=True)
+        with torch.no_grad():
+            found = model(**given, return_dict=True)
     finally:
-        called.train(training)
+        model.train(training)
     values = [t for key, t in found.items() if key != "loss" and isinstance(t, Tensor)]
     return [t.double().cpu() for t in values if t.is_floating_point()]
 
