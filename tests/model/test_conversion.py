@@ -100,6 +100,15 @@ def test_exact_factors_are_exact_in_float64(family, config):
     assert config.init_weights == "lora"
 
 
+def test_a_table_of_tokens_and_a_tied_one():
+    config = LoRAConfig(r=4, target_modules=r".*(word_embeddings|wte)")
+    for family in ("bert", "gpt2"):
+        model, inputs = with_adapter(family, config), tiny_inputs(family)
+        certificate = model.convert_adapter("a", inputs=inputs)
+        assert certificate.is_exact
+        assert certificate.output_difference < 1e-10 < 1e-3 < certificate.output_change
+
+
 def test_factors_of_started_lora_have_twice_the_rank():
     model = with_adapter("bert", EXACT["pissa"])
     assert {layer.rank for layer in model.convert_adapter("a").layers} == {8}
@@ -224,6 +233,15 @@ def test_experts_and_their_parts():
     wanted = logits(model, "a", inputs)
     torch.testing.assert_close(logits(model, "a_lora", inputs), wanted, rtol=0, atol=1e-10)
     assert len({layer.path for layer in certificate.layers}) == len(certificate.layers)
+    smaller = model.convert_adapter("a", rank=2, new_name="b", inputs=inputs)
+    wanted = deltas(model, "a")
+    for layer in smaller.layers:
+        change = next(
+            t for k, t in wanted.items() if k.removesuffix(".weight").endswith(layer.path)
+        )
+        # of each expert
+        tails = torch.linalg.svdvals(change)[..., 2:]
+        assert layer.error == pytest.approx(float(tails.norm()), rel=1e-9)
 
 
 def test_nothing_else_changes_and_a_name_can_be_replaced():
@@ -309,11 +327,48 @@ def test_a_call_that_fails_changes_nothing():
     assert snapshot(model) == before
 
 
-def test_a_model_that_reads_something_else_asks_for_inputs():
-    model = ours("whisper")
+def test_sounds_are_drawn_too():
+    model = with_adapter("whisper", LoRAConfig(r=4), torch.float32)
+    assert model.convert_adapter("a", rank=2).output_difference > 0
+
+
+def test_a_model_that_reads_more_asks_for_inputs():
+    model = transformers.CLIPModel(tiny_config("clip"))
+    adapterzoo.init(model)
     model.add_adapter("a", LoRAConfig(r=4))
-    with refused(model, ConfigError, "input_features", "inputs="):
+    with refused(model, ConfigError, "it reads input_ids", "Write inputs="):
         model.convert_adapter("a")
+    inputs = tiny_inputs("clip")
+    assert model.convert_adapter("a", inputs=inputs).output_difference == 0
+
+
+def test_in_half_precision_the_error_is_that_of_the_stored_factors():
+    model = with_adapter("bert", EXACT["lora"], torch.bfloat16)
+    certificate = model.convert_adapter("a")
+    assert certificate.is_exact
+    model.requires_grad_(False)
+    there, new = (dict(model.adapter_modules(name)) for name in ("a", "a_lora"))
+    for layer in certificate.layers:
+        own, made = there[layer.path], new[layer.path]
+        assert made.lora_A.dtype is torch.bfloat16
+        wanted = own.scaling * own.lora_B.double() @ own.lora_A.double()
+        found = made.scaling * made.lora_B.double() @ made.lora_A.double()
+        assert layer.error == pytest.approx(float((wanted - found).norm()), rel=1e-9)
+        assert 0 < layer.relative < 2**-8
+
+
+def test_a_copy_of_the_static_head_goes_along():
+    model = with_adapter("bert", EXACT["vera"])
+    model.train_adapter("a")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad and "classifier" in name:
+                p.add_(1)
+    inputs = tiny_inputs("bert")
+    certificate = model.convert_adapter("a", inputs=inputs)
+    assert certificate.output_difference < 1e-10 < 0.1 < certificate.output_change
+    expected = logits(model, "a", inputs)
+    torch.testing.assert_close(logits(model, "a_lora", inputs), expected, rtol=0, atol=1e-10)
 
 
 def test_the_certificate_as_json_and_as_a_table():

@@ -14,7 +14,7 @@ from adapterzoo.model.activation import make_plan
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.state import AdaptedModel, token_table
 
-_TOKENS, _SEED = 16, 0
+_TOKENS, _SAMPLES, _SEED = 16, 4000, 0
 
 
 def outputs(
@@ -59,34 +59,65 @@ def difference(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the same random inputs each time: one row of tokens, or one image.
+    """Return the same random inputs each time: one row of tokens, one image, or one sound.
 
     Raises:
-        ConfigError: the model reads something else.
+        ConfigError: the model reads something else, or more.
     """
     called = cast("Any", model)
-    config, source = called.config, torch.Generator().manual_seed(_SEED)
-    text, table = text_config(config), token_table(model)
-    main = called.main_input_name
+    source = torch.Generator().manual_seed(_SEED)
+    found = _drawn(called, called.main_input_name, token_table(model), source)
+    if found is None:
+        raise _other(called, f"it reads {called.main_input_name}")
+    given = {k: v.to(called.dtype) if v.is_floating_point() else v for k, v in found.items()}
+    try:
+        outputs(model, None, None, given)
+    # a model that reads more raises errors of any kind
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _other(called, " ".join(str(error).split())[:200]) from error
+    return given
+
+
+def _other(model: Any, reason: str) -> ConfigError:
+    return ConfigError(
+        f"no random inputs can be made for this {type(model).__name__} ({reason}). Write "
+        f"inputs={{{model.main_input_name!r}: …}}, the arguments of a call."
+    )
+
+
+def _drawn(
+    model: Any, main: str, table: torch.nn.Embedding | None, source: torch.Generator
+) -> dict[str, Tensor] | None:
+    """Return random inputs, if the config has their sizes."""
+    config = model.config
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=source)
+
     if main == "input_ids" and table is not None:
-        positions = getattr(text, "max_position_embeddings", None)
-        length = min(_TOKENS, positions - 4) if isinstance(positions, int) else _TOKENS
-        special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
-        legal = torch.tensor([n for n in range(table.num_embeddings) if n not in special])
-        drawn = torch.randint(len(legal), (1, length), generator=source)
-        ids = legal[drawn]  # [1, length]
-        end = getattr(text, "eos_token_id", None)
-        if isinstance(end, int) and end < table.num_embeddings:
-            # BART and T5 classify at the end of the text
-            ids[:, -1] = end
-        decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
-        return {"input_ids": ids, **decoder}
+        ids = _tokens(text_config(config), table.num_embeddings, source)  # [1, tokens]
+        return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
     size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
     if main == "pixel_values" and size and channels:
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        drawn = torch.randn(1, channels, height, width, generator=source)
-        return {main: drawn.to(called.dtype)}
-    raise ConfigError(
-        f"no random inputs can be made for a {type(model).__name__}, which reads {main}. Write "
-        f"inputs={{{main!r}: …}}, the arguments of a call."
-    )
+        return {main: noise(channels, *(size if isinstance(size, list | tuple) else (size, size)))}
+    bins, frames = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
+    if main == "input_features" and bins and frames and config.is_encoder_decoder:
+        start = torch.tensor([[config.decoder_start_token_id or 0]])
+        return {main: noise(bins, 2 * frames), "decoder_input_ids": start}
+    if main == "input_values":
+        return {main: noise(_SAMPLES)}
+    return None
+
+
+def _tokens(text: Any, count: int, source: torch.Generator) -> Tensor:
+    """Return random tokens `[1, tokens]` without padding."""
+    positions = getattr(text, "max_position_embeddings", None)
+    length = min(_TOKENS, positions - 4) if isinstance(positions, int) else _TOKENS
+    special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+    legal = torch.tensor([n for n in range(count) if n not in special])
+    ids = legal[torch.randint(len(legal), (1, length), generator=source)]
+    end = getattr(text, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < count:
+        # BART and T5 classify at the end of the text
+        ids[:, -1] = end
+    return ids
