@@ -217,6 +217,8 @@ class Adapter(Contained, ABC):
 
     acts_on: ClassVar[str] = "output"
     stacks_only: ClassVar[str] = ""
+    learns_faster: ClassVar[frozenset[str]] = frozenset()
+    at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
     reads_call: bool = False
     shared_key: tuple[str, int | None] | None = None

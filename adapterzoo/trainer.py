@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from .composition import fusions_of
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .heads import IGNORED, PredictionHead
+from .loraplus import check_rates, set_rates
 from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
@@ -63,6 +64,8 @@ class AdapterTrainer(Trainer):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         adapter_names: Any = None,
+        loraplus_lr_ratio: float | None = None,
+        loraplus_lr_embedding: float = 1e-6,
         **kwargs: Any,
     ) -> None:
         """Check the model and start the `Trainer`.
@@ -77,6 +80,8 @@ class AdapterTrainer(Trainer):
             processing_class: saved beside the adapters.
             model_init: returns the model, instead of `model`.
             adapter_names: the argument for `set_active_adapters`.
+            loraplus_lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+); None: 1.
+            loraplus_lr_embedding: of adapters at embeddings, beside a ratio.
             **kwargs: as `Trainer` takes them.
 
         Raises:
@@ -88,10 +93,18 @@ class AdapterTrainer(Trainer):
         elif tokenizer is not None and tokenizer is not processing_class:
             raise ConfigError(
                 f"{type(self).__name__}(tokenizer=…, processing_class=…): these are two names of "
-                f"one argument, and a {type(tokenizer).__name__} and another object, a "
-                f"{type(processing_class).__name__}, are given. Write processing_class=… alone."
+                f"one argument, and two objects are given. Write processing_class=… alone."
             )
         self._adapter_names = adapter_names
+        self._rates: tuple[float, float] | None = None
+        if loraplus_lr_ratio is not None:
+            check_rates(loraplus_lr_ratio, loraplus_lr_embedding)
+            if any(kwargs.get("optimizers") or ()):
+                raise ConfigError(
+                    f"{type(self).__name__}(loraplus_lr_ratio=…, optimizers=…): a ratio is for the "
+                    f"trainer's own optimizer. Write optimizers=(create_loraplus_optimizer(…), …)."
+                )
+            self._rates = loraplus_lr_ratio, loraplus_lr_embedding
         self._usual_count: float | None = None
         if model is not None:
             self._take(model)
@@ -162,12 +175,17 @@ class AdapterTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Check that the model is ready for training, then make the optimizer as `Trainer` does.
 
+        With `loraplus_lr_ratio` its groups get the learning rates of LoRA+.
+
         Raises:
             StateError: the base model is not frozen, no active adapter is trained, or there is
                 no loss.
         """
         self._check_ready()
-        return super().create_optimizer(*args, **kwargs)
+        is_new, optimizer = self.optimizer is None, super().create_optimizer(*args, **kwargs)
+        if is_new and self._rates is not None:
+            set_rates(cast("nn.Module", self.model), optimizer, *self._rates)
+        return optimizer
 
     def _check_ready(self) -> None:
         model = self._adapted

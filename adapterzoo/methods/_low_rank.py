@@ -38,6 +38,7 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
     """
 
     container = "loras"
+    learns_faster = frozenset({"lora_B", "lora_B_bias"})
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         super().__init__()
         self.scaling = config.scaling_at(site.path)
         self.dropout = config.dropout
-        self.looks_up = site.kind == "embedding"
+        self.looks_up = self.at_embedding = site.kind == "embedding"
         if config.dropout and (self.looks_up or site.parameter):
             what = "reads token numbers" if self.looks_up else "computes with its parameters"
             raise ConfigError(
