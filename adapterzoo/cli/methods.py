@@ -63,8 +63,8 @@ def convert_method(
         return _convert_foreign(
             checkpoint, folder, base, to, name, with_head, Size(rank, energy), text
         )
-    inputs = None if text is None else tokenizer_of(base)(text, return_tensors="pt")
     found = fitted(checkpoint, base, name=name, whole=True)
+    inputs = None if text is None else _inputs(found.model, base, text)
     certificate: Certificate = found.model.convert_adapter(
         found.name, to, rank, energy, new_name=found.name, overwrite_ok=True, inputs=inputs
     )
@@ -73,6 +73,14 @@ def convert_method(
         format=checkpoint.format,
     )  # fmt: skip
     return certificate
+
+
+def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
+    """Return the arguments of a call with a text; a decoder reads it too."""
+    found = dict(tokenizer_of(base)(text, return_tensors="pt"))
+    if model.config.is_encoder_decoder:
+        found["decoder_input_ids"] = found["input_ids"]
+    return found
 
 
 def _is_foreign(checkpoint: CheckpointFolder) -> bool:
@@ -105,7 +113,7 @@ def _convert_foreign(
         )
     plain = plain_model(base, _class_in(checkpoint, base), dtype=checkpoint.dtype).eval()
     model = init(copy.deepcopy(plain)).eval()
-    inputs = random_inputs(model) if text is None else tokenizer_of(base)(text, return_tensors="pt")
+    inputs = random_inputs(model) if text is None else _inputs(model, base, text)
     found = changes_by_peft(
         plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
     )

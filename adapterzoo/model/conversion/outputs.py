@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.composition import parse
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, in_python
 from adapterzoo.model.activation import make_plan
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.state import AdaptedModel, token_table
@@ -79,9 +79,13 @@ def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
 
 
 def _other(model: Any, reason: str) -> ConfigError:
+    inputs = f"inputs={{{model.main_input_name!r}: …}}"
+    hint = in_python(
+        f"Write {inputs}, the arguments of a call.",
+        f"Write in Python: model.convert_adapter(…, {inputs}), with the arguments of a call.",
+    )
     return ConfigError(
-        f"no random inputs can be made for this {type(model).__name__} ({reason}). Write "
-        f"inputs={{{model.main_input_name!r}: …}}, the arguments of a call."
+        f"no random inputs can be made for this {type(model).__name__} ({reason}). {hint}"
     )
 
 
