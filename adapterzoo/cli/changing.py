@@ -33,11 +33,7 @@ def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
     return value
 
 
-@command(
-    "convert",
-    example="adapterzoo convert runs/reviews served/reviews --to peft\n"
-    "adapterzoo convert runs/vera runs/lora --to lora --report lora.json",
-)
+@command("convert", example="adapterzoo convert runs/reviews served/reviews --to peft")
 @click.argument("src")
 @click.argument("dst")
 @click.option(
@@ -82,7 +78,7 @@ def convert_command(
     """
     given = [option for option, value in options.items() if value is not None]
     if to in FORMATS and given:
-        raise click.UsageError(f"--{given[0]} needs --to with a method, such as LoRA.")
+        raise click.UsageError(f"--{given[0]} needs --to with a method, not a format.")
     if options["rank"] is not None and options["energy"] is not None:
         raise click.UsageError("--rank and --energy both limit the ranks. Write one of them.")
     check_adapter(src)

@@ -16,7 +16,7 @@ from adapterzoo.model.conversion.converting import Size, add_changes
 from adapterzoo.model.conversion.outputs import random_inputs
 from adapterzoo.model.conversion.through_peft import changes_by_peft
 from adapterzoo.model.hf.task_classes import task_class
-from adapterzoo.spelling import peft_spellings
+from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder
 from .converting import refuse_to_replace
@@ -85,7 +85,7 @@ def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
 
 def _is_foreign(checkpoint: CheckpointFolder) -> bool:
     """Return whether a file of PEFT has a method that does not exist here."""
-    types = {spelling.peft_type for spelling in peft_spellings.values()}
+    types = {spelling.peft_type for spelling in peft_readable()}
     return checkpoint.format == "peft" and checkpoint.method not in types
 
 

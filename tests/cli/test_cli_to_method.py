@@ -199,3 +199,28 @@ def test_without_peft_the_message_says_what_to_install(run, tmp_path, monkeypatc
     assert "FOURIERFT" in said
     assert "pip install peft" in said
     assert not (tmp_path / "lora").exists()
+
+
+def test_adalora_becomes_an_equal_lora(run, tmp_path):
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(tiny_config("llama")).eval()
+    plain.save_pretrained(tmp_path / "base")
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=2, total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(plain, config).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape) * 0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    report, inputs = tmp_path / "report.json", tiny_inputs("llama")
+    options = ["--to", "lora", "--model", tmp_path / "base", "--report", report]
+    run("convert", tmp_path / "theirs", tmp_path / "lora", *options)
+    assert json.loads(report.read_text())["exact"]
+    again = type(plain).from_pretrained(tmp_path / "base")
+    found = peft.PeftModel.from_pretrained(again, tmp_path / "lora").eval()
+    assert found.peft_config["default"].peft_type == "LORA"
+    with torch.no_grad():
+        expected = theirs(**inputs).logits
+        torch.testing.assert_close(found(**inputs).logits, expected, rtol=0, atol=1e-5)
