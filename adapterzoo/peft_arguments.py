@@ -25,6 +25,9 @@ TASK_TYPES = (
 classes_of_peft: dict[type[Any], PeftArguments] = {}
 """Our config classes → the fields of PEFT's class for the method."""
 
+ADAPTED_BIASES = "lora_only"
+"""PEFT's value of `bias` for the biases of the layers that a method adapts."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeftArgument:

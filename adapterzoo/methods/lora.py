@@ -192,8 +192,7 @@ class LoRA(Started):
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""
         if self.gate is not None:
             raise StateError(
-                "a LoRA adapter with use_gating=True depends on its input, so it is not a "
-                "weight. Keep it active instead."
+                "a LoRA with use_gating=True depends on its input. Keep it active instead."
             )
         return w + self.delta(w.dtype)
 

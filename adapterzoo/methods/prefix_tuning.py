@@ -42,9 +42,7 @@ from ._prefix_table import PrefixTable, PrefixTables, by_tower
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
-@spelled(
-    _prefix_tuning_spelling.adapterhub, _prefix_tuning_peft.peft, _prefix_tuning_peft.cartridge
-)
+@spelled(_prefix_tuning_spelling.adapterhub, *_prefix_tuning_peft.SPELLINGS)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.

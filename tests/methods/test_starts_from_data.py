@@ -185,5 +185,5 @@ def test_refused(config, data, words):
 def test_a_union_takes_no_data():
     model = peft_world.ours("llama")
     union = ConfigUnion(LoRAConfig(init_weights="eva"), LoRAConfig(attn_matrices=["k"]))
-    with refused(model, ConfigError, "union", "init_weights='lora'"):
+    with refused(model, ConfigError, "union", "Leave init_weights out"):
         model.add_adapter("a", union, init_data=batches())

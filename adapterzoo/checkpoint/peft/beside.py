@@ -19,6 +19,7 @@ from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import checks
+from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftSpelling
 
 from .config import CONFIG, PeftConfig
@@ -95,7 +96,7 @@ def read(
             beside.copies.setdefault(path, {})[parameter] = _as(left.pop(key), path, info)
         elif "bias" in can and theirs.bias != "none" and parameter == "bias":
             beside.biases[path] = _as(left.pop(key), path, info)
-            beside.kind = "all" if theirs.bias == "all" else "lora_only"
+            beside.kind = "all" if theirs.bias == "all" else ADAPTED_BIASES
     for path, (key, table) in tables.items():
         if path in beside.rows and _is_same(table, path, beside.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
@@ -257,7 +258,7 @@ def write(
             inside = ".base_layer" if place.path in adapted else ""
             tensors[f"{path}{inside}.bias"] = values["own"]
             # a config for all biases lists no layers
-            fields["bias"] = "all" if config["paths"] is None else "lora_only"
+            fields["bias"] = "all" if config["paths"] is None else ADAPTED_BIASES
         elif (key := id(place.placement.config)) not in tokens:
             tokens[key] = config["table"], path, list(config["tokens"])
             tensors[f"{path}{_DELTA}"] = values["rows"]

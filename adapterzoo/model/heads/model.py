@@ -18,7 +18,6 @@ from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import batches
 from adapterzoo.model.averaging import average_head
-from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoints
 from adapterzoo.model.mixin import AdapterModelMixin
@@ -254,8 +253,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         self,
         *args: Any,
         head: HeadNames = None,
-        adapter_names: RowNames | None = None,
-        task_ids: TaskIds | None = None,
+        adapter_names: batches.RowNames | None = None,
+        task_ids: batches.TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
         output_adapter_fusion_attentions: bool | None = None,
         return_dict: bool | None = None,

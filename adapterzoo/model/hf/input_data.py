@@ -47,7 +47,7 @@ def fitted(
     if isinstance(config, ConfigUnion):
         raise ConfigError(
             f"{config!r}: initial values from data are for a config alone, not for one of a union. "
-            f"Write init_weights='lora'."
+            f"Leave init_weights out, or add its members under names of their own."
         )
     if data is None:
         raise ConfigError(
