@@ -34,6 +34,15 @@ architectures: Registry[Any] = Registry("architecture", decorates="its config cl
 config_strings: Registry[Any] = Registry("config string")
 """The short names that users write → functions that make the configs."""
 
+change_forms: Registry[Any] = Registry("method for conversions")
+"""The method → the config class whose adapters can make any change of a weight.
+
+The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its
+adapters are of `contracts.FactoredAdapter`.
+"""
+
+DEFAULT_CHANGE_FORM = "lora"
+
 # the classes that `adapters` has as one class, by class
 variants: dict[type[Any], Variant] = {}
 

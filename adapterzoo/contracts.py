@@ -531,6 +531,21 @@ class WeightAdapter(Adapter):
             `[d_out, d_in]`.
         """
 
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return A and B with `weight(w, base)` = w + B A, whatever w is; None: there are none.
+
+        A conversion to LoRA takes them as they are, scaling included; without them it takes the
+        SVD of the change.
+
+        Args:
+            w: gives the device and the dtype.
+            base: the layer.
+
+        Returns:
+            A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]`.
+        """
+        return None
+
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias, for adapters that change it.
 
@@ -542,6 +557,19 @@ class WeightAdapter(Adapter):
             `[d_out]`.
         """
         return b
+
+
+class FactoredAdapter(WeightAdapter):
+    """An adapter that can make any change of a weight whose rank is not above its own."""
+
+    @abstractmethod
+    def set_factors(self, a: Tensor, b: Tensor) -> None:
+        """Make the change B A.
+
+        Args:
+            a: `[*experts, rank, d_in]`, at most the adapter's rank.
+            b: `[*experts, d_out, rank]`.
+        """
 
 
 class CopyAdapter(WeightAdapter):

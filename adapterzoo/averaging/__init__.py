@@ -10,6 +10,7 @@ from .joining import elected, weighted_sum
 from .pruning import largest, random
 from .splitting import signed_roots, split
 from .strategies import LINEAR_OF_PEFT, STRATEGIES, Combination, Strategy, combination
+from .truncating import Truncated, truncated
 from .weights import weighted
 
 __all__ = [
@@ -17,12 +18,14 @@ __all__ = [
     "STRATEGIES",
     "Combination",
     "Strategy",
+    "Truncated",
     "combination",
     "elected",
     "largest",
     "random",
     "signed_roots",
     "split",
+    "truncated",
     "weighted",
     "weighted_sum",
 ]

@@ -70,7 +70,7 @@ def convert(
         CheckpointError: the format cannot express it, it does not fit the base model, or the
             folder cannot be written.
     """
-    _refuse_to_replace(Path(folder), to)
+    refuse_to_replace(Path(folder), to)
     base = base_of(checkpoint, model)
     found = fitted(checkpoint, base, name=name, writes=to)
     if checkpoint.kind == "head":
@@ -85,8 +85,16 @@ def convert(
         found.model.save_adapter(folder, found.name, **options)
 
 
-def _refuse_to_replace(folder: Path, to: str) -> None:
-    """Refuse a folder that holds a checkpoint in another format: it may be the only copy."""
+def refuse_to_replace(folder: Path, to: str) -> None:
+    """Refuse a folder that holds a checkpoint in another format: it may be the only copy.
+
+    Args:
+        folder: to be written.
+        to: name of the format.
+
+    Raises:
+        CheckpointError: it holds one.
+    """
     for kind in KINDS:
         there = formats.of(folder, kind)
         if there is not None and type(formats.formats[there]) is not type(formats.formats[to]):

@@ -91,10 +91,23 @@ def with_weights(base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
     Raises:
         CheckpointError: it cannot be loaded.
     """
+    return init(plain_model(base, cls, **kwargs)).eval()
+
+
+def plain_model(base: str, cls: Any, **kwargs: Any) -> Any:
+    """Load a base model.
+
+    Args:
+        base: folder or name on the Hub.
+        cls: its class.
+        **kwargs: arguments of `from_pretrained`.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
     with _one_error(base):
         # with the default, transformers would ask at the terminal whether to run code
-        model = cls.from_pretrained(base, trust_remote_code=False, **kwargs)
-    return init(model).eval()
+        return cls.from_pretrained(base, trust_remote_code=False, **kwargs)
 
 
 def plain_tokenizer(base: str) -> Any:

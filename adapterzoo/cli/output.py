@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from .early import unwritable
 
 T = TypeVar("T")
 
@@ -19,6 +22,22 @@ def print_json(value: Any) -> None:
         value: JSON types.
     """
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def write_json(file: str, value: Any) -> None:
+    """Write a JSON value to a file.
+
+    Args:
+        file: its path.
+        value: JSON types.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        Path(file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    except OSError as error:
+        raise unwritable(file, error) from error
 
 
 def print_facts(facts: Mapping[str, object]) -> None:

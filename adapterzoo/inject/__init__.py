@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination
@@ -66,6 +67,7 @@ __all__ = [
     "base_of",
     "below_wrappers",
     "capture_input",
+    "changes",
     "check_put",
     "close_entry",
     "combine",
@@ -308,6 +310,38 @@ def combine(
         )
     for (part, *parts), base in _beside(layer, (adapter, *others), originals):
         part.combine(parts, weights, strategy, base)
+
+
+def changes(
+    layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]
+) -> Iterator[tuple[str | None, Tensor, tuple[Tensor, Tensor] | None]]:
+    """Yield the changes that an adapter makes to the weights of a layer, in float64.
+
+    Args:
+        layer: the layer.
+        adapter: of the layer.
+        originals: parameters of the layer as they were before adapters were merged into it.
+
+    Yields:
+        The parameter, None for the layer's weight; the change `[*experts, d_out, d_in]`; its
+        factors, where the method has them.
+
+    Raises:
+        StateError: the adapter is not a change of the weight alone.
+    """
+    parameters = [*adapter._modules] if isinstance(adapter, ExpertAdapters) else [None]
+    parts = _beside(layer, (adapter,), originals)
+    for parameter, ((part,), base) in zip(parameters, parts, strict=True):
+        own = mergeable(part)
+        w = base.weight.detach().double()
+        if parameter is None and w.dim() == 2:
+            b = w.new_zeros(w.shape[0]) if base.bias is None else base.bias.detach().to(w)
+            if not torch.equal(own.bias(b, base), b):
+                raise StateError(
+                    f"the {type(part).__name__} adapter changes the bias, which is not a part of "
+                    f"the weight. Keep it as it is."
+                )
+        yield parameter, own.weight(w, base) - w, own.low_rank_factors(w, base)
 
 
 def _beside(

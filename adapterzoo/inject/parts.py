@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, cast
 
+import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import OutputSlice
@@ -121,6 +122,20 @@ class FusedAdapters(WeightAdapter):
             part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
             w = put_slice(w, part, whole, -2)
         return w
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return the factors of all features: those of the children side by side, if all have."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for label, features in self.slices.items():
+            adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
+            own = adapter.low_rank_factors(take_slice(w, whole, -2), SlicedLayer(base, whole))
+            if own is None:
+                return None
+            a, b = own
+            nothing = b.new_zeros(*b.shape[:-2], w.shape[-2], b.shape[-1])
+            found.append((a, put_slice(nothing, b, whole, -2)))
+        # the ranks side by side
+        return torch.cat([a for a, _ in found], -2), torch.cat([b for _, b in found], -1)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias of all features, `[d_out]`."""

@@ -11,11 +11,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, upcast
+from adapterzoo.contracts import BaseLayer, FactoredAdapter, SharedInputAdapter, upcast
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
@@ -30,7 +30,7 @@ from ._starts import drawing
 _SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
 
-class LowRank(SharedInputAdapter, WeightAdapter):
+class LowRank(SharedInputAdapter, FactoredAdapter):
     """Base of the adapters with the factors A and B.
 
     Attributes:
@@ -152,6 +152,19 @@ class LowRank(SharedInputAdapter, WeightAdapter):
     def whole_factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole update."""
         return self.lora_A, self.lora_B
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return A and s · B of the whole update, if that is the change of the weight."""
+        if not self.is_additive:
+            return None
+        a, b = (t.to(w.device, w.dtype) for t in self.whole_factors())
+        return a, self.scaling * b
+
+    def set_factors(self, a: Tensor, b: Tensor) -> None:
+        """Set A and B to the factors of a change; the rest of the rank is zero."""
+        missing = self.lora_A.shape[-2] - a.shape[-2]
+        self.lora_A.copy_(pad(a, (0, 0, 0, missing)))
+        self.lora_B.copy_(pad(b / self.scaling, (0, missing)))
 
     @property
     def delta_w(self) -> Tensor:

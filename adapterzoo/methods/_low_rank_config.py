@@ -18,7 +18,7 @@ import torch
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CompositionError
+from adapterzoo.errors import CompositionError, SiteError, listing
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
 
 from ._init import DTYPE, DTYPES
@@ -121,6 +121,37 @@ class LowRankConfig(TargetedConfig):
         """Return the config of the combination; some strategies allow other ranks and scalings."""
         own = [config for config in configs if isinstance(config, LowRankConfig)]
         return combined_config(own, strategy, anatomy)
+
+    @classmethod
+    def at_sites_of(cls, config: AdapterConfig, anatomy: Anatomy) -> Self:
+        """Return a config with adapters at the layers of another one, or around its parts of them.
+
+        Raises:
+            SiteError: no config describes these layers.
+        """
+        sites = [p.site for p in config.placements(anatomy)]
+        fields = {**vars(config)} if isinstance(config, TargetedConfig) else {}
+        own = {name: fields[name] for name in (*TARGETS, "dtype") if name in fields}
+        if fields:
+            made = cls(**own)
+            if [p.site for p in made.placements(anatomy)] == sites:
+                return made
+        paths = tuple(dict.fromkeys(site.path for site in sites))
+        if any(site.parameter for site in sites):
+            raise SiteError(
+                f"the adapter is at parameters of {listing(paths)}, which a {cls.__name__} cannot "
+                f"list. Add a config that is not a union."
+            )
+        return cls.at_layers(paths).replace(dtype=own.get("dtype"))
+
+    @classmethod
+    def at_layers(cls, paths: Sequence[str]) -> Self:
+        """Return a config with adapters at the layers of these paths."""
+        return cls(target_modules=tuple(paths))
+
+    def of_ranks(self, ranks: Mapping[str, int]) -> Self:
+        """Return the config with the rank of each path, and the scaling 1."""
+        return _sized(self, ranks)
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the parameters at a layer of the given dtype."""

@@ -112,6 +112,14 @@ class LoHa(Lycoris):
         b = b if kept is None else b * kept[:, None, None]
         return a.flatten(0, 1), b.flatten(1)  # [r², d_in], [d_out, r²]
 
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A `[*experts, r², d_in]` and s · B `[*experts, d_out, r²]`, without dropout."""
+        one, two = self.hada_w1_b.to(w), self.hada_w2_b.to(w)
+        a = (one.unsqueeze(-2) * two.unsqueeze(-3)).flatten(-3, -2)  # [*experts, r², d_in]
+        one, two = self.hada_w1_a.to(w), self.hada_w2_a.to(w)
+        b = (one.unsqueeze(-1) * two.unsqueeze(-2)).flatten(-2)  # [*experts, d_out, r²]
+        return a, self.scaling * b
+
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
         one = self.hada_w1_a.to(dtype) @ self.hada_w1_b.to(dtype)

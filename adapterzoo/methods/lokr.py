@@ -137,6 +137,17 @@ class LoKr(Lycoris):
         count = sum(name.startswith("lokr_w1") for name in self.names)
         return own[:count], own[count:]
 
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return A = b₁ ⊗ b₂ and s · B = s · a₁ ⊗ a₂ with wᵢ = aᵢ bᵢ, if there are such."""
+        sides = [[t.to(w) for t in side] for side in self.sides()]
+        if all(len(side) == 1 for side in sides):
+            return None
+        for side in sides:
+            if len(side) == 1:
+                side.append(torch.eye(side[0].shape[-1], device=w.device, dtype=w.dtype))
+        (a1, b1), (a2, b2) = sides
+        return kronecker(b1, b2), self.scaling * kronecker(a1, a2)
+
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
         w1, w2 = (product([t.to(dtype) for t in side]) for side in self.sides())

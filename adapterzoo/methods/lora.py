@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
@@ -49,6 +49,7 @@ from ._starts import replaces_weight
 
 @architectures.register("lora")
 @config_strings.register("lora")
+@change_forms.register("lora")
 @spelled(_lora_spelling.adapterhub, _lora_spelling.peft, _adalora_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(StartedConfig):

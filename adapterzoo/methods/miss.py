@@ -165,6 +165,15 @@ class Miss(SharedInputAdapter, WeightAdapter):
             update = self.columns().to(w.dtype).repeat(*(1 for _ in w.shape[1:]), shards)
             return w + update[..., : self.d_in]  # [*experts, d_out, d_in]
 
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return the sum over the shards, [I I …] `[*experts, r, d_in]`, and Dᵀ."""
+        if self.is_bat:
+            return None
+        b = self.columns().to(w)  # [*experts, d_out, r]
+        eye = torch.eye(self.rank, device=w.device, dtype=w.dtype)
+        a = eye.repeat(1, -(-self.d_in // self.rank))[:, : self.d_in]  # [r, d_in]
+        return a.expand(*b.shape[:-2], *a.shape), b
+
     def extra_repr(self) -> str:
         """Return widths and r."""
         return f"d_in={self.d_in}, d_out={self.d_out}, r={self.rank}"

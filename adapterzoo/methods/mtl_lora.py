@@ -189,6 +189,11 @@ class MTLLoRA(LowRank):
         scaling = [each.scaling for each in adapters]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A and s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ."""
+        b = self.task_specific.after(self.up(w.dtype))
+        return self.lora_A.to(w.dtype), self.scaling * b
+
     def product(self, dtype: torch.dtype) -> Tensor:
         """Return Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A, `[d_out, d_in]`, in the dtype."""
         with exactly(self.lora_A.device):

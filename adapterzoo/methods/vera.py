@@ -91,3 +91,9 @@ class Vera(Projected):
         with exactly(w.device):
             a, b = self.factors(base, w)
             return w + self.scaling * (b @ a)
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return Λ_d A and s · Λ_b B."""
+        with exactly(w.device):
+            a, b = self.factors(base, w)
+        return a, self.scaling * b

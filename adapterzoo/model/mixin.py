@@ -16,7 +16,7 @@ from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.checkpoint.setup_files import HeadSetup
 from adapterzoo.composition import Composition, Fuse, MultiTask
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.configs import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import names_calls
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
@@ -26,6 +26,9 @@ from . import activation, adapters, averaging, checkpointing, fusion, merging, s
 from .adapterhub import arguments, loaders
 from .adapterhub.config import AdaptersConfig
 from .adapterhub.names import with_names_of_adapters
+from .conversion import converting
+from .conversion.certificate import Certificate
+from .conversion.converting import Size
 from .heads import checkpoints as head_files
 from .heads import embeddings, ties
 from .heads.interface import HeadNames, HeadStrategy, LoadOptions
@@ -263,6 +266,50 @@ class AdapterModelMixin:
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
+
+    def convert_adapter(
+        self,
+        adapter_name: str,
+        to: str = DEFAULT_CHANGE_FORM,
+        rank: int | None = None,
+        energy: float | None = None,
+        *,
+        new_name: str | None = None,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Certificate:
+        """Add an adapter of another method that changes the weights as this one does.
+
+        The change ΔW of each weight becomes B A: exactly where the method's own formula has such
+        factors, as LoRA with any initial values, VeRA and MTL-LoRA have; otherwise by SVD, where
+        the error is √Σ σᵢ² over the singular values left out. Without `rank` and `energy`, the SVD
+        keeps all singular values above rounding.
+
+        Args:
+            adapter_name: of the adapter, which does not change.
+            to: the method, "lora".
+            rank: the largest rank; a layer whose change has a lower one gets that.
+            energy: the share of Σ σ² to keep in each layer, above 0 to 1.
+            new_name: of the result; None: `adapter_name`, "_" and `to`.
+            overwrite_ok: whether an adapter of this name may be replaced, even `adapter_name`.
+            set_active: whether to activate the result as the only adapter.
+            inputs: the arguments of a call, on which outputs are compared; None: random ones.
+
+        Returns:
+            ‖ΔW‖ and the error of each layer, and the difference of the outputs.
+
+        Raises:
+            ConfigError: a value is not legal, or no random inputs can be made.
+            DuplicateNameError: the name is taken.
+            SiteError: no config describes the layers of the adapter.
+            StateError: the adapter is more than a change of weights: it changes biases, or its
+                effect depends on the input; or it is merged. Nothing has changed.
+            UnknownNameError: the adapter or the method is unknown.
+        """
+        return converting.convert(
+            self, adapter_name, to, Size(rank, energy), new_name, overwrite_ok, set_active, inputs
+        )
 
     def add_weighted_adapter(
         self,
