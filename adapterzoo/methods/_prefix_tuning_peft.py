@@ -196,7 +196,3 @@ def _unsayable(placement: Placement) -> str | None:
             f"decoder (encoder_prefix=False, cross_prefix=False)"
         )
     return None
-
-
-SPELLINGS = peft, cartridge
-"""Both are read; only the first is written."""

@@ -34,7 +34,8 @@ from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
 from adapterzoo.spelling import spelled
 
-from . import _prefix_tuning_peft, _prefix_tuning_spelling
+from . import _prefix_tuning_peft as _peft
+from . import _prefix_tuning_spelling as _hub
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
 from ._prefix_table import PrefixTable, PrefixTables, by_tower
@@ -42,7 +43,7 @@ from ._prefix_table import PrefixTable, PrefixTables, by_tower
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
-@spelled(_prefix_tuning_spelling.adapterhub, *_prefix_tuning_peft.SPELLINGS)
+@spelled(_hub.adapterhub, _peft.peft, _peft.cartridge)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
