@@ -15,11 +15,25 @@ from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import InputPlan
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.fields import field
+from adapterzoo.fields import Check, field
 
 from ._input_plans import OPTIONS, PLANS
 from ._low_rank_config import LowRankConfig
 from ._starts import Starts, replaces_weight
+
+
+class Options(Check):
+    """Options by name; `StartedConfig` checks them one by one."""
+
+    legal = "a dict of options by name"
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a mapping from names."""
+        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return no options."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +49,7 @@ class StartedConfig(LowRankConfig):
     """
 
     init_weights: str = field("lora", Starts())
-    init_options: Mapping[str, Any] = field({}, ours=True)
+    init_options: Mapping[str, Any] = field({}, Options(), ours=True)
 
     training_fields: ClassVar[frozenset[str]] = LowRankConfig.training_fields | {"init_options"}
 

@@ -173,6 +173,7 @@ def test_padding_and_unlabeled_tokens_are_not_read():
         ({"init_weights": "eva", "init_options": {"rho": 0.5}}, None, ("init_options['rho']", "1")),
         ({"init_weights": "eva", "init_options": {"tua": 0.5}}, None, ("'tua'", "'tau'")),
         ({"init_weights": "lora", "init_options": {"tau": 0.5}}, None, ("'tau'", "none")),
+        ({"init_weights": "eva", "init_options": None}, None, ("init_options=None", "a dict")),
     ],
 )  # fmt: skip
 def test_refused(config, data, words):

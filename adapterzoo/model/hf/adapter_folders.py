@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import folders, formats
-from adapterzoo.errors import CheckpointError, HubError
+from adapterzoo.errors import CheckpointError, HubError, in_python
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,10 +64,13 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
             return None
         base = formats.formats[format].base(folder)
     if base.name is None:
+        shown = os.fspath(path)
+        python = (
+            f"model = AutoAdapterModel.from_pretrained('base'), and model.load_adapter({shown!r})"
+        )
         raise CheckpointError(
-            f"{os.fspath(path)!r} holds an adapter that does not name its base model. Write "
-            f"model = AutoAdapterModel.from_pretrained('base'), and model.load_adapter("
-            f"{os.fspath(path)!r})."
+            f"{shown!r} holds an adapter that does not name its base model. Write "
+            f"{in_python(python, '--model with its base model')}."
         )
     name = None if folder == Path(path) else os.fspath(path)
     return AdapterFolder(folder, name, base.name, base.revision)
