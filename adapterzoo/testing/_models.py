@@ -133,6 +133,7 @@ class ModelCase(Case):
         """Return the paths of the modules whose own weights get no gradient.
 
         If a module has a matrix, only that counts: a bias gets a gradient even from an input of 0.
+        A location of which all modules are silent is among them, as `/<location>`.
         """
         model = copy.deepcopy(model).requires_grad_(True)
         y = model(self.input())
@@ -146,6 +147,11 @@ class ModelCase(Case):
                 own or above in found
             ):
                 found.add(path)
+        at: dict[str | None, list[str]] = {}
+        for path, placements in model._adapter_state.records["a"].places.items():
+            for placement in placements:
+                at.setdefault(placement.location, []).append(path)
+        found |= {f"/{name}" for name, paths in at.items() if name and found.issuperset(paths)}
         return frozenset(found)
 
     def model(self) -> Host:

@@ -142,6 +142,10 @@ def gradients(case: Case) -> None:
     modules = list(model.adapter_modules("a"))
     mine = {id(p) for _, m in modules for p in m.parameters()}
     unheard = {id(p) for path, m in modules if path in silent for p in m.parameters()}
+    # what the layers of one location share, such as those of a tower that is not called
+    for name, shared in (pair for path, m in modules if not path for pair in m.named_modules()):
+        if f"/{name.rpartition('.')[2]}" in silent:
+            unheard |= {id(p) for p in shared.parameters()}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     y = model(x)
     (y * like(y)).sum().backward()
