@@ -213,6 +213,8 @@ class Adapter(Contained, ABC):
             first adapter of a stack always acts first.
         stacks_only: why it cannot be in averages, fusions and splits; empty if it can.
         stands_alone: whether one name can have no other adapter at its layer.
+        learns_faster: names of the parameters that LoRA+ trains at the higher learning rate.
+        at_embedding: whether the layer is an embedding, for which LoRA+ has a rate of its own.
     """
 
     acts_on: ClassVar[str] = "output"

@@ -58,8 +58,13 @@ class EvaPlan(InputPlan):
     def __init__(self, config: LowRankConfig, options: Mapping[str, Any], anatomy: Anatomy) -> None:
         """Watch all layers."""
         self._config, self._adjusts = config, options["adjust_scaling_factors"]
-        self._ranks = {site.path: config.rank_at(site.path) for site in sites_of(config, anatomy)}
-        self._most = {path: round(rank * options["rho"]) for path, rank in self._ranks.items()}
+        sites = sites_of(config, anatomy)
+        self._ranks = {site.path: config.rank_at(site.path) for site in sites}
+        # a layer has no more components than inputs
+        self._most = {
+            site.path: min(round(self._ranks[site.path] * options["rho"]), site.d_in)
+            for site in sites
+        }
         self._components = {path: Components(n, options["tau"]) for path, n in self._most.items()}
         self.watched = self._components
         self.skips_unlabeled = options["use_label_mask"]

@@ -15,7 +15,7 @@ REPRODUCED = ("pissa", "olora")
 
 
 def read_start(layer: PeftLayer) -> Tensors:
-    """Return the tensors of a layer; with the part that PEFT has subtracted from its weight.
+    """Return the tensors of a layer, and the part that PEFT has subtracted from its weight.
 
     Raises:
         CheckpointError: the layer has no weight to compute it from.

@@ -63,7 +63,7 @@ def drawing(
     """Return the initializers of A and B that do not depend on the weight.
 
     Args:
-        name: of the initial values; those that do are drawn as by "lora".
+        name: of the initial values; for those that depend on the weight, the values of "lora".
         rank: r.
         source: of random numbers.
 

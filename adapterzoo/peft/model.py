@@ -85,6 +85,8 @@ class PeftModel:
         path = (
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
+        # a file's tensors are never initialized first
+        kwargs.pop("low_cpu_mem_usage", None)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in HUB_OPTIONS if n in kwargs})
         theirs = cast("Any", AdapterModelMixin)
         theirs.load_adapter(

@@ -99,6 +99,14 @@ def test_eva_gives_the_ranks_the_loss_and_the_gradients_of_peft(
     assert bool(read.rank_pattern) == (rho > 1)
 
 
+def test_a_layer_has_no_more_ranks_than_inputs():
+    # rho r is above the width of all layers but one
+    model = added(batches(tokens=40), init_weights="eva", init_options={"rho": 12.0})
+    ranks = [module.lora_A.shape for _, module in model.adapter_modules("a")]
+    assert sum(rank for rank, _ in ranks) == 4 * 6
+    assert all(0 < rank <= width for rank, width in ranks)
+
+
 def test_where_an_exact_svd_is_dear_components_are_approximated():
     x = torch.randn(700, 600, generator=torch.Generator().manual_seed(0))
     # a spectrum that falls, as that of hidden states does

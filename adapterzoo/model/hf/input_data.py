@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, listing
 from adapterzoo.inject.building import layer_at
 from adapterzoo.model.setup import AdapterSetup
 from adapterzoo.model.state import AdaptedModel
@@ -40,8 +40,8 @@ def fitted(
     if plan is None:
         if data is not None:
             raise ConfigError(
-                f"init_data is given, and {config!r} does not need any. Write "
-                f"LoRAConfig(init_weights='eva'), or leave init_data out."
+                f"init_data is given, and {config!r} does not need any. Choose initial values that "
+                f"do, or leave init_data out."
             )
         return config, {}
     if isinstance(config, ConfigUnion):
@@ -77,14 +77,15 @@ def _collect(model: AdaptedModel, plan: InputPlan, data: Iterable[Mapping[str, A
             _pass(model, {path: plan.watched[path] for path in lacking}, batch, plan)
         if not count:
             raise ConfigError(
-                "init_data has no more batches. Write a list of batches or a DataLoader, which can "
-                "be read several times."
+                "init_data is empty, or has no more batches: it is read several times. Write a "
+                "list of batches or a DataLoader."
             )
         if not plan.lacking(passed=True):
             return
+    lacking = sorted(plan.lacking(passed=True))
     raise ConfigError(
-        f"after {_PASSES} passes the inputs of {len(plan.lacking(passed=True))} layers have not "
-        f"converged. Write larger batches in init_data, or init_options={{'tau': 0.9}}."
+        f"after {_PASSES} passes the inputs of {listing(lacking)} have not converged, or there "
+        f"were none. Write batches in init_data that reach these layers, or larger ones."
     )
 
 
