@@ -175,6 +175,14 @@ class InputPlan(ABC):
         """Return the paths that need another batch; `passed`: all data have been read once."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Check after the first pass that the data can be enough.
+
+        Raises:
+            ConfigError: no number of passes can be enough.
+        """
+
+    @abstractmethod
     def changes(self) -> Mapping[str, Any]:
         """Return the fields of the config that the inputs decide, with their values."""
 

@@ -6,17 +6,17 @@ magnitudes) are trained like B, and those at embeddings have a rate of their own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from .contracts import Adapter
-from .errors import StateError, names_call
+from .errors import ConfigError, StateError, names_call
 from .fields import Positive, Range
 
-_EMBEDDING_RATE = 1e-6
+EMBEDDING_RATE = 1e-6
 
 
 @names_call
@@ -26,7 +26,7 @@ def create_loraplus_optimizer(
     *,
     lr: float,
     loraplus_lr_ratio: float,
-    loraplus_lr_embedding: float = _EMBEDDING_RATE,
+    loraplus_lr_embedding: float = EMBEDDING_RATE,
     loraplus_weight_decay: float = 0.0,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
@@ -45,6 +45,11 @@ def create_loraplus_optimizer(
         ConfigError: a value is not legal.
         StateError: nothing is trained that has an A and a B.
     """
+    if "weight_decay" in kwargs:
+        raise ConfigError(
+            f"weight_decay={kwargs['weight_decay']!r}: biases have none, so it is given as "
+            f"loraplus_weight_decay. Write loraplus_weight_decay={kwargs['weight_decay']!r}."
+        )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise StateError("no parameter of the model is trained. Write model.train_adapter('name').")
@@ -57,6 +62,35 @@ def create_loraplus_optimizer(
     return optimizer
 
 
+def asked_rates(
+    ratio: float | None, embedding: float, optimizers: Iterable[object]
+) -> tuple[float, float] | None:
+    """Return the rates that a trainer is asked for, for `set_rates`; None without a ratio.
+
+    Args:
+        ratio: of B's rate to that of A.
+        embedding: the rate at embeddings.
+        optimizers: that the trainer is given.
+
+    Raises:
+        ConfigError: a value is not legal or has no effect.
+    """
+    if ratio is None:
+        if embedding != EMBEDDING_RATE:
+            raise ConfigError(
+                f"loraplus_lr_embedding={embedding!r}: has an effect only with a ratio. Write "
+                f"loraplus_lr_ratio=16."
+            )
+        return None
+    check_rates(ratio, embedding)
+    if any(optimizers):
+        raise ConfigError(
+            "loraplus_lr_ratio=…, optimizers=…: a ratio is for the trainer's own optimizer. Write "
+            "optimizers=(create_loraplus_optimizer(…), …)."
+        )
+    return ratio, embedding
+
+
 def check_rates(ratio: object, embedding: object) -> None:
     """Check the two rates.
 
@@ -64,14 +98,14 @@ def check_rates(ratio: object, embedding: object) -> None:
         ConfigError: one is not legal.
     """
     Range(1.0, 1e6)("LoRA+", "loraplus_lr_ratio", ratio, 16.0)
-    Positive()("LoRA+", "loraplus_lr_embedding", embedding, _EMBEDDING_RATE)
+    Positive()("LoRA+", "loraplus_lr_embedding", embedding, EMBEDDING_RATE)
 
 
 def set_rates(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ratio: float,
-    embedding: float = _EMBEDDING_RATE,
+    embedding: float = EMBEDDING_RATE,
 ) -> None:
     """Split the groups of a new optimizer by their learning rates.
 

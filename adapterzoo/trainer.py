@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from .composition import fusions_of
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .heads import IGNORED, PredictionHead
-from .loraplus import check_rates, set_rates
+from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
@@ -65,7 +65,7 @@ class AdapterTrainer(Trainer):
         model_init: Callable[..., nn.Module] | None = None,
         adapter_names: Any = None,
         loraplus_lr_ratio: float | None = None,
-        loraplus_lr_embedding: float = 1e-6,
+        loraplus_lr_embedding: float = EMBEDDING_RATE,
         **kwargs: Any,
     ) -> None:
         """Check the model and start the `Trainer`.
@@ -96,15 +96,8 @@ class AdapterTrainer(Trainer):
                 f"one argument, and two objects are given. Write processing_class=… alone."
             )
         self._adapter_names = adapter_names
-        self._rates: tuple[float, float] | None = None
-        if loraplus_lr_ratio is not None:
-            check_rates(loraplus_lr_ratio, loraplus_lr_embedding)
-            if any(kwargs.get("optimizers") or ()):
-                raise ConfigError(
-                    f"{type(self).__name__}(loraplus_lr_ratio=…, optimizers=…): a ratio is for the "
-                    f"trainer's own optimizer. Write optimizers=(create_loraplus_optimizer(…), …)."
-                )
-            self._rates = loraplus_lr_ratio, loraplus_lr_embedding
+        own = kwargs.get("optimizers") or ()
+        self._rates = asked_rates(loraplus_lr_ratio, loraplus_lr_embedding, own)
         self._usual_count: float | None = None
         if model is not None:
             self._take(model)

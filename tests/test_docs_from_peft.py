@@ -9,7 +9,6 @@ from typing import Any
 
 import peft
 import pytest
-import torch
 from families import tiny_inputs
 from peft_world import QUIET, ours, plain
 from safetensors.torch import load_file, save_file
@@ -185,17 +184,16 @@ def converting(model, folder):
         model.save_pretrained(folder, path_initial_model_for_weight_conversion=folder)
 
 
-@row("`enable_peft_hotswap(…)`, `hotswap=True`")
+@row("`hotswap=True` for another method")
 def replacing(model, folder):
-    model.save_pretrained(folder)
-    with pytest.raises(StateError, match=r"load_adapter\(folder, load_as=name, overwrite_ok=True"):
-        model.enable_peft_hotswap(target_rank=8)
-    with pytest.raises(TypeError, match="hotswap"):
-        ours("llama").load_adapter(folder, hotswap=True)
-    again = ours("llama")
-    again.add_adapter("x", "lora[r=2]", set_active=True)
-    again.load_adapter(folder, load_as="x", overwrite_ok=True)
-    assert again.adapters_config["x"]["r"] == 4
-    torch.testing.assert_close(
-        again.get_adapter_state_dict("x"), model.get_adapter_state_dict(), rtol=0, atol=0
-    )
+    source = ours("llama")
+    for name, config in (("boft", "boft[boft_block_size=4]"), ("small", "lora[r=2]")):
+        source.add_adapter(name, config)
+        source.save_adapter(folder / name, name)
+    for name, slot in (("boft", "boft[boft_block_size=4]"), ("small", "lora[r=4]")):
+        again = ours("llama")
+        again.add_adapter("x", slot, set_active=True)
+        again.load_adapter(folder / name, load_as="x", hotswap=True)
+        again.merge_adapter("x")
+        with pytest.raises(StateError, match="merged"):
+            again.load_adapter(folder / name, load_as="x", hotswap=True)

@@ -96,6 +96,16 @@ def test_a_ratio_that_is_not_legal_is_refused(ratio):
         create_loraplus_optimizer(model, torch.optim.SGD, lr=1e-3, loraplus_lr_ratio=ratio)
 
 
+def test_what_has_no_effect_is_refused():
+    model = adapted()
+    with refused(model, ConfigError, "weight_decay=0.1", "loraplus_weight_decay=0.1"):
+        create_loraplus_optimizer(
+            model, torch.optim.SGD, lr=1e-3, loraplus_lr_ratio=2, weight_decay=0.1
+        )
+    with refused(model, ConfigError, "loraplus_lr_embedding=0.1", "loraplus_lr_ratio=16"):
+        AdapterTrainer(model, loraplus_lr_embedding=0.1)
+
+
 def test_a_model_without_factors_is_refused():
     model = peft_world.ours("bert")
     model.add_adapter("a", "seq_bn", set_active=True)

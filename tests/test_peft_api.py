@@ -13,12 +13,18 @@ import pytest
 import torch
 import transformers
 from families import tiny_config, tiny_inputs
-from peft_world import QUIET, ours
+from peft_world import QUIET, ours, plain
 from transformers.integrations.peft import PeftAdapterMixin
 
 import adapterzoo.peft
 from adapterzoo import AdapterModelMixin, AutoAdapterModel, Stack
-from adapterzoo.errors import CheckpointError, ConfigError, StateError, UnknownNameError
+from adapterzoo.errors import (
+    AdapterZooError,
+    CheckpointError,
+    ConfigError,
+    StateError,
+    UnknownNameError,
+)
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 EXACT = {"rtol": 0, "atol": 0}
@@ -332,3 +338,37 @@ def test_a_base_model_has_the_same_methods(two):
     assert two.active_adapter == "b"
     with two.base_model.disable_adapter():
         assert two.active_adapter is None
+
+
+def test_defaults_of_configs_belong_to_one_object():
+    adapterzoo.peft.LoraConfig().rank_pattern["q_proj"] = 2
+    assert adapterzoo.peft.LoraConfig().rank_pattern == {}
+
+
+def test_enabling_restores_the_layers_to_skip():
+    model = ours("llama")
+    model.add_adapter("a", "lora[init_weights='bert']")
+    model.set_active_adapters("a", skip_layers=[0])
+    inputs = tiny_inputs("llama")
+    expected = model(**inputs).logits
+    model.disable_adapters()
+    model.enable_adapters()
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=0, atol=0)
+
+
+def test_values_of_a_merged_adapter_cannot_be_set():
+    model = adapterzoo.peft.get_peft_model(plain("llama"), adapterzoo.peft.LoraConfig(r=4))
+    values = adapterzoo.peft.get_peft_model_state_dict(model)
+    model.merge_adapter()
+    with pytest.raises(StateError, match="merged"):
+        adapterzoo.peft.set_peft_model_state_dict(model, values)
+
+
+def test_a_model_whose_adapter_does_not_load_stays_plain(tmp_path):
+    model = plain("llama")
+    cls = type(model)
+    with pytest.raises(AdapterZooError):
+        adapterzoo.peft.PeftModel.from_pretrained(model, tmp_path / "nothing")
+    assert type(model) is cls
+    with pytest.raises(ConfigError, match="LoraConfig"):
+        adapterzoo.peft.get_peft_model(model, None)

@@ -86,6 +86,19 @@ class EvaPlan(InputPlan):
         counts = Counter(paths[i] for i in first)
         return {path: counts[path] for path in self._most}
 
+    def check(self) -> None:
+        """Check that each layer has got a batch with enough tokens.
+
+        Raises:
+            ConfigError: one has not.
+        """
+        for path, own in self._components.items():
+            if own.components is None:
+                raise ConfigError(
+                    f"init_weights='eva' at {path!r}: no batch brought it {own.count} tokens, as "
+                    f"many as components are needed. Write larger batches in init_data."
+                )
+
     def changes(self) -> dict[str, Any]:
         """Return the layers with a rank, their ranks, and the scalings that these adjust."""
         config, ranks = self._config, self.ranks()
@@ -118,6 +131,9 @@ class CordaPlan(InputPlan):
     def lacking(self, passed: bool) -> frozenset[str]:
         """Return all layers in the first pass, and none after it."""
         return frozenset() if passed else frozenset(self.watched)
+
+    def check(self) -> None:
+        """Accept any data: one pass is all."""
 
     def changes(self) -> dict[str, Any]:
         """Return nothing."""

@@ -24,6 +24,19 @@ _ITERATIONS, _EXACT = 4, 256
 _DAMPING, _INVERTED = 0.01, 0.05
 
 
+def refuse_not_finite(x: Tensor) -> None:
+    """Check the inputs of a layer.
+
+    Raises:
+        ConfigError: one is infinite or NaN.
+    """
+    if not bool(x.isfinite().all()):
+        raise ConfigError(
+            "with init_data the inputs of a layer are not finite. Write other batches, or load the "
+            "model in float32."
+        )
+
+
 class Components(InputStatistics):
     """The principal components of a layer's inputs.
 
@@ -53,6 +66,7 @@ class Components(InputStatistics):
         n = len(x)
         if n < self.count:
             return
+        refuse_not_finite(x)
         x = x.to(compute_dtype(x.dtype))
         mean, total = x.mean(0), self._seen + n
         centered = x - mean
@@ -69,7 +83,7 @@ class Components(InputStatistics):
         # of a component and its opposite, always the same one
         vh = vh * vh.gather(-1, largest).sign()
         self.components, self.values = vh[: self.count].contiguous(), values[: self.count]
-        self.shares = self.values.square() / self._variance
+        self.shares = (self.values.square() / self._variance).nan_to_num()
         self._mean = (self._mean.to(mean) * self._seen + mean * n) / total
         self._seen = total
         if before is not None:
@@ -107,6 +121,9 @@ class Covariance(InputStatistics):
 
     def update(self, x: Tensor) -> None:
         """Add a batch."""
+        if not len(x):
+            return
+        refuse_not_finite(x)
         x = x.to(compute_dtype(x.dtype))
         x = x / x.max().abs()
         own = x.mT @ x  # [d_in, d_in]

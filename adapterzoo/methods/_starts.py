@@ -81,15 +81,15 @@ def drawing(
             f"init_weights='orthogonal' with rank {rank}: A and B get one half of the ranks each, "
             f"so the rank must be even. Write r={rank + 1}."
         )
-    basis = torch.linalg.qr(torch.randn(rank, rank, generator=source))[0]  # [r, r]
+    basis = torch.linalg.qr(torch.randn(rank, rank, generator=source, device="cpu"))[0]  # [r, r]
     halves = basis[0::2], basis[1::2]  # [r / 2, r] each
 
     def fill_a(t: Tensor) -> Tensor:
-        drawn = torch.randn(*t.shape[:-2], t.shape[-1], rank // 2, generator=source)
+        drawn = torch.randn(*t.shape[:-2], t.shape[-1], rank // 2, generator=source, device="cpu")
         return t.copy_((drawn @ halves[0]).mT / 10)  # [*experts, r, d_in]
 
     def fill_b(t: Tensor) -> Tensor:
-        drawn = torch.randn(*t.shape[:-1], rank // 2, generator=source)
+        drawn = torch.randn(*t.shape[:-1], rank // 2, generator=source, device="cpu")
         return t.copy_(drawn @ halves[1] / 10)  # [*experts, d_out, r]
 
     return fill_a, fill_b
@@ -121,7 +121,7 @@ def svd_lowrank(
     w: Tensor, rank: int, iterations: int, source: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return U, Σ, V of that rank by subspace iteration (Halko et al. 2009, arXiv:0909.4061)."""
-    noise = torch.randn(*w.shape[:-2], w.shape[-1], rank, generator=source).to(w)
+    noise = torch.randn(*w.shape[:-2], w.shape[-1], rank, generator=source, device="cpu").to(w)
     q = torch.linalg.qr(w @ noise)[0]  # [*experts, d_out, r]
     for _ in range(iterations):
         q = torch.linalg.qr(w.mT @ q)[0]

@@ -191,7 +191,7 @@ class LoRA(Started):
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""
         if self.gate is not None:
-            raise StateError("use_gating=True depends on the input. Keep it active instead.")
+            raise StateError("use_gating=True depends on its input. Keep it active instead.")
         return w + self.delta(w.dtype)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:

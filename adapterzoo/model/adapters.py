@@ -35,7 +35,7 @@ from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
-from .hf.input_data import fitted
+from .hf.input_data import Collected, fitted
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
@@ -54,8 +54,12 @@ def add(
     overwrite_ok: bool = False,
     active: bool = False,
     init_data: Iterable[Mapping[str, Any]] | None = None,
+    in_file: bool = False,
 ) -> None:
-    """Add an adapter with fresh parameters, on each layer's device and in its dtype."""
+    """Add an adapter with fresh parameters, on each layer's device and in its dtype.
+
+    With `in_file` its values come from the file of a whole model.
+    """
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
@@ -65,7 +69,9 @@ def add(
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
     loaded, with_output = model._head_strategy.without_saved(loaded)
-    loaded, inputs = fitted(model, loaded, init_data)
+    inputs: Collected = {}
+    if not in_file:
+        loaded, inputs = fitted(model, loaded, init_data)
     record = make(model, loaded)
     for path, adapter in record.coming.items():
         if record.places[path]:

@@ -110,7 +110,7 @@ class AdapterState:
         embeddings: name of the active embeddings.
         coming_embeddings: those to activate once a model that is being loaded has its values.
         interface: names of layers that the user gave; None without any.
-        disabled: the composition that `disable_adapters` deactivated.
+        disabled: the composition that `disable_adapters` deactivated, and its layers to skip.
         slot_rank: the rank that adapters get when they are loaded; None: their own.
     """
 
@@ -130,7 +130,7 @@ class AdapterState:
     embeddings: str = DEFAULT_EMBEDDINGS
     coming_embeddings: str | None = None
     interface: AdapterModelInterface | None = None
-    disabled: Composition | None = None
+    disabled: tuple[Composition, tuple[int, ...]] | None = None
     slot_rank: int | None = None
 
     def find(self, name: object) -> AdapterRecord:

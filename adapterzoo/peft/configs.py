@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -48,7 +49,8 @@ class PeftConfig:
                 f"field. Its fields: {listing(sorted(self.defaults), limit=50)}. Write one of "
                 f"these."
             )
-        vars(self).update({**self.defaults, **fields})
+        # a dict among the defaults belongs to one object
+        vars(self).update({**copy.deepcopy(dict(self.defaults)), **fields})
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, and `peft_type`."""

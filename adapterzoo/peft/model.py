@@ -56,8 +56,14 @@ class PeftModel:
         Raises:
             CheckpointError: the adapter does not fit the model; it has no adapter then.
         """
+        was_plain = not isinstance(model, AdapterModelMixin)
         made = as_peft(model)
-        made.load_adapter(model_id, adapter_name, is_trainable, **kwargs)
+        try:
+            made.load_adapter(model_id, adapter_name, is_trainable, **kwargs)
+        except BaseException:
+            if was_plain:
+                made.unload()
+            raise
         if not is_trainable:
             made.eval()
             made.requires_grad_(False)
@@ -242,6 +248,8 @@ def get_peft_model(
         raise ConfigError(
             "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
         )
+    if peft_config is None:
+        raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
     was_plain = not isinstance(model, AdapterModelMixin)
     made = as_peft(model)
     try:

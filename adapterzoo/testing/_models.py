@@ -148,9 +148,10 @@ class ModelCase(Case):
             ):
                 found.add(path)
         at: dict[str | None, list[str]] = {}
-        for path, placements in model._adapter_state.records["a"].places.items():
-            for placement in placements:
-                at.setdefault(placement.location, []).append(path)
+        for record in model._adapter_state.records.values():
+            for path, placements in record.places.items():
+                for placement in placements:
+                    at.setdefault(placement.location, []).append(path)
         found |= {f"/{name}" for name, paths in at.items() if name and found.issuperset(paths)}
         return frozenset(found)
 

@@ -258,7 +258,8 @@ def test_what_peft_cannot_say_is_an_error_before_anything_is_written(kind, tmp_p
     before = snapshot(model)
     with pytest.raises(CheckpointError) as raised:
         model.save_adapter(tmp_path / "peft", "a", format="peft")
-    for part in (f"save_adapter({str(tmp_path / 'peft')!r})", word, "format='native'"):
+    # a long path is shortened
+    for part in ("save_adapter('", word, "format='native'"):
         assert part in str(raised.value)
     assert not (tmp_path / "peft").exists()
     assert snapshot(model) == before

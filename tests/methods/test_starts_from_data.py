@@ -15,8 +15,9 @@ from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.incremental_pca import IncrementalPCA
 from snapshots import refused
+from transformers import LlamaForCausalLM
 
-from adapterzoo import ConfigUnion, LoRAConfig
+from adapterzoo import ConfigUnion, LoRAConfig, load_model
 from adapterzoo.errors import ConfigError
 from adapterzoo.methods._input_statistics import Components
 
@@ -189,6 +190,79 @@ def test_refused(config, data, words):
     with refused(model, ConfigError, *words):
         asked = LoRAConfig(**{"target_modules": ["q_proj"], **config})
         model.add_adapter("a", asked, init_data=data)
+
+
+@pytest.mark.parametrize("start", ["eva", "corda"])
+def test_a_whole_model_is_saved_and_loaded(start, tmp_path):
+    model = added(batches(), init_weights=start)
+    model.save_pretrained(tmp_path)
+    again = load_model(tmp_path, LlamaForCausalLM)
+    again.set_active_adapters("a")
+    torch.testing.assert_close(logits(again.eval()), logits(model), rtol=0, atol=0)
+
+
+def test_modes_of_modules_stay_as_they_were():
+    model = peft_world.ours("llama").train()
+    model.model.layers[0].eval()
+    model.add_adapter("a", LoRAConfig(init_weights="eva"), init_data=batches())
+    assert model.training
+    assert not model.model.layers[0].mlp.training
+    assert model.model.layers[1].mlp.training
+
+
+def test_labels_of_classes_hide_no_token_and_padding_stays_hidden():
+    data = batches()
+    for batch in data:
+        batch["labels"] = torch.ones(4, 3)
+
+    def first(data):
+        model = peft_world.ours("bert")
+        model.config.problem_type = "multi_label_classification"
+        model.config.num_labels = model.num_labels = 3
+        model.classifier = torch.nn.Linear(model.config.hidden_size, 3)
+        model.add_adapter("a", LoRAConfig(init_weights="eva"), init_data=data)
+        return next(module.lora_A for _, module in model.adapter_modules("a"))
+
+    expected = first(data)
+    for batch in data:
+        batch["input_ids"][batch["attention_mask"] == 0] = 5
+    torch.testing.assert_close(first(data), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [12, 11])
+def test_labels_hide_tokens_of_the_decoder_alone(tokens):
+    data = batches()
+    for batch in data:
+        batch["labels"] = batch["input_ids"][:, :tokens].clone()
+
+    def first(data, part):
+        model = peft_world.ours("t5")
+        config = LoRAConfig(target_modules=["q"], init_weights="eva", init_options={"rho": 1.0})
+        model.add_adapter("a", config, init_data=data)
+        modules = dict(model.adapter_modules("a"))
+        return next(m.lora_A for path, m in modules.items() if path.startswith(part))
+
+    plain = [first(data, part) for part in ("encoder", "decoder")]
+    for batch in data:
+        batch["labels"][:, 6:] = -100
+    masked = [first(data, part) for part in ("encoder", "decoder")]
+    assert torch.equal(plain[0], masked[0])
+    assert not torch.equal(plain[1], masked[1])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"input_ids": torch.ones(1, 3)}, ("init_data is a dict", "init_data=[batch]")),
+        (5, ("init_data is a int", "list of batches")),
+        ([torch.ones(1, 3)], ("a batch of init_data is a Tensor", "input_ids")),
+        ([{"input_ids": torch.ones(1, 3, dtype=torch.long)}], ("tokens", "larger batches")),
+    ],
+)
+def test_data_that_are_no_batches_are_refused(data, words):
+    model = peft_world.ours("llama")
+    with refused(model, ConfigError, *words):
+        model.add_adapter("a", LoRAConfig(init_weights="eva"), init_data=data)
 
 
 def test_a_union_takes_no_data():

@@ -18,6 +18,7 @@ from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import batches
 from adapterzoo.model.averaging import average_head
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoints
 from adapterzoo.model.mixin import AdapterModelMixin
@@ -25,7 +26,6 @@ from adapterzoo.model.mixin import AdapterModelMixin
 from . import forward, store
 from .interface import HeadNames, HeadStrategy
 from .named import NamedHeads
-from .ties import list_ties, update_outputs
 
 
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
@@ -253,8 +253,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         self,
         *args: Any,
         head: HeadNames = None,
-        adapter_names: batches.RowNames | None = None,
-        task_ids: batches.TaskIds | None = None,
+        adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
         output_adapter_fusion_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -362,9 +362,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             ConfigError: it is not a linear layer.
         """
         if (head := self._language_modeling_head()) is not None:
-            head.replace_output(new_embeddings)
-            update_outputs(self)
-            list_ties(self)
+            store.replace_output(self, head, new_embeddings)
 
     def _language_modeling_head(self) -> PredictionHead | None:
         heads = self._head_strategy.active_heads().values()
@@ -377,10 +375,10 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> Any:
-        """Resize the token embeddings and all language modeling heads.
+        """Resize the token embeddings and all language modeling heads, inactive ones too.
 
         A head whose config sets `vocab_size` keeps it, and no longer shares the table. Differs from
-        transformers: inactive heads are resized too, and new rows of a head are the exact mean.
+        transformers: inactive heads are resized, and new rows of a head are the exact mean.
 
         Args:
             new_num_tokens: rows of the embeddings; None: unchanged.

@@ -308,6 +308,17 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
 
 
 @torch.no_grad()
+def replace_output(model: Any, head: PredictionHead, output: nn.Linear) -> None:
+    """Replace the last layer of a language modeling head.
+
+    Raises:
+        ConfigError: it is not a linear layer.
+    """
+    head.replace_output(output)
+    update_outputs(model)
+    list_ties(model)
+
+
 def resize(
     model: Any, resize_table: Callable[[], Any], unchanged: bool, mean_resizing: bool
 ) -> Any:

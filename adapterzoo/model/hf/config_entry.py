@@ -118,7 +118,7 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     if document.get("interface") and state.interface is None:
         plugin.enter(model, AdapterModelInterface(**document["interface"]))
     for name, values in document["adapters"]:
-        adapters.add(model, name, values)
+        adapters.add(model, name, values, in_file=True)
     for name, paths in dict(document.get("embeddings", {})).items():
         state.find(name)
         tables.add_table(model, name, tuple(paths))

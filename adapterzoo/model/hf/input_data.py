@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics
 from adapterzoo.errors import ConfigError, listing
@@ -49,18 +50,24 @@ def fitted(
             f"{config!r}: initial values from data are for a config alone, not for one of a union. "
             f"Leave init_weights out, or add its members under names of their own."
         )
+    if isinstance(data, Mapping) or not isinstance(data, Iterable | None):
+        raise ConfigError(
+            f"init_data is a {type(data).__name__}; it is a list of batches, each with the "
+            f"arguments of a call. Write init_data=[batch]."
+        )
     if data is None:
         raise ConfigError(
             f"{config!r}: its initial values come from data, and there are none. Write "
             f"init_data=batches beside the config, where a batch has the arguments of a call."
         )
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with AdapterSetup(None), torch.no_grad():
             _collect(model, plan, data)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     return config.replace(**plan.changes()), plan.watched
 
 
@@ -74,6 +81,11 @@ def _collect(model: AdaptedModel, plan: InputPlan, data: Iterable[Mapping[str, A
             if not lacking:
                 return
             count += 1
+            if not isinstance(batch, Mapping):
+                raise ConfigError(
+                    f"a batch of init_data is a {type(batch).__name__}, and it is a dict with the "
+                    f"arguments of a call. Write {{'input_ids': batch}}."
+                )
             _pass(model, {path: plan.watched[path] for path in lacking}, batch, plan)
         if not count:
             raise ConfigError(
@@ -82,9 +94,10 @@ def _collect(model: AdaptedModel, plan: InputPlan, data: Iterable[Mapping[str, A
             )
         if not plan.lacking(passed=True):
             return
-    lacking = sorted(plan.lacking(passed=True))
+        plan.check()
+    left = sorted(plan.lacking(passed=True))
     raise ConfigError(
-        f"after {_PASSES} passes the inputs of {listing(lacking)} have not converged, or there "
+        f"after {_PASSES} passes the inputs of {listing(left)} have not converged, or there "
         f"were none. Write batches in init_data that reach these layers, or larger ones."
     )
 
@@ -95,10 +108,12 @@ def _pass(
     """Call the model with a batch, and add the inputs of the watched layers."""
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    kept = _kept(given, plan.skips_unlabeled)
+    kept = _kept(given, plan.skips_unlabeled, model.config.is_encoder_decoder)
+    sites = {site.path: site for site in model.anatomy}
     with ExitStack() as stack:
         for path, own in watched.items():
-            hook = layer_at(model._backbone, path).register_forward_pre_hook(_adding(own, kept))
+            mask = kept[_reads_decoder(sites[path])]
+            hook = layer_at(model._backbone, path).register_forward_pre_hook(_adding(own, mask))
             stack.callback(hook.remove)
         cast("Any", model)(**given)
 
@@ -113,11 +128,27 @@ def _adding(own: InputStatistics, kept: Tensor | None) -> Callable[[Any, tuple[A
     return add
 
 
-def _kept(batch: Mapping[str, Any], labeled: bool) -> Tensor | None:
-    """Return which tokens of a batch are read `[rows, tokens]`; None: all."""
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    kept = None if mask is None or mask.dim() != 2 else mask.bool()
-    if labeled and isinstance(labels, Tensor) and labels.dim() == 2:
-        own = labels != _IGNORED
-        return own if kept is None or kept.shape != own.shape else kept & own
-    return kept
+def _reads_decoder(site: Site) -> bool:
+    """Return whether a layer reads the stream of a decoder with an encoder."""
+    from_encoder = site.cross and site.role in ("key", "value")
+    return "decoder" in site.path.split(".") and not from_encoder
+
+
+def _kept(
+    batch: Mapping[str, Any], labeled: bool, has_decoder: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return which tokens are read `[rows, tokens]`: of the input, and of a decoder; None: all."""
+    own = _mask(batch.get("attention_mask"))
+    labels = batch.get("labels") if labeled else None
+    known = labels != _IGNORED if isinstance(labels, Tensor) and labels.dim() == 2 else None
+    if has_decoder:
+        return own, known if known is not None else _mask(batch.get("decoder_attention_mask"))
+    tokens = batch.get("input_ids")
+    # labels of tokens, not of several classes
+    if known is not None and isinstance(tokens, Tensor) and known.shape == tokens.shape:
+        own = known if own is None else own & known
+    return own, own
+
+
+def _mask(value: object) -> Tensor | None:
+    return value.bool() if isinstance(value, Tensor) and value.dim() == 2 else None

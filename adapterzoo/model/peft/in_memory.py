@@ -12,6 +12,7 @@ from adapterzoo.checkpoint import fit, formats, places
 from adapterzoo.checkpoint import peft as format_of_peft
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.model import checkpointing, sharding
+from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.heads.interface import HeadRecord, LoadOptions
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.state import AdaptedModel, modules_of, named_tensors
@@ -64,6 +65,7 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: they are not those of the adapter.
     """
+    refuse_merged(model, name)
     theirs, _ = encoded(model, name)
     stored = format_of_peft.decoded(theirs, tensors, info_of(model))
     adapter, document = stored.adapter, stored.metadata["head"]

@@ -171,11 +171,11 @@ def disable(model: AdaptedModel) -> None:
         StateError: the model has none.
     """
     _refuse_merged(model)
-    state, setup = model._adapter_state, model._active.default.plan.setup
+    state, plan = model._adapter_state, model._active.default.plan
     if not state.records:
         raise StateError("the model has no adapter. Write add_adapter('a') first.")
-    if setup is not None:
-        state.disabled = setup
+    if plan.setup is not None:
+        state.disabled = plan.setup, plan.skip_layers
         set_active(model, None)
 
 
@@ -188,12 +188,12 @@ def enable(model: AdaptedModel) -> None:
     state = model._adapter_state
     if model._active.default.plan.setup is not None:
         return
-    if state.disabled is None:
+    if state.disabled is None or {*state.disabled[0].flatten()} - state.records.keys():
         raise StateError(
             f"no adapter was disabled, and none is active. Write set_adapter('a'); adapters: "
             f"{listing(state.records)}."
         )
-    set_active(model, state.disabled)
+    set_active(model, *state.disabled)
     state.disabled = None
 
 
