@@ -489,12 +489,15 @@ def test_a_fresh_identity_stays_one_when_it_is_cast(base, text, how):
 def kept_wide(config):
     if isinstance(config, ConfigUnion):
         return ConfigUnion(*map(kept_wide, config.configs))
-    return config.replace(dtype="float32")
+    # copies of layers have the dtype of their layer, until `adapter_to`
+    return config.replace(dtype="float32") if "dtype" in config.field_names() else config
 
 
 @every_method
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, HALVES, strict=True)])
 def test_adapters_in_float32_over_a_half_base(made, base, tmp_path, text, family, dtype):
+    if kept_wide(CONFIGS[text]) == CONFIGS[text]:
+        pytest.skip("its config has no dtype; `adapter_to` is in the next test")
     model = made(kept_wide(CONFIGS[text]), family, dtype)
     check_dtypes(model, torch.float32, dtype)
     with layers_of(model) as given:

@@ -17,6 +17,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
@@ -54,11 +55,21 @@ class LayerCopy(CopyAdapter):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output of the copy, or with earlier adapters add its change."""
         if base.is_original:
-            alone: Tensor = self.layer(x)
-            return alone
+            return self._run(x, base)
         y, plain = base(x), base.original(x)
-        own: Tensor = self.layer(x)
+        own = self._run(x, base)
         return own if y is plain else y + (own - plain)
+
+    def _run(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the copy's output; values of another dtype are cast to that of the layer."""
+        like = base.parameters
+        out: Tensor
+        if all(self._own(name).dtype is value.dtype for name, value in like.items()):
+            out = self.layer(x)
+        else:
+            cast = {name: self._own(name).to(value.dtype) for name, value in like.items()}
+            out = functional_call(self.layer, cast, (x,))
+        return out
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight, `[d_out, d_in]`."""
