@@ -6,7 +6,7 @@ magnitudes) are trained like B, and those at embeddings have a rate of their own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -141,13 +141,9 @@ def _parameters(model: nn.Module) -> tuple[set[int], set[int]]:
     """Return the trained parameters like B, and those at embeddings, by `id`."""
     fast: set[int] = set()
     looked_up: set[int] = set()
-    for adapter in _adapters(model):
+    for adapter in (module for module in model.modules() if isinstance(module, Adapter)):
         own = {name: p for name, p in adapter.named_parameters() if p.requires_grad}
         fast |= {id(p) for name, p in own.items() if name in adapter.learns_faster}
         if adapter.at_embedding:
             looked_up |= {id(p) for p in own.values()}
     return fast, looked_up
-
-
-def _adapters(model: nn.Module) -> Iterator[Adapter]:
-    return (module for module in model.modules() if isinstance(module, Adapter))

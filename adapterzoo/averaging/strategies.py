@@ -260,6 +260,15 @@ class Combination:
                     f"{' and '.join(map(str, given))}. Write {hint}."
                 )
 
+    def refuse_pruning(self, what: str) -> None:
+        """Refuse a strategy that leaves out entries; `what` is not a sum of low-rank factors.
+
+        Raises:
+            CompositionError: it leaves out entries.
+        """
+        if self.strategy.prunes:
+            raise self.refusal(f"{what} is not a sum of such")
+
     def refusal(self, why: str) -> CompositionError:
         """Make the error for an adapter that lacks what the strategy combines.
 

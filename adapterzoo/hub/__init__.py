@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .setups import resolve_setup
     from .upload import push
 
+OPTIONS = "cache_dir", "force_download", "local_files_only", "revision", "token"
+"""The arguments of `resolve` besides the folder or name."""
+
 # imported on first use: the command line checks names before it imports huggingface_hub
 _HOMES = {
     "AdapterInfo": "search",

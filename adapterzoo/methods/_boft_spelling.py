@@ -12,6 +12,7 @@ from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
+from ._peft_sites import unsayable
 
 _FIELDS = {
     "boft_dropout": PeftField(0.0, Share()),
@@ -73,12 +74,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
 
 def _unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
-    site = placement.site
-    if site.parameter is not None:
-        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
-    if site.transposed:
-        return f"a BOFTConfig at {site.path!r}, a Conv1D, where PEFT has no BOFT"
-    return None
+    return unsayable(placement, "a BOFTConfig", "PEFT has no BOFT")
 
 
 def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:

@@ -26,6 +26,7 @@ from adapterzoo.spelling import (
 from . import _layer_flags
 from ._low_rank_peft import row_numbers
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, ours
+from ._peft_sites import whole_width
 
 _ARGUMENTS = PeftArguments(
     class_name="IA3Config",
@@ -150,8 +151,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
             f"at {site.path!r} one adapter scales the input and another the output, but PEFT has "
             f"one vector per layer. Write {argument('format', 'native')}."
         )
-    rows = site.output_slice
-    d_out = site.d_out if rows is None else rows.groups * rows.width
+    d_out = whole_width(site)
     vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else d_out)
     for part in parts:
         own = part.placement.site.output_slice

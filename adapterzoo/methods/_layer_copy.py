@@ -101,8 +101,7 @@ class LayerCopy(CopyAdapter):
         Raises:
             CompositionError: the strategy leaves out entries.
         """
-        if strategy.strategy.prunes:
-            raise strategy.refusal("a copy of a layer is not a sum of such")
+        strategy.refuse_pruning("a copy of a layer")
         names = [name for name, _ in self.named_parameters()]
         self.combine_linearly(names, adapters, weights, strategy, base)
 

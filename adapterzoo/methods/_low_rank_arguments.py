@@ -61,7 +61,7 @@ ARGUMENTS = PeftArguments(
         **{
             name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
             for name, reason in REFUSED.items()
-            if name not in ("enable_lora", *TOKENS)
+            if name != "enable_lora"
         },
     },
 )

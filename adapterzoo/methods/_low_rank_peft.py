@@ -25,6 +25,7 @@ from adapterzoo.spelling import (
 from ._beside import BESIDE
 from ._low_rank_arguments import ARGUMENTS, REFUSED
 from ._low_rank_config import LowRankConfig
+from ._peft_sites import whole_width
 from ._started_peft import REPRODUCED, read_start
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
@@ -158,8 +159,7 @@ def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tens
         CheckpointError: a row has two magnitudes, or an unadapted one has none.
     """
     site = parts[0].placement.site
-    rows = site.output_slice
-    d_out = site.d_out if rows is None else rows.groups * rows.width
+    d_out = whole_width(site)
     rank = sum(part.tensors["lora_A"].shape[0] for part in parts)
     joined = {
         "lora_A": torch.cat([part.tensors["lora_A"] for part in parts]),  # [rank, d_in]

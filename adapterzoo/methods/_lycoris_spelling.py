@@ -25,6 +25,7 @@ from adapterzoo.spelling import (
 from ._low_rank_peft import row_numbers
 from ._lycoris import LycorisConfig
 from ._peft_arguments import EXCLUDED, TARGETS, ours
+from ._peft_sites import unsayable
 
 _FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),
@@ -101,12 +102,9 @@ def _spelling(
 
 def _unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
-    site, name = placement.site, type(placement.config).__name__
-    if site.parameter is not None:
-        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
-    if site.transposed:
-        return f"a {name} at {site.path!r}, a Conv1D, where PEFT's method does not work"
-    return None
+    return unsayable(
+        placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"
+    )
 
 
 def _written(layer: PeftOutput, names: Sequence[str]) -> Fields:

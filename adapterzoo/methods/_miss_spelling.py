@@ -23,6 +23,7 @@ from adapterzoo.spelling import (
 
 from ._low_rank_peft import row_numbers
 from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
+from ._peft_sites import unsayable, whole_width
 from ._shards import FORMS
 
 _FIELDS = {
@@ -74,12 +75,7 @@ def _read_layer(layer: PeftLayer) -> Fields:
 
 def _unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
-    site = placement.site
-    if site.parameter is not None:
-        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
-    if site.transposed:
-        return f"a MissConfig at {site.path!r}, a Conv1D, where PEFT has no MiSS"
-    return None
+    return unsayable(placement, "a MissConfig", "PEFT has no MiSS")
 
 
 def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
@@ -89,8 +85,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
         CheckpointError: the parts differ in r, or are of the form "bat".
     """
     site = parts[0].placement.site
-    rows = site.output_slice
-    d_out = site.d_out if rows is None else rows.groups * rows.width
+    d_out = whole_width(site)
     blocks = [part.tensors["miss_block"] for part in parts]
     if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
         raise CheckpointError(

@@ -15,6 +15,7 @@ from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
+from ._peft_sites import unsayable
 from ._skew import TERMS
 
 _FIELDS = {
@@ -98,12 +99,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
 
 def _unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
-    site = placement.site
-    if site.parameter is not None:
-        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
-    if site.transposed:
-        return f"an OFTConfig at {site.path!r}, a Conv1D, where PEFT has no OFT"
-    return None
+    return unsayable(placement, "an OFTConfig", "PEFT has no OFT")
 
 
 def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:

@@ -120,6 +120,5 @@ class OwnBias(WeightAdapter):
         Raises:
             CompositionError: the strategy leaves out entries.
         """
-        if strategy.strategy.prunes:
-            raise strategy.refusal("a bias is not a sum of such")
+        strategy.refuse_pruning("a bias")
         self.combine_linearly(["own"], adapters, weights, strategy, base)

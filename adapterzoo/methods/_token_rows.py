@@ -174,6 +174,5 @@ class TokenRows(WeightAdapter):
         Raises:
             CompositionError: the strategy leaves out entries.
         """
-        if strategy.strategy.prunes:
-            raise strategy.refusal("a row of a table is not a sum of such")
+        strategy.refuse_pruning("a row of a table")
         self.combine_linearly(["rows"], adapters, weights, strategy, base)

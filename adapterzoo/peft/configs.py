@@ -86,7 +86,7 @@ class PeftConfig:
         Raises:
             CheckpointError: there is none, it is damaged, or its method is unknown.
         """
-        options = {name: kwargs.pop(name) for name in [*kwargs] if name in HUB_OPTIONS}
+        options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
         folder = hub.resolve(pretrained_model_name_or_path, **options)
         values = files.read_json(folder / CONFIG)
         return from_values(values, kwargs)
@@ -101,9 +101,6 @@ class PeftConfig:
         """Return a constructor call with the fields that are not PEFT's defaults."""
         changed = {k: v for k, v in vars(self).items() if v != self.defaults.get(k)}
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
-
-
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
 
 def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftConfig:

@@ -19,7 +19,7 @@ from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.peft import configs, in_memory, switching
 from adapterzoo.model.state import parameters_of
 
-from .configs import HUB_OPTIONS, PeftConfig, from_values
+from .configs import PeftConfig, from_values
 
 
 class PeftModel:
@@ -93,7 +93,7 @@ class PeftModel:
         )
         # a file's tensors are never initialized first
         kwargs.pop("low_cpu_mem_usage", None)
-        folder = hub.resolve(path, **{n: kwargs.pop(n) for n in HUB_OPTIONS if n in kwargs})
+        folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
         theirs = cast("Any", AdapterModelMixin)
         theirs.load_adapter(
             self, folder, adapter_name=adapter_name, is_trainable=is_trainable,

@@ -125,9 +125,9 @@ def _own(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
 
 
-def _as(tensor: Tensor, path: str, info: ModelInfo, parameter: str = "weight") -> Tensor:
-    """Return a value in the dtype of its layer, if that is exact."""
-    own = _own(path, parameter, info)
+def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
+    """Return a value in the dtype of its layer's weight, if that is exact."""
+    own = _own(path, "weight", info)
     if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
         return tensor
     return tensor.to(own.dtype)

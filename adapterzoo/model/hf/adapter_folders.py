@@ -20,7 +20,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # what `hub.resolve` takes
-_HUB = "cache_dir", "force_download", "local_files_only", "revision", "token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     if options.get("config") is not None or options.get("state_dict") is not None:
         return None
-    asked = {name: options[name] for name in _HUB if name in options}
+    asked = {name: options[name] for name in hub.OPTIONS if name in options}
     folder = _without_model(path, asked)
     if folder is None:
         return None

@@ -1,0 +1,28 @@
+"""What PEFT's files can say of the site of an adapter that changes a weight."""
+
+from __future__ import annotations
+
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import Placement
+
+
+def unsayable(placement: Placement, config: str, why: str) -> str | None:
+    """Return why PEFT's format cannot express an adapter; None: it can.
+
+    Args:
+        placement: of the adapter.
+        config: its config with an article, such as "a BOFTConfig".
+        why: what PEFT lacks at a Conv1D, such as "PEFT has no BOFT".
+    """
+    site = placement.site
+    if site.parameter is not None:
+        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
+    if site.transposed:
+        return f"{config} at {site.path!r}, a Conv1D, where {why}"
+    return None
+
+
+def whole_width(site: Site) -> int:
+    """Return the output width of the layer to which a part belongs, or of the layer itself."""
+    rows = site.output_slice
+    return site.d_out if rows is None else rows.groups * rows.width
