@@ -89,8 +89,9 @@ def prepare_model_for_kbit_training(
         if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     if use_gradient_checkpointing and getattr(model, "is_quantized", False):
-        options = dict(gradient_checkpointing_kwargs or {})
-        if options.get("use_reentrant", True):
+        # torch's own default, which it asks to be said
+        options = {"use_reentrant": True, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model

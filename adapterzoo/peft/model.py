@@ -19,7 +19,9 @@ from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.peft import configs, in_memory, switching
 from adapterzoo.model.state import parameters_of
 
+from . import checkpoints
 from .configs import PeftConfig, from_values
+from .functions import LoadResult
 
 
 class PeftModel:
@@ -27,6 +29,9 @@ class PeftModel:
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
+
+    # how transformers asks whether a quantized model has something to train
+    _hf_peft_config_loaded = True
 
     if TYPE_CHECKING:
 
@@ -137,14 +142,15 @@ class PeftModel:
             selected_adapters: names; None: all.
             is_main_process: whether this process writes.
             **kwargs: `format` of the files, "peft" if not given; `state_dict` of the whole model,
-                which `Trainer` gives and which is not read.
+                which `Trainer` gives and which is not read. In a trainer's `checkpoint-<step>`
+                all trained tensors are also written to `model.safetensors`.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
             ConfigError: an argument has no meaning here.
             UnknownNameError: an adapter is unknown.
         """
-        kwargs.pop("state_dict", None)
+        of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
         format = kwargs.pop("format", "peft")
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
@@ -160,6 +166,27 @@ class PeftModel:
         for name in names if is_main_process else ():
             below = "" if name == switching.DEFAULT else name
             self.save_adapter(Path(save_directory) / below, name, format=format)
+        if of_trainer and is_main_process:
+            checkpoints.write(cast("Any", self), Path(save_directory))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
+
+        Args:
+            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
+            strict: whether all keys of the model are needed.
+            assign: whether the tensors become the parameters.
+
+        Raises:
+            CheckpointError: a checkpoint does not fit; nothing has changed then.
+        """
+        own = cast("Any", self)
+        if not strict and checkpoints.holds_only_trained(own, state_dict):
+            checkpoints.fill(own, state_dict)
+            return LoadResult([], [])
+        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
