@@ -297,6 +297,34 @@ def get_peft_model(
     return made
 
 
+@names_call
+def inject_adapter_in_model(
+    peft_config: Any, model: PreTrainedModel, adapter_name: str = switching.DEFAULT
+) -> Any:
+    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
+
+    Args:
+        peft_config: a config of PEFT.
+        model: changed in place.
+        adapter_name: to give it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a value of the config has no meaning here.
+    """
+    was_plain = not isinstance(model, AdapterModelMixin)
+    made: Any = init(model) if was_plain else model
+    try:
+        made.add_adapter(peft_config, adapter_name=adapter_name)
+    except BaseException:
+        if was_plain:
+            made.unload()
+        raise
+    return made
+
+
 def as_peft(model: Any) -> Any:
     """Give a model the methods of `PeftModel`."""
     if not isinstance(model, AdapterModelMixin):
