@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
@@ -174,8 +174,7 @@ def field_classes() -> dict[str, type[Any]]:
             if argument.parts is not None:
                 found[name] = _options_class(name, argument.parts)
             elif choices and all(isinstance(v, str) and v.isupper() for v in choices):
-                choice: Any = StrEnum(name, choices)
-                found[name] = choice
+                found[name] = cast("Any", StrEnum)(name, choices)
     return found
 
 
