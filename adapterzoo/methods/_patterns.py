@@ -19,6 +19,10 @@ class Modules(Check):
 
     legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
 
+    def __init__(self, empty: bool = False) -> None:
+        """Say whether an empty list is legal: no layer."""
+        self.empty = empty
+
     def convert(self, value: object) -> object:
         """Return a tuple of names, a string or None."""
         if isinstance(value, str) or not isinstance(value, Iterable):
@@ -27,9 +31,10 @@ class Modules(Check):
         return tuple(sorted(value) if isinstance(value, (set, frozenset)) else value)
 
     def fits(self, value: object) -> bool:
-        """Return whether none is empty."""
+        """Return whether no name is empty."""
         names = value if isinstance(value, tuple) else (value,)
-        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
+        is_some = self.empty or bool(names)
+        return value is None or (is_some and all(isinstance(n, str) and n for n in names))
 
     def nearest(self, value: object, default: object) -> object:
         """Return two names."""

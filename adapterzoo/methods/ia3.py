@@ -66,7 +66,7 @@ class IA3Config(TargetedConfig):
     init_weights: str = field("ia3", Choice("ia3", "bert", "lora"))
     init_weights_seed: int | None = field(None, SEED)
     convention: str | None = field(None, Maybe(Choice("paper", "adapterhub")))
-    feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules()))
+    feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules(empty=True)))
     dtype: str | None = field(None, DTYPE)
 
     def __post_init__(self) -> None:

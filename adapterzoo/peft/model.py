@@ -271,10 +271,7 @@ def get_peft_model(
         ConfigError: a value of the config has no meaning here, or initial values need data.
         StateError: the model has no adapters of this library, but layers of PEFT.
     """
-    if low_cpu_mem_usage:
-        raise ConfigError(
-            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
-        )
+    _refuse_empty(low_cpu_mem_usage)
     if peft_config is None:
         raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
     was_plain = not isinstance(model, AdapterModelMixin)
@@ -299,7 +296,10 @@ def get_peft_model(
 
 @names_call
 def inject_adapter_in_model(
-    peft_config: Any, model: PreTrainedModel, adapter_name: str = switching.DEFAULT
+    peft_config: Any,
+    model: PreTrainedModel,
+    adapter_name: str = switching.DEFAULT,
+    low_cpu_mem_usage: bool = False,
 ) -> Any:
     """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
 
@@ -307,6 +307,7 @@ def inject_adapter_in_model(
         peft_config: a config of PEFT.
         model: changed in place.
         adapter_name: to give it.
+        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
 
     Returns:
         The same object.
@@ -314,6 +315,7 @@ def inject_adapter_in_model(
     Raises:
         ConfigError: a value of the config has no meaning here.
     """
+    _refuse_empty(low_cpu_mem_usage)
     was_plain = not isinstance(model, AdapterModelMixin)
     made: Any = init(model) if was_plain else model
     try:
@@ -323,6 +325,13 @@ def inject_adapter_in_model(
             made.unload()
         raise
     return made
+
+
+def _refuse_empty(low_cpu_mem_usage: bool) -> None:
+    if low_cpu_mem_usage:
+        raise ConfigError(
+            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
+        )
 
 
 def as_peft(model: Any) -> Any:
