@@ -24,10 +24,11 @@ from .auto import (
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
 )
-from .configs import PeftConfig, TaskType, config_classes
+from .configs import PeftConfig, TaskType, config_classes, part_classes
 from .functions import (
     get_peft_model_state_dict,
     prepare_model_for_kbit_training,
+    replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
 from .model import PeftModel, get_peft_model
@@ -46,16 +47,17 @@ __all__ = [
     "get_peft_model",
     "get_peft_model_state_dict",
     "prepare_model_for_kbit_training",
+    "replace_lora_weights_loftq",
     "set_peft_model_state_dict",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    found = config_classes().get(name)
+    found: Any = config_classes().get(name) or part_classes().get(name)
     if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *config_classes()})
+    return sorted({*globals(), *config_classes(), *part_classes()})

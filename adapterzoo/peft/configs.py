@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
@@ -69,6 +70,7 @@ class PeftConfig:
         listed = {
             k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in vars(self).items()
         }
+        listed |= {k: dataclasses.asdict(v) for k, v in listed.items() if _is_part(v)}
         document = {"peft_type": self.peft_type, **listed}
         files.write_all(Path(save_directory), {CONFIG: files.json_bytes(document)})
 
@@ -120,6 +122,33 @@ def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftCo
     # a newer release may have more fields: `add_adapter` refuses those that ask for something
     rest = {k: v for k, v in values.items() if k != "peft_type" and k not in changes}
     vars(made).update(rest)
+    return made
+
+
+def _is_part(value: object) -> TypeGuard[Any]:
+    """Return whether a value is an object of one of `part_classes`, or of PEFT's own."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+@functools.cache
+def part_classes() -> dict[str, type[Any]]:
+    """Return PEFT's classes of config objects within others, by name."""
+    held = [a for arguments in classes_of_peft.values() for a in arguments.fields.values()]
+    made: dict[str, type[Any]] = {}
+    for argument in held:
+        if (name := argument.part_class) and name not in made:
+            fields = [
+                (key, Any, dataclasses.field(default=part.default))
+                for key, part in (argument.parts or {}).items()
+            ]
+            made[name] = dataclasses.make_dataclass(
+                name,
+                fields,
+                namespace={
+                    "__doc__": f"PEFT's `{name}`: a field of its configs.",
+                    "__module__": "adapterzoo.peft",
+                },
+            )
     return made
 
 

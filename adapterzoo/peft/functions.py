@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from adapterzoo.errors import names_call
 from adapterzoo.inject import quantized
-from adapterzoo.model.peft import in_memory, switching
+from adapterzoo.model.peft import in_memory, original_weights, switching
 
 
 class LoadResult(NamedTuple):
@@ -63,6 +64,39 @@ def set_peft_model_state_dict(
     """
     in_memory.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
+
+
+@names_call
+def replace_lora_weights_loftq(
+    peft_model: Any,
+    model_path: str | os.PathLike[str] | None = None,
+    adapter_name: str = switching.DEFAULT,
+    callback: Callable[[Any, str], bool] | None = None,
+) -> None:
+    """Give an adapter of LoRA the values that make up best for the quantization of its layers.
+
+    The base model does not change. PEFT takes a scaling of 1 for granted; here any one does.
+
+    Args:
+        peft_model: quantized, with the adapter.
+        model_path: a folder, a file of safetensors, or a name on the Hub, with the weights before
+            quantization; None: what the model was loaded from.
+        adapter_name: the adapter.
+        callback: called with the model and the name of each layer after it has got its values;
+            with False the layer gets its former ones again.
+
+    Raises:
+        ConfigError: no layer is quantized, a weight is missing, or the adapter has no such values.
+        StateError: the adapter is merged.
+        UnknownNameError: the adapter is unknown.
+    """
+    original_weights.make_up(
+        peft_model,
+        adapter_name,
+        {"init_weights": "loftq", "init_options": {}},
+        model_path,
+        callback,
+    )
 
 
 @names_call
