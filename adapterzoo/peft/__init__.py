@@ -33,6 +33,7 @@ from .functions import (
     get_peft_model_state_dict,
     load_peft_weights,
     prepare_model_for_kbit_training,
+    replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
 from .model import PeftModel, get_peft_model, inject_adapter_in_model
@@ -56,6 +57,7 @@ __all__ = [
     "inject_adapter_in_model",
     "load_peft_weights",
     "prepare_model_for_kbit_training",
+    "replace_lora_weights_loftq",
     "set_peft_model_state_dict",
 ]
 

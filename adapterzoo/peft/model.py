@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -16,6 +16,7 @@ from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.inject import set_class
 from adapterzoo.model import AdapterModelMixin, init
 from adapterzoo.model.hf.factory import blank
+from adapterzoo.model.hf.init_data import InitData
 from adapterzoo.model.peft import configs, in_memory, switching
 from adapterzoo.model.state import parameters_of
 
@@ -251,7 +252,7 @@ def get_peft_model(
     adapter_name: str = switching.DEFAULT,
     autocast_adapter_dtype: bool = True,
     low_cpu_mem_usage: bool = False,
-    init_data: Iterable[Mapping[str, Any]] | None = None,
+    init_data: InitData = None,
 ) -> Any:
     """Add an adapter to a model of transformers, which is changed in place, and train it.
 
@@ -262,7 +263,8 @@ def get_peft_model(
         autocast_adapter_dtype: whether parameters in half precision are converted to float32.
         low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
-            "corda"; PEFT takes them in functions of their own.
+            "corda", which PEFT takes in functions of their own; or the weights before quantization
+            for "loftq", see `add_adapter`.
 
     Returns:
         The same object.
