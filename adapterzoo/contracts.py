@@ -214,6 +214,7 @@ class Adapter(Contained, ABC):
 
     Attributes:
         reads_call: whether `forward` uses `base.call`.
+        reads_ids: whether it needs the token ids of whole sequences (`base.call.after`).
         shared_key: name of the adapter, and in a union the number of its config, under which
             `base.shared` finds the module that its layers share; None if they share nothing.
         acts_on: `"output"` for a function of the layer's output or a delta added to it,
@@ -231,6 +232,7 @@ class Adapter(Contained, ABC):
     at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
     reads_call: bool = False
+    reads_ids: bool = False
     shared_key: tuple[str, int | None] | None = None
 
     def init_from_layer(self, base: BaseLayer) -> None:

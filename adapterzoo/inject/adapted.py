@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from adapterzoo.call import RecordedCall
 from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.runtime import ActiveState, Frame, SharedInput
+from adapterzoo.runtime import ActiveState, CallContext, Frame, SharedInput
+from adapterzoo.token_ids import NO_TOKEN, grid
 
 from .containers import adapters_of, shared_of
 from .joining import check_called, entered, join, places_in
@@ -180,15 +181,18 @@ def recorded(
     """
     context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
+    ids = _ids(given, context)
     joined = context.joined
     is_first = plan.prompts is not None and joined is None
     if plan.prompts is not None and joined is None:
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
+            if ids is not None and joined.adds:
+                ids = joined.extended(ids, NO_TOKEN)
     shared = None if path else shared_of(module) or None
     places = None if joined is None else places_in(joined, path)
-    call = RecordedCall(path, given, context.generation, places)
+    call = RecordedCall(path, given, context.generation, places, ids)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:
@@ -199,6 +203,14 @@ def recorded(
             check_called(joined)
     finally:
         context.stacks.pop()
+
+
+def _ids(given: Mapping[str, Any], context: CallContext) -> Tensor | None:
+    """Return the token ids of a call, `[rows, tokens]`; None if they are unknown."""
+    own = grid(given.get("input_ids"))
+    outer = context.stacks[-1].call.ids.ids if context.stacks else None
+    # those of a model around this one also tell added tokens from its own
+    return outer if outer is not None and (own is None or own.shape == outer.shape) else own
 
 
 def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
