@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.fields import Items
 from adapterzoo.spelling import (
     AdapterHubSpelling,
     Container,
@@ -80,4 +81,5 @@ def _write_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
 
 
 def _invocation(config: AdapterConfig) -> tuple[int, ...]:
-    return tuple(config.to_dict().get(INVOCATION) or ())
+    # equals the list that PEFT has
+    return Items(config.to_dict().get(INVOCATION) or ())
