@@ -132,7 +132,10 @@ def test_rows_of_several_adapters():
                 values = torch.randn(getattr(modules[path], key).shape, generator=source) * 0.3
                 getattr(layer, key)[name].weight.data.copy_(values)
                 getattr(modules[path], key).data.copy_(values)
-    for names in (["default", "other", "other", "plain"], ["plain", "__base__", "other", "default"]):
+    for names in (
+        ["default", "other", "other", "plain"],
+        ["plain", "__base__", "other", "default"],
+    ):
         with torch.no_grad():
             close(here(**given, adapter_names=names).logits,
                   model(**given, adapter_names=names).logits)  # fmt: skip
