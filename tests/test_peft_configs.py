@@ -197,6 +197,7 @@ def test_no_field_of_theirs_is_ignored(name):
             other = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3}}.get(field, [1])
             other = {"num_virtual_tokens": 7, "encoder_hidden_size": 7}.get(field, other)
             other = {"modules_to_save": ["norm"], "bias": "all"}.get(field, other)
+            other = ["o_proj.weight"] if field == "target_parameters" else other
             other = "TEXT" if field == "prompt_tuning_init" else other
             other = "Hi" if field == "prompt_tuning_init_text" else other
             other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other

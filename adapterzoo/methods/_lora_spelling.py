@@ -30,6 +30,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
         optional={"lora_B_bias": "lora_bias"},
+        of_parameters=True,
         arguments=replace(
             ARGUMENTS,
             fields={**ARGUMENTS.fields, **FROM_DATA, "lora_bias": ours(False, "lora_bias")},

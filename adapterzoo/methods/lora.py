@@ -192,7 +192,7 @@ class LoRA(Started):
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""
         if self.gate is not None:
             raise StateError("use_gating=True depends on its input. Keep it active instead.")
-        return w + self.delta(w.dtype)
+        return self.added(w)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b + s · B's bias, `[d_out]`."""

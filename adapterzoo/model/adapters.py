@@ -16,7 +16,7 @@ from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
-from adapterzoo.contracts import Adapter, Ejectable, LayerData
+from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
@@ -28,7 +28,7 @@ from adapterzoo.inject.building import (
     layer_at,
 )
 from adapterzoo.names import check_name
-from adapterzoo.runtime import Plan
+from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import token_rows
@@ -242,7 +242,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     """
     backbone, active, modules = model._backbone, model._active, record.coming
     # no short-circuit: each module is told its name
-    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
+    keys: dict[int | None, SharedKey] = {}
+    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name, keys)]
     record = AdapterRecord(
         record.config, record.places, shared_inputs(record.places), bool(reading), record.meta
     )
@@ -253,6 +254,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             inject.put(layer, name, adapter, active, path, overwritten)
         else:
             inject.put_shared(backbone, name, adapter, active)
+    for key in keys.values():
+        key.module = shared_by(active.default.shared, key)
     for source, reader in record.sources():
         inject.capture_input(backbone.get_submodule(source), reader, name, active, source)
     for around in record.shared_inputs:
@@ -268,14 +271,14 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     list_ties(model, name)
 
 
-def _reads_calls(adapter: nn.Module, name: str) -> bool:
-    """Return whether any part uses the call or shared modules; tell it its name."""
+def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
+    """Return whether any part uses the call or shared modules; give it the key of its number."""
     reads = False
     for module in adapter.modules():
         if isinstance(module, Adapter):
             reads |= module.reads_call or module.shared_key is not None
-            if module.shared_key is not None:
-                module.shared_key = name, module.shared_key[1]
+            if (key := module.shared_key) is not None:
+                module.shared_key = keys.setdefault(key.number, SharedKey(name, key.number))
     return reads
 
 

@@ -1,4 +1,4 @@
-"""PEFT's functions of a model's state."""
+"""PEFT's functions besides `get_peft_model`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import names_call
+from adapterzoo import hub
+from adapterzoo.checkpoint import peft as format_of_peft
+from adapterzoo.errors import ConfigError, names_call
 from adapterzoo.inject import quantized
 from adapterzoo.model.peft import in_memory, original_weights, switching
+
+from .configs import PeftConfig, from_values
 
 
 class LoadResult(NamedTuple):
@@ -64,6 +68,57 @@ def set_peft_model_state_dict(
     """
     in_memory.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
+
+
+@names_call
+def load_peft_weights(
+    model_id: str | os.PathLike[str], device: Any = None, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Return the tensors in an adapter's folder, by their keys in PEFT's files.
+
+    Args:
+        model_id: a folder, or `user/repository`.
+        device: to put them on; None: the CPU.
+        **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
+
+    Raises:
+        CheckpointError: there is no such file.
+        ConfigError: an argument is unknown.
+    """
+    if unknown := sorted(kwargs.keys() - {*hub.OPTIONS}):
+        raise ConfigError(
+            f"{unknown[0]}={kwargs[unknown[0]]!r}: there is no such argument. Leave it out."
+        )
+    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
+    return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
+
+
+@names_call
+def get_peft_config(config_dict: Mapping[str, Any]) -> PeftConfig:
+    """Return the config object for a dict of fields.
+
+    Args:
+        config_dict: with `peft_type`.
+
+    Raises:
+        CheckpointError: there is no such method here.
+        FieldError: the method is only read, or there is no such field.
+    """
+    kind = {"peft_type": config_dict.get("peft_type")}
+    return from_values(kind, {k: v for k, v in config_dict.items() if k != "peft_type"})
+
+
+@names_call
+def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
+    """Convert parameters that are trained to float32, and all others to half precision.
+
+    Args:
+        model: with adapters.
+        dtype: float16 or bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and quantized.packing_of(parameter) is None:
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
 
 
 @names_call
@@ -123,8 +178,9 @@ def prepare_model_for_kbit_training(
         if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     if use_gradient_checkpointing and getattr(model, "is_quantized", False):
-        options = dict(gradient_checkpointing_kwargs or {})
-        if options.get("use_reentrant", True):
+        # torch's own default, which it asks to be said
+        options = {"use_reentrant": True, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -20,7 +20,9 @@ from adapterzoo.model.hf.init_data import InitData
 from adapterzoo.model.peft import configs, in_memory, switching
 from adapterzoo.model.state import parameters_of
 
+from . import checkpoints
 from .configs import PeftConfig, from_values
+from .functions import LoadResult
 
 
 class PeftModel:
@@ -28,6 +30,9 @@ class PeftModel:
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
+
+    # how transformers asks whether a quantized model has something to train
+    _hf_peft_config_loaded = True
 
     if TYPE_CHECKING:
 
@@ -138,14 +143,15 @@ class PeftModel:
             selected_adapters: names; None: all.
             is_main_process: whether this process writes.
             **kwargs: `format` of the files, "peft" if not given; `state_dict` of the whole model,
-                which `Trainer` gives and which is not read.
+                which `Trainer` gives and which is not read. In a trainer's `checkpoint-<step>`
+                all trained tensors are also written to `model.safetensors`.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
             ConfigError: an argument has no meaning here.
             UnknownNameError: an adapter is unknown.
         """
-        kwargs.pop("state_dict", None)
+        of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
         format = kwargs.pop("format", "peft")
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
@@ -161,6 +167,27 @@ class PeftModel:
         for name in names if is_main_process else ():
             below = "" if name == switching.DEFAULT else name
             self.save_adapter(Path(save_directory) / below, name, format=format)
+        if of_trainer and is_main_process:
+            checkpoints.write(cast("Any", self), Path(save_directory))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
+
+        Args:
+            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
+            strict: whether all keys of the model are needed.
+            assign: whether the tensors become the parameters.
+
+        Raises:
+            CheckpointError: a checkpoint does not fit; nothing has changed then.
+        """
+        own = cast("Any", self)
+        if not strict and checkpoints.holds_only_trained(own, state_dict):
+            checkpoints.fill(own, state_dict)
+            return LoadResult([], [])
+        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
@@ -269,6 +296,34 @@ def get_peft_model(
         made.set_adapter(adapter_name, inference_mode=True)
     else:
         switching.train(made, adapter_name)
+    return made
+
+
+@names_call
+def inject_adapter_in_model(
+    peft_config: Any, model: PreTrainedModel, adapter_name: str = switching.DEFAULT
+) -> Any:
+    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
+
+    Args:
+        peft_config: a config of PEFT.
+        model: changed in place.
+        adapter_name: to give it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a value of the config has no meaning here.
+    """
+    was_plain = not isinstance(model, AdapterModelMixin)
+    made: Any = init(model) if was_plain else model
+    try:
+        made.add_adapter(peft_config, adapter_name=adapter_name)
+    except BaseException:
+        if was_plain:
+            made.unload()
+        raise
     return made
 
 

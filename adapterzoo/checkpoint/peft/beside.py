@@ -211,10 +211,10 @@ def keyed(
     Args:
         config: of the adapter.
         beside: what it has beside its adapters.
-        layers: path of a layer → the tensors of its adapter.
+        layers: `Site.name` → the tensors of its adapter.
         anatomy: of the model.
     """
-    if not (beside.copies or beside.biases or beside.rows):
+    if not (beside.copies or beside.biases or beside.rows) and not _has_parameters(config):
         return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
     tied = {path: group for group in anatomy.shared_tables for path in group}
     rows = {
@@ -232,9 +232,13 @@ def keyed(
         elif kind == TOKENS:
             values = rows.get(path, {})
         else:
-            values = dict(layers.get(path, {}))
+            values = dict(layers.get(place.placement.site.name, {}))
         found |= {place.key(name): tensor for name, tensor in values.items()}
     return found
+
+
+def _has_parameters(config: AdapterConfig) -> bool:
+    return any(member.to_dict().get("target_parameters") for member in config.members)
 
 
 # --- write ---
