@@ -55,7 +55,7 @@ def read_adapter(
             theirs.fields, shared, [*layers.values()], info.anatomy
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
-        more = beside.fields_of(held, info.anatomy)
+        more = beside.fields_of(held, spelling, info.anatomy)
         configs = [
             spelling.config.from_dict({**own, **member, **fields, **_once(more, number)})
             for number, member in enumerate(_members(theirs, layers, info) or [{}])
@@ -143,7 +143,7 @@ def _sorted(
             f"named {names}; layers of heads and convolutions have no adapters. Load the file into "
             f"the model that it was trained on."
         )
-    if not layers and not shared:
+    if not layers and not shared and not spelling.rows_field:
         raise CheckpointError(
             f"the file holds no tensors of {spelling.peft_type} "
             f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
