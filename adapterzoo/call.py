@@ -25,7 +25,7 @@ _BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
 # a mask adds less to the score of a hidden token: -10,000 in old models, else almost infinite
 _HIDDEN = -5_000.0
 
-Places: TypeAlias = "Callable[[tuple[str, int | None] | None, Tensor], Tensor | None]"
+Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
 
 
@@ -98,7 +98,7 @@ class StackCall(ABC):
             compute: computes the tensor in a call that includes the prompt.
         """
 
-    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+    def added(self, key: object, x: Tensor) -> Tensor | None:
         """Return the places `[rows, length]` of the tokens that an adapter adds.
 
         Args:
@@ -231,7 +231,7 @@ class LayerStackCall(StackCall):
                 f"Leave these rows out, or write 1 at their tokens."
             )
 
-    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+    def added(self, key: object, x: Tensor) -> Tensor | None:
         """Return the places of an adapter's tokens; see `StackCall.added`."""
         places = self._stack.places
         return None if places is None else places(key, x)
@@ -379,7 +379,7 @@ class _PartOfCall(StackCall):
         """Return whether the call has tokens of the prompt."""
         return self._whole.has_prompt(self._x)
 
-    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+    def added(self, key: object, x: Tensor) -> Tensor | None:
         """Return the places of an adapter's tokens in this part."""
         at = self._whole.added(key, self._x)
         return None if at is None else self._take(at)

@@ -337,9 +337,10 @@ def test_names_of_theirs_are_arguments(made, means):
     [
         ({"bias": "some"}, r"bias='some'.*Write bias='none'"),
         ({"init_lora_weights": False}, r"init_lora_weights=False.*init_lora_weights=True"),
-        ({"init_lora_weights": "loftq"}, r"init_weights='loftq'.*'pissa'"),
-        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_lora_weights='eva'.*init_data=batches"),
-        ({"init_lora_weights": "eva", "corda_config": {}}, "corda_config=.*'corda'"),
+        ({"init_lora_weights": "lora_ga"}, r"init_weights='lora_ga'.*'pissa'"),
+        ({"loftq_config": {"loftq_bits": 4}}, r"loftq_config=.*init_lora_weights='loftq'"),
+        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_lora_weights='eva'.*init_data=…"),
+        ({"init_lora_weights": "eva", "corda_config": {"corda_method": "kpm"}}, "'corda'"),
         ({"init_lora_weights": "eva", "eva_config": 3}, r"eva_config=3.*'rho'"),
         ({"init_lora_weights": "eva", "eva_config": {"ro": 2.0}}, r"'ro': 2.0.*no such.*'rho'"),
         ({"use_dora": True, "eva_config": {"rho": 3.0}}, r"DoRAConfig\(eva_config=.*Leave it out"),

@@ -19,8 +19,8 @@ from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
     BaseLayer,
-    InputStatistics,
     LanguageFreeAdapter,
+    LayerData,
     PositionAdapter,
     PromptAdapter,
 )
@@ -264,7 +264,7 @@ def init_from_layer(
     layer: nn.Module,
     adapter: Adapter,
     originals: Mapping[str, Tensor],
-    inputs: InputStatistics | None = None,
+    data: LayerData | None = None,
 ) -> None:
     """Initialize a new adapter from the layer that it will be added to.
 
@@ -272,12 +272,12 @@ def init_from_layer(
         layer: the layer.
         adapter: not yet added.
         originals: parameters of the layer as they were before adapters were merged into it.
-        inputs: of the layer, if its initial values need them.
+        data: what its initial values take from `init_data` for the layer.
     """
     for (part,), base in _beside(layer, (adapter,), originals):
         part.init_from_layer(base)
-        if inputs is not None:
-            part.init_from_inputs(inputs, base)
+        if data is not None:
+            part.init_from_data(data, base)
 
 
 def combine(

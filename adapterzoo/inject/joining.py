@@ -137,7 +137,7 @@ def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
 
 
 def _names(prompts: Prompts) -> str:
-    names = dict.fromkeys(added.key[0] for part in prompts.parts for added in part)
+    names = dict.fromkeys(added.key.name for part in prompts.parts for added in part)
     return ", ".join(map(repr, names))
 
 
@@ -244,7 +244,7 @@ def entered(
     base = LayerCall(layer, functools.partial(_as_it_is), context=context)
     embeds = given["inputs_embeds"]
     for key in dict.fromkeys(added.key for part in prompts.parts for added in part):
-        parts = (m for m in adapters[key[0]].modules() if isinstance(m, PromptAdapter))
+        parts = (m for m in adapters[key.name].modules() if isinstance(m, PromptAdapter))
         adapter = next(m for m in parts if m.shared_key == key)
         embeds = joined.entered(embeds, key, adapter.prompt(base))
     return {**given, "inputs_embeds": embeds}

@@ -44,7 +44,7 @@ from ._init import constant, drawn, generator
 from ._rows import features, gated, restored
 from ._started import Started
 from ._started_config import StartedConfig
-from ._starts import replaces_weight
+from ._starts import equals_weight
 
 
 @architectures.register("lora")
@@ -76,10 +76,10 @@ class LoRAConfig(StartedConfig):
                 f"{type(self).__name__}(convention={self.convention!r}): has an effect only with "
                 f"use_gating=True. Write convention='paper'."
             )
-        if self.use_gating and replaces_weight(self.init_weights):
+        if self.use_gating and equals_weight(self.init_weights):
             raise ConfigError(
                 f"{type(self).__name__}(use_gating=True, init_weights={self.init_weights!r}): the "
-                f"gate would scale the replaced part of the weight. Write init_weights='lora'."
+                f"gate would scale a part of the weight. Write init_weights='lora'."
             )
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:

@@ -43,6 +43,7 @@ from .hf import (
     vocabularies,
 )
 from .hf import hotswap as swapping
+from .hf.init_data import InitData
 from .peft import slots, switching
 from .peft.names import with_names_of_peft
 from .state import (
@@ -150,7 +151,7 @@ class AdapterModelMixin:
         config: AdapterConfig | str | Mapping[str, Any] | None = None,
         overwrite_ok: bool = False,
         set_active: bool = False,
-        init_data: Iterable[Mapping[str, Any]] | None = None,
+        init_data: InitData = None,
         *,
         autocast_adapter_dtype: bool = False,
     ) -> None:
@@ -163,9 +164,11 @@ class AdapterModelMixin:
                 which is "default" then if not given; the adapter is trained and active afterwards.
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
-            init_data: batches, each with the arguments of a call, for the initial values that
-                need inputs of the layers: `init_weights="eva"` and `"corda"` of LoRA. It is read
-                several times, so a list or a DataLoader.
+            init_data: what some initial values of LoRA need. `init_weights="eva"` and `"corda"`:
+                batches, each with the arguments of a call, as a list or a DataLoader, since they
+                are read several times. `"loftq"`: the weights before quantization, a folder, a
+                file of safetensors, a name on the Hub, or a state dict; None: what the base model
+                was loaded from.
             autocast_adapter_dtype: PEFT's switch: whether parameters are in float32 over layers in
                 half precision, if the config has no `dtype`. Copies of layers keep theirs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -15,9 +15,12 @@ from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.inject import set_class
 from adapterzoo.model import AdapterModelMixin, checkpointing, init
 from adapterzoo.model.hf.factory import blank
+from adapterzoo.model.hf.init_data import InitData
 from adapterzoo.model.peft import autocast, in_memory, switching
 
+from . import checkpoints
 from .configs import PeftConfig, from_values
+from .functions import LoadResult
 
 
 class PeftModel:
@@ -25,6 +28,9 @@ class PeftModel:
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
+
+    # how transformers asks whether a quantized model has something to train
+    _hf_peft_config_loaded = True
 
     if TYPE_CHECKING:
 
@@ -181,14 +187,15 @@ class PeftModel:
             selected_adapters: names; None: all.
             is_main_process: whether this process writes.
             **kwargs: `format` of the files, "peft" if not given; `state_dict` of the whole model,
-                which `Trainer` gives and which is not read.
+                which `Trainer` gives and which is not read. In a trainer's `checkpoint-<step>`
+                all trained tensors are also written to `model.safetensors`.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
             ConfigError: an argument has no meaning here.
             UnknownNameError: an adapter is unknown.
         """
-        kwargs.pop("state_dict", None)
+        of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
         format = kwargs.pop("format", "peft")
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
@@ -206,6 +213,27 @@ class PeftModel:
         for name in names if is_main_process else ():
             below = "" if name == switching.DEFAULT else name
             self.save_adapter(Path(save_directory) / below, name, format=format)
+        if of_trainer and is_main_process:
+            checkpoints.write(cast("Any", self), Path(save_directory))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
+
+        Args:
+            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
+            strict: whether all keys of the model are needed.
+            assign: whether the tensors become the parameters.
+
+        Raises:
+            CheckpointError: a checkpoint does not fit; nothing has changed then.
+        """
+        own = cast("Any", self)
+        if not strict and checkpoints.holds_only_trained(own, state_dict):
+            checkpoints.fill(own, state_dict)
+            return LoadResult([], [])
+        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
@@ -270,7 +298,7 @@ def get_peft_model(
     adapter_name: str = switching.DEFAULT,
     autocast_adapter_dtype: bool = True,
     low_cpu_mem_usage: bool = False,
-    init_data: Iterable[Mapping[str, Any]] | None = None,
+    init_data: InitData = None,
 ) -> Any:
     """Add an adapter to a model of transformers, which is changed in place, and train it.
 
@@ -282,7 +310,8 @@ def get_peft_model(
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
         low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
-            "corda"; PEFT takes them in functions of their own.
+            "corda", which PEFT takes in functions of their own; or the weights before quantization
+            for "loftq", see `add_adapter`.
 
     Returns:
         The same object.
@@ -323,6 +352,34 @@ def _check_device(device: Any) -> None:
         raise ConfigError(
             f"torch_device={device!r} is not a device. Write 'cpu', or leave it out."
         ) from error
+
+
+@names_call
+def inject_adapter_in_model(
+    peft_config: Any, model: PreTrainedModel, adapter_name: str = switching.DEFAULT
+) -> Any:
+    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
+
+    Args:
+        peft_config: a config of PEFT.
+        model: changed in place.
+        adapter_name: to give it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a value of the config has no meaning here.
+    """
+    was_plain = not isinstance(model, AdapterModelMixin)
+    made: Any = init(model) if was_plain else model
+    try:
+        made.add_adapter(peft_config, adapter_name=adapter_name)
+    except BaseException:
+        if was_plain:
+            made.unload()
+        raise
+    return made
 
 
 def as_peft(model: Any) -> Any:
