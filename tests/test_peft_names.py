@@ -16,7 +16,7 @@ from peft_world import QUIET, plain
 
 import adapterzoo.peft as library
 from adapterzoo.errors import CheckpointError, ConfigError, FieldError
-from adapterzoo.peft.elsewhere import NOT_MADE, missing
+from adapterzoo.peft.elsewhere import _HINTS, NOT_MADE, missing
 from adapterzoo.peft.optimizers import create_loraplus_optimizer
 from adapterzoo.peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 
@@ -44,6 +44,11 @@ def test_each_public_name_is_there_or_says_what_to_write(name):
         getattr(library, name)
     with pytest.raises(ImportError, match=rf"has no '{name}'"):
         exec(f"from adapterzoo.peft import {name}")
+
+
+def test_nothing_that_is_there_is_said_to_be_missing():
+    assert not _HINTS.keys() & {*dir(library)}
+    assert _HINTS.keys() | NOT_MADE.keys() <= {*peft.__all__}
 
 
 def test_a_misspelled_name_gets_the_close_one():

@@ -18,6 +18,7 @@ from typing import Any
 
 from adapterzoo import __version__
 
+from .adding import get_peft_model, inject_adapter_in_model
 from .auto import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
@@ -35,9 +36,10 @@ from .functions import (
     get_peft_model_state_dict,
     load_peft_weights,
     prepare_model_for_kbit_training,
+    replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
-from .model import PeftModel, get_peft_model, inject_adapter_in_model
+from .model import PeftModel
 
 __all__ = [
     "AutoPeftModel",
@@ -59,6 +61,7 @@ __all__ = [
     "inject_adapter_in_model",
     "load_peft_weights",
     "prepare_model_for_kbit_training",
+    "replace_lora_weights_loftq",
     "set_peft_model_state_dict",
 ]
 

@@ -169,7 +169,7 @@ def field_classes() -> dict[str, type[Any]]:
     found: dict[str, type[Any]] = {}
     for arguments in classes_of_peft.values():
         for field, argument in arguments.fields.items():
-            name = "".join(word.capitalize() for word in field.split("_"))
+            name = argument.part_class or "".join(word.capitalize() for word in field.split("_"))
             choices = {value: value for value in argument.values or ()}
             if argument.parts is not None:
                 found[name] = _options_class(name, argument.parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import peft as format_of_peft
-from adapterzoo.errors import ConfigError, names_call
+from adapterzoo.errors import ConfigError, StateError, names_call
 from adapterzoo.inject import quantized
-from adapterzoo.model.peft import in_memory, switching
+from adapterzoo.model import AdapterModelMixin
+from adapterzoo.model.peft import in_memory, original_weights, switching
 
 from .configs import PeftConfig, from_values
 
@@ -41,8 +42,10 @@ def get_peft_model_state_dict(
     Raises:
         CheckpointError: PEFT has no such adapter.
         ConfigError: a `state_dict` is given.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
+    _check_model(model)
     return in_memory.tensors_of_peft(model, adapter_name, state_dict)
 
 
@@ -64,10 +67,28 @@ def set_peft_model_state_dict(
 
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
+        ConfigError: they are not tensors by keys.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
+    _check_model(model)
+    values: object = peft_model_state_dict
+    if not isinstance(values, Mapping) or not all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in values.items()
+    ):
+        raise ConfigError(
+            f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
+            f"tensors. Write what get_peft_model_state_dict(model) returns."
+        )
     in_memory.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, AdapterModelMixin):
+        raise StateError(
+            f"a {type(model).__name__} has no adapters. Write get_peft_model(model, config)."
+        )
 
 
 @names_call
@@ -119,6 +140,39 @@ def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point() and quantized.packing_of(parameter) is None:
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+
+
+@names_call
+def replace_lora_weights_loftq(
+    peft_model: Any,
+    model_path: str | os.PathLike[str] | None = None,
+    adapter_name: str = switching.DEFAULT,
+    callback: Callable[[Any, str], bool] | None = None,
+) -> None:
+    """Give an adapter of LoRA the values that make up best for the quantization of its layers.
+
+    The base model does not change. PEFT takes a scaling of 1 for granted; here any one does.
+
+    Args:
+        peft_model: quantized, with the adapter.
+        model_path: a folder, a file of safetensors, or a name on the Hub, with the weights before
+            quantization; None: what the model was loaded from.
+        adapter_name: the adapter.
+        callback: called with the model and the name of each layer after it has got its values;
+            with False the layer gets its former ones again.
+
+    Raises:
+        ConfigError: no layer is quantized, a weight is missing, or the adapter has no such values.
+        StateError: the adapter is merged.
+        UnknownNameError: the adapter is unknown.
+    """
+    original_weights.make_up(
+        peft_model,
+        adapter_name,
+        {"init_weights": "loftq", "init_options": {}},
+        model_path,
+        callback,
+    )
 
 
 @names_call
