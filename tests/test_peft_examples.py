@@ -54,7 +54,8 @@ def test_each_difference_is_found(other: dict[str, Any]) -> None:
     [
         ({}, {}, "the same"),
         ({"3": ["OSError: x", ""]}, {}, "the same"),
-        ({"3": ["OSError: x", ""]}, {"3": ["adapterzoo.errors.HubError: x", ""]}, "the same"),
+        ({"3": ["OSError: x", ""]}, {"3": ["KeyError: x", ""]}, "the same"),
+        ({"3": ["OSError: x", ""]}, {"3": ["adapterzoo.errors.HubError: x", ""]}, "refused"),
         ({}, {"3": ["adapterzoo.errors.ConfigError: x", ""]}, "refused"),
         ({}, {"3": ["ImportError: adapterzoo.peft has no 'X'", ""]}, "refused"),
         ({}, {"3": ["TypeError: an int is not a float", ""]}, "stopped"),

@@ -72,6 +72,7 @@ def test_enums_are_those_of_peft():
         mine, theirs = getattr(library, name), getattr(peft, name)
         assert all(member.value == theirs[member.name].value for member in mine), name
     assert library.LoraConfig().peft_type == library.PeftType.LORA == peft.PeftType.LORA
+    assert library.LoraConfig().peft_type.value == "LORA"
     config = library.PromptTuningConfig(
         num_virtual_tokens=3, prompt_tuning_init=library.PromptTuningInit.RANDOM
     )

@@ -152,7 +152,7 @@ def config_classes() -> dict[str, type[PeftConfig]]:
             {
                 "__doc__": f"PEFT's `{name}`: its fields as keyword arguments.",
                 "__module__": "adapterzoo.peft",
-                "peft_type": kinds[name],
+                "peft_type": PeftType(kinds[name]),
                 "defaults": own,
             },
         )

@@ -88,6 +88,9 @@ def not_made(name: str) -> type[Any]:
 
     Args:
         name: among `NOT_MADE`.
+
+    Raises:
+        FieldError: the class is called.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

@@ -33,6 +33,7 @@ _HERE = {
     "max_new_tokens=128": "max_new_tokens=8", "max_length = 128": "max_length = 24",
     "batch_size = 128": "batch_size = 4", "do_sample=True": "do_sample=False",
     "load_in_4bit=True, ": "", '.split("### Response:")[1]': "", ", max_length=None)": ")",
+    '"./bert-finetuned-ner-lora"': '"./bert-finetuned-ner-lora/checkpoint-4"',
     # of ViT
     'target_modules=["query", "value"],\n    lora_dropout': (
         'target_modules=["q_proj", "v_proj"],\n    lora_dropout'
@@ -41,7 +42,7 @@ _HERE = {
     'model_kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)': "",
 }  # fmt: skip
 _PATTERNS = {
-    r"dropout=0\.\d+": "dropout=0.0",
+    r"dropout( ?= ?)0\.\d+": r"dropout\g<1>0.0",
     r"\bi = 1[03]\d?\b": "i = 0",
     r"\[1[03][79]\]": "[0]",
     # what stands for code that a reader has
