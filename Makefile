@@ -1,5 +1,5 @@
 # make quickstart   trains two adapters on a real model and real data, in three minutes
-# make compare      the same for all methods, on more rows
+# make compare      accuracy, parameters, time and memory of all methods on these reviews
 # make test         lint, types, import layers and the quick tests; run before each commit
 # make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page
 # make docs         builds the site offline into build/docs/html; make links checks its links
@@ -44,11 +44,12 @@ help:
 
 # threads wait without spinning: on shared cores, spinning takes most of the time
 quickstart compare: export OMP_WAIT_POLICY = PASSIVE
+compare: export OMP_NUM_THREADS = 1
 quickstart: $(VENV)/.quickstart-$(KEY)
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
 compare: $(VENV)/.quickstart-$(KEY)
-	@$(BIN)/python examples/quickstart.py --methods all --train-rows 3000 --test-rows 2000 --output runs/compare $(ARGS)
+	@$(BIN)/python benchmarks/compare.py $(ARGS)
 
 # a wheel with only its declared dependencies
 readme: $(VENV)/.test-$(KEY)
