@@ -83,10 +83,11 @@ class _Scale:
         lowest = max(best - max(2.5 * (best - middle), 0.04), min(accuracies))
         near = [level for level in levels if 0 < lowest - level < 0.5 * (best - lowest)]
         wanted = min([lowest, *near])
-        spread = best - wanted
+        top = max([best, *levels])
+        spread = top - wanted
         self.step = next((s for s in (0.005, 0.01, 0.02, 0.05, 0.1) if spread / s <= 10), 0.2)
         self.low = math.floor((wanted - 0.02 * spread) / self.step) * self.step
-        self.high = math.ceil((best + 0.03 * spread) / self.step) * self.step
+        self.high = math.ceil((top + 0.03 * spread) / self.step) * self.step
         self.first, self.last = math.log10(min(counts)) - 0.15, math.log10(max(counts)) + 0.35
 
     def x(self, count: int) -> int:
@@ -156,6 +157,8 @@ def _legend() -> Iterator[str]:
 def _error_key(scale: _Scale, length: float, levels: Sequence[int]) -> tuple[list[str], Box]:
     """Return a bar of two standard errors of a difference, and the room that it takes."""
     high = max(scale.y(scale.low) - scale.y(scale.low + length), 1)
+    if high > (_FRAME.bottom - _FRAME.top) / 2:
+        return [], Box(0, 0, 0, 0)
     half = max(high // 2, 20)
     middle = _FRAME.bottom - 10 - half
     # above a level that it would cover
