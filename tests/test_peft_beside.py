@@ -14,7 +14,7 @@ from peft_world import CONFIG, QUIET, TENSORS, logits, ours, plain, reloaded, tr
 from safetensors.torch import load_file
 from snapshots import refused, same_bits
 
-from adapterzoo import ConfigUnion, LoRAConfig, TrainableTokensConfig
+from adapterzoo import ConfigUnion, LNTuningConfig, LoRAConfig, TrainableTokensConfig
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.model.state import tensors_of
 
@@ -215,6 +215,68 @@ def test_rows_alone_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"different tokens.*format='native'"):
         model.save_adapter(tmp_path, "two", format="peft")
     model.save_adapter(tmp_path, "two")
+
+
+BESIDE = {
+    "modules_to_save": ["post_attention_layernorm"],
+    "trainable_token_indices": [10, 3],
+}
+BERT = {"modules_to_save": ["LayerNorm"], "trainable_token_indices": [10, 3]}
+SLOTS: dict[str, tuple[Any, Any]] = {
+    "a pattern": (
+        peft.LoraConfig(r=2, lora_alpha=5, target_modules=QV["llama"], **BESIDE),
+        LoRAConfig(
+            target_modules=r".*\.(q|v)_proj", trainable_token_indices={"embed_tokens": [3, 10]},
+            modules_to_save=r".*\.post_attention_layernorm",
+        ),
+    ),
+    "whole paths": (
+        peft.LoraConfig(r=2, use_rslora=True, target_modules=QV["llama"], **BESIDE),
+        LoRAConfig(
+            target_modules=[f"layers.{i}.self_attn.{n}" for i in range(2) for n in QV["llama"]],
+            modules_to_save=[f"layers.{i}.post_attention_layernorm" for i in range(2)],
+            trainable_token_indices=[3, 10],
+        ),
+    ),
+    "norms": (
+        peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+        LNTuningConfig(exclude_modules=["post_attention_layernorm"]),
+    ),
+    "rows": (
+        peft.TrainableTokensConfig(token_indices=[10, 3]),
+        TrainableTokensConfig(token_indices=[3, 10], target_modules=["embed_tokens"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLOTS)
+def test_files_of_peft_go_into_a_slot_that_is_spelled_in_another_way(case, tmp_path):
+    theirs, mine = SLOTS[case]
+    expected = trained("llama", theirs, tmp_path)
+    model = ours("llama")
+    model.add_adapter("slot", mine, set_active=True)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    model.load_adapter(tmp_path, load_as="slot", hotswap=True)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    torch.testing.assert_close(logits(model, "llama"), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"trainable_token_indices": [3, 11]}, ("3, 11", "3, 10", "hotswap=False")),
+        ({"trainable_token_indices": None}, ("word_embeddings", "same layers", "hotswap=False")),
+        ({"modules_to_save": ["output.LayerNorm"]}, ("embeddings.LayerNorm", "same layers")),
+        ({"bias": "all"}, ("output.dense", "hotswap=False")),
+    ],
+)
+def test_files_of_peft_with_something_else_beside_do_not_fit_a_slot(fields, words, tmp_path):
+    theirs = peft.LoraConfig(target_modules=QV["bert"], **BERT)
+    trained("bert", theirs, tmp_path)
+    model = ours("bert")
+    model.add_adapter("slot", LoRAConfig(target_modules=QV["bert"], **{**BERT, **fields}))
+    with refused(model, ConfigError, *words):
+        model.load_adapter(tmp_path, load_as="slot", hotswap=True)
 
 
 def test_new_tokens_do_not_save_the_whole_table(tmp_path):

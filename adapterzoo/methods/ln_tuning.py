@@ -46,6 +46,11 @@ class LNTuningConfig(CopyConfig):
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
     leave_out: tuple[int, ...] = field((), Layers())
 
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """All fields, as the norms themselves are compared."""
+        return frozenset(self.field_names())
+
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each norm.
 
