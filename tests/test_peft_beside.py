@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from snapshots import refused, same_bits
 
 from adapterzoo import ConfigUnion, LNTuningConfig, LoRAConfig, TrainableTokensConfig
-from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, SiteError
 from adapterzoo.model.state import tensors_of
 
 pytestmark = [
@@ -111,6 +111,38 @@ def test_norms_alone(family, tmp_path):
     close(reloaded(family, tmp_path / "back"), expected)
     written = json.loads((tmp_path / "back" / CONFIG).read_text())
     assert written["peft_type"] == "LN_TUNING"
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "saved"),
+    [("bert", ["LayerNorm"], ["pooler", "attention.output.LayerNorm"]),
+     ("llama", ["input_layernorm"], ["mlp", "post_attention_layernorm"]),
+     ("gpt2", ["ln_1"], ["c_fc"])],
+)  # fmt: skip
+def test_norms_and_modules(family, targets, saved, tmp_path):
+    # PEFT adds names of heads to the list
+    fields = {"target_modules": targets, "modules_to_save": [*saved]}
+    config = peft.LNTuningConfig(task_type=TASKS[family], **fields)
+    expected = trained(family, config, tmp_path / "theirs")
+    model = ours(family)
+    before = logits(model, family)
+    name = model.load_adapter(tmp_path / "theirs", set_active=True)
+    close(logits(model, family), expected)
+    model.save_adapter(tmp_path / "back", name, format="peft")
+    close(reloaded(family, tmp_path / "back"), expected)
+    theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
+    assert mine.keys() == theirs.keys()
+    model.delete_adapter(name)
+    assert same_bits(logits(model, family), before)
+    # the same from an object of PEFT
+    model.add_adapter("b", peft.LNTuningConfig(target_modules=targets, modules_to_save=saved))
+    assert {k.partition("/")[0] for k in tensors_of(model, "b")} > {*_norms(model, targets)}
+    with refused(model, SiteError, "all layers", "fewer"):
+        model.add_adapter("c", LNTuningConfig(target_modules=targets, modules_to_save=targets))
+
+
+def _norms(model, names):
+    return [s.path for s in model.anatomy.others if s.path.split(".")[-1] in names]
 
 
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
