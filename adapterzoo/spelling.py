@@ -220,7 +220,7 @@ class PeftField:
         check: the legal values.
     """
 
-    default: bool | float | str
+    default: bool | float | str | None
     check: Check = FLAG
 
 

@@ -26,6 +26,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
 
+from ._init import DTYPES
 from ._token_tables import tables_in
 
 ROWS = "token rows"
@@ -39,12 +40,14 @@ class TokenRowsConfig(AdapterConfig):
     Attributes:
         table: name or end of the path of the embedding; None for the model's own table of tokens.
         tokens: their numbers, in ascending order.
+        dtype: of the rows, by name; None for that of the table.
     """
 
     architecture: ClassVar[str] = "token_rows"
 
     table: str | None = None
     tokens: tuple[int, ...] = ()
+    dtype: str | None = None
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each module that has the table.
@@ -80,7 +83,8 @@ class TokenRowsConfig(AdapterConfig):
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
         """Return a fresh adapter for the site."""
-        return TokenRows(self.tokens, site.d_out, device, dtype)
+        own = DTYPES[self.dtype] if self.dtype else dtype
+        return TokenRows(self.tokens, site.d_out, device, own)
 
 
 class TokenRows(WeightAdapter):
@@ -103,7 +107,7 @@ class TokenRows(WeightAdapter):
             tokens: in ascending order.
             width: of the table.
             device: of the rows.
-            dtype: of the table.
+            dtype: of the rows.
         """
         super().__init__()
         self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))

@@ -49,7 +49,9 @@ def read_adapter(
     layers, shared, rest = _sorted(theirs, tensors, info)
     held, rest = beside.read(theirs, rest, info, lambda name, sites: _here(name, sites, info))
     _check_complete(theirs, layers)
-    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
+    rows = {path: tensor for path, (_, tensor) in held.rows.items()}
+    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, rows, info)
+    held.rows = {path: (ids, rows[path]) for path, (ids, _) in held.rows.items()}
     try:
         fields, shared = spelling.read_model(
             theirs.fields, shared, [*layers.values()], info.anatomy
@@ -235,10 +237,10 @@ def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
 
 
 def _in_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, info: ModelInfo
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
     """Return the config's dtype, and the tensors converted to it without loss."""
-    each = [*(layer.tensors for layer in layers.values()), shared]
+    each = [*(layer.tensors for layer in layers.values()), shared, rows]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
         raise CheckpointError(
