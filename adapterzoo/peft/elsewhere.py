@@ -37,7 +37,6 @@ _HINTS = {
     "initialize_lora_eva_weights": _FROM_DATA,
     "preprocess_loraga": "Write init_lora_weights='eva' or 'corda' and init_data=batches",
     "prompt_embeddings_from_past_key_values": _TRAINED,
-    "replace_lora_weights_loftq": "Write init_lora_weights='pissa' or 'olora'",
     "save_as_lora": f"{_LORA} and model.save_pretrained(folder)",
     "set_base_model_state_dict": "Write model.load_state_dict(tensors) before get_peft_model(…)",
     "shift_tokens_right": "Models of transformers do it. Write model(…, labels=labels)",
