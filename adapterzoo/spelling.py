@@ -220,7 +220,7 @@ class PeftField:
         check: the legal values.
     """
 
-    default: bool | float | str
+    default: bool | float | str | None
     check: Check = FLAG
 
 
@@ -302,6 +302,8 @@ class PeftSpelling:
         beside: the fields for what is trained beside the adapters, the same in PEFT and here.
         of_parameters: whether PEFT's method has `target_parameters`: adapters of parameters.
         of_norms: whether the layers are norms; otherwise they have a weight matrix.
+        rows_field: the field with the numbers of the tokens, of a method that only trains rows of
+            embeddings; else empty.
         maybe: our parameters that a layer may lack.
         becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
@@ -342,6 +344,7 @@ class PeftSpelling:
     beside: frozenset[str] = frozenset()
     of_parameters: bool = False
     of_norms: bool = False
+    rows_field: str = ""
     maybe: frozenset[str] = frozenset()
     becomes: str = ""
     wide: tuple[str, ...] = ()
@@ -367,7 +370,7 @@ class PeftSpelling:
     @property
     def has_layers(self) -> bool:
         """Whether some tensors belong to layers; otherwise all belong to the whole model."""
-        return bool(self.tensors)
+        return bool(self.tensors or self.rows_field)
 
     @property
     def prefix(self) -> str:

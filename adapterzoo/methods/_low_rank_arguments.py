@@ -10,9 +10,12 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from ._input_plans import OPTIONS
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
 
+INVOCATION = "alora_invocation_tokens"
+"""The field of aLoRA, which LoRA alone has."""
+
 REFUSED = {
     "use_qalora": "it pools the input of each group before A",
-    "alora_invocation_tokens": "it acts only after certain tokens",
+    INVOCATION: "it acts only after certain tokens",
     "layer_replication": "it has more layers than the model",
     "use_bdlora": "its factors are block-diagonal and packed",
     "arrow_config": "it routes each token among several adapters",

@@ -23,26 +23,29 @@ from adapterzoo.spelling import (
 )
 
 from ._beside import BESIDE
-from ._low_rank_arguments import ARGUMENTS, REFUSED
+from ._low_rank_arguments import ARGUMENTS, INVOCATION, REFUSED
 from ._low_rank_config import LowRankConfig
 from ._low_rank_parameters import as_parameter, count_of, read
 from ._peft_sites import whole_width
 from ._started_peft import REPRODUCED
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
-_FIELDS = {
+FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),
     "lora_alpha": PeftField(8.0, FACTOR),
     "lora_dropout": PeftField(0.0, Share()),
     "use_rslora": PeftField(False),
     "init_lora_weights": PeftField(True, AnyValue()),
 }
+# optional ones are those of some methods only
+_SAME = ("use_rslora", "lora_bias", INVOCATION)
 _PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
 _INERT = frozenset(
     ("corda_config", "ensure_weight_tying", "eva_config", "loftq_config",
      "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
      "velora_config")
 )  # fmt: skip
+_USUAL = {"fields": FIELDS, "refused": REFUSED, "arguments": ARGUMENTS}
 # initial values that leave the base weights unchanged
 _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -84,7 +87,7 @@ def _read_layer(layer: PeftLayer) -> Fields:
         )
     init = fields["init_lora_weights"]
     return {
-        **{name: fields[name] for name in ("use_rslora", "lora_bias") if name in fields},
+        **{name: fields[name] for name in _SAME if name in fields},
         **({"init_weights": init} if init in REPRODUCED else {}),
         "r": rank,
         "alpha": fields["lora_alpha"],
@@ -137,6 +140,11 @@ def _write_layer(layer: PeftOutput) -> Fields:
     }
 
 
+def write_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+    """Return the fields of PEFT's config for each layer."""
+    return [_write_layer(layer) for layer in layers]
+
+
 def spelling(
     config: type[AdapterConfig],
     fixed: Mapping[str, Any],
@@ -150,17 +158,14 @@ def spelling(
         fixed=fixed,
         tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors},
         embedding_tensors=_EMBEDDING_TENSORS,
-        fields=_FIELDS,
         patterns=_PATTERNS,
         beside=BESIDE,
         inert=_INERT,
-        refused=REFUSED,
         refuse=_refuse,
         read=read,
         write=lambda part: as_parameter(part.placement.site, part.tensors),
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
-        write_layers=lambda layers: [_write_layer(layer) for layer in layers],
-        **{"arguments": ARGUMENTS, "unsayable": unsayable, "join": join, **more},
+        **{**_USUAL, "write_layers": write_layers, "unsayable": unsayable, "join": join, **more},
     )
 
 

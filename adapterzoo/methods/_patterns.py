@@ -24,7 +24,7 @@ class Modules(Check):
         if isinstance(value, str) or not isinstance(value, Iterable):
             return value
         # PEFT keeps names as a set, which has no order
-        return tuple(sorted(value) if isinstance(value, (set, frozenset)) else value)
+        return tuple(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
 
     def fits(self, value: object) -> bool:
         """Return whether none is empty."""

@@ -55,7 +55,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "pissa and DoRA": ({"init_lora_weights": "pissa", "use_dora": True}, ("base weights",)),
     "corda": ({"init_lora_weights": "corda"}, ("base weights",)),
     "an unknown start": ({"init_lora_weights": {"a": 1}}, ("base weights",)),
-    "aLoRA": ({"alora_invocation_tokens": [1]}, ("alora_invocation_tokens=[1]", "tokens")),
+    "aLoRA of text": ({"alora_invocation_tokens": "x"}, ("alora_invocation_tokens='x'", "ids")),
+    "aLoRA and DoRA": (
+        {"alora_invocation_tokens": [1], "use_dora": True},
+        ("alora_invocation_tokens=[1]", "tokens"),
+    ),
     "KaSA": ({"kasa_config": {"beta": 1}}, ("singular values",)),
     "QALoRA": ({"use_qalora": True}, ("use_qalora=True",)),
     "more layers": ({"layer_replication": [[0, 1]]}, ("layer_replication",)),

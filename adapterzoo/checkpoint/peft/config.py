@@ -17,6 +17,7 @@ from adapterzoo.fields import Check, Text
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"
+TOKENS = "trainable_token_indices"
 # a hint for every adapter that PEFT can merge
 MERGE = (
     "Merge the adapter with PEFT, and load the merged model: "
@@ -84,6 +85,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     for each in peft_readable():
         known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
         known |= {*each.optional.values(), *([_PARAMETERS] if each.of_parameters else ())}
+        known |= {each.rows_field}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "
@@ -106,7 +108,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         base_class=base_class if isinstance(base_class, str) else None,
         modules_to_save=saved,
         target_parameters=parameters,
-        trainable_token_indices=_tokens(metadata),
+        trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
         bias=_value(metadata, "bias", "none", Text()),
     )
 
@@ -136,16 +138,14 @@ def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
     return names
 
 
-def _tokens(metadata: Mapping[str, Any]) -> Any:
+def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
     """Return the tokens of each table, checked."""
-    value = metadata.get("trainable_token_indices")
+    value = metadata.get(name)
     lists = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
     for ids in lists:
         legal = isinstance(ids, list) and all(type(n) is int and n >= 0 for n in ids)
         if not legal or len({*ids}) < len(ids):
-            raise _wrong(
-                "trainable_token_indices", value, "a list of different token numbers from 0", None
-            )
+            raise _wrong(name, value, "a list of different token numbers from 0", None)
     return value
 
 

@@ -49,13 +49,15 @@ def read_adapter(
     layers, shared, rest = _sorted(theirs, tensors, info)
     held, rest = beside.read(theirs, rest, info, lambda name, sites: _here(name, sites, info))
     _check_complete(theirs, layers)
-    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
+    rows = {path: tensor for path, (_, tensor) in held.rows.items()}
+    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, rows, info)
+    held.rows = {path: (ids, rows[path]) for path, (ids, _) in held.rows.items()}
     try:
         fields, shared = spelling.read_model(
             theirs.fields, shared, [*layers.values()], info.anatomy
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
-        more = beside.fields_of(held, info.anatomy)
+        more = beside.fields_of(held, spelling, info.anatomy)
         configs = [
             spelling.config.from_dict({**own, **member, **fields, **_once(more, number)})
             for number, member in enumerate(_members(theirs, layers, info) or [{}])
@@ -143,7 +145,7 @@ def _sorted(
             f"named {names}; layers of heads and convolutions have no adapters. Load the file into "
             f"the model that it was trained on."
         )
-    if not layers and not shared:
+    if not layers and not shared and not spelling.rows_field:
         raise CheckpointError(
             f"the file holds no tensors of {spelling.peft_type} "
             f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
@@ -235,10 +237,10 @@ def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
 
 
 def _in_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, info: ModelInfo
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
     """Return the config's dtype, and the tensors converted to it without loss."""
-    each = [*(layer.tensors for layer in layers.values()), shared]
+    each = [*(layer.tensors for layer in layers.values()), shared, rows]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
         raise CheckpointError(

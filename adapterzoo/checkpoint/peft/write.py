@@ -71,11 +71,15 @@ def encode_adapter(
         for own, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[own][0]}"] = tensor
     found, also = beside.write(
-        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task)
+        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
     )
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
     tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
-    return {**fields, **found, "modules_to_save": saved or None}, tensors
+    fields |= {**found, "modules_to_save": saved or None}
+    if spelling.rows_field:
+        # not a field of this class; PEFT loads the tensors of a head without it
+        del fields["modules_to_save"]
+    return fields, tensors
 
 
 def _of_model(
@@ -122,7 +126,8 @@ def _parts(
             )
         by_name.setdefault(place.placement.site.name, []).append(PeftPart(place.placement, own))
     if not methods:
-        methods = {config.architecture: peft_spellings[config.architecture]}
+        first = config.members[0].architecture
+        methods = {first: peft_spellings[first]}
     if len(methods) > 1:
         raise CheckpointError(
             f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
