@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
 
 import torch
@@ -151,7 +152,34 @@ class BaseLayer(ABC):
         return type(adapter).from_input((adapter,), x)[0]
 
 
-class InputStatistics(ABC):
+class LayerData:
+    """What the initial values of an adapter take from `init_data` for one layer."""
+
+
+class OriginalWeight(LayerData):
+    """The weight of a quantized layer before its quantization.
+
+    Attributes:
+        read: reads it `[d_out, d_in]`, in the dtype that it is stored in.
+    """
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        """Take the function that reads it."""
+        self.read = read
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """The layers whose original weights the initial values of a config need.
+
+    Attributes:
+        shapes: path of each adapted layer → `(d_out, d_in)`; one that is not quantized needs none.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+
+
+class InputStatistics(LayerData, ABC):
     """What initial values take from the inputs of a layer, batch by batch."""
 
     @abstractmethod
@@ -251,6 +279,7 @@ class Adapter(Contained, ABC):
 
     Attributes:
         reads_call: whether `forward` uses `base.call`.
+        reads_ids: whether it needs the token ids of whole sequences (`base.call.after`).
         shared_key: leads `base.shared` to the module that its layers share; None if they share
             nothing.
         is_replica: whether it is one of DataParallel, which reads another copy of that module.
@@ -269,6 +298,7 @@ class Adapter(Contained, ABC):
     at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
     reads_call: bool = False
+    reads_ids: bool = False
     shared_key: SharedKey | None = None
     is_replica: bool = False
 
@@ -286,11 +316,11 @@ class Adapter(Contained, ABC):
             base: the layer; its values are loaded even if they are offloaded.
         """
 
-    def init_from_inputs(self, inputs: InputStatistics, base: BaseLayer) -> None:
-        """Take initial values from the inputs of the layer, as the config asks for them.
+    def init_from_data(self, data: LayerData, base: BaseLayer) -> None:
+        """Take initial values from `init_data`, as the config asks for them.
 
         Args:
-            inputs: of the layer, collected by the `InputPlan` of the config.
+            data: for the layer, collected by the plan of the config.
             base: as in `init_from_layer`.
         """
 
