@@ -45,6 +45,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         write_layers=_write_layers,
         refused={name: why for name, why in REFUSED.items() if name != INVOCATION},
         optional={"lora_B_bias": "lora_bias"},
+        of_parameters=True,
         arguments=replace(
             ARGUMENTS,
             fields={

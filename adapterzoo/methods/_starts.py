@@ -108,6 +108,23 @@ def drawing(
     return fill_a, fill_b
 
 
+def check_weight(name: str, w: Tensor) -> None:
+    """Check that initial values can be computed from a weight.
+
+    Args:
+        name: of the initial values.
+        w: the weight.
+
+    Raises:
+        ConfigError: it has values that are NaN or infinite.
+    """
+    if not bool(w.isfinite().all()):
+        raise ConfigError(
+            f"init_weights={name!r} is computed from the weight, and that has values that are not "
+            f"finite. Load the base model again, in float32, or write init_weights='lora'."
+        )
+
+
 def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator | None) -> Factors:
     """Return A₀ and B₀ of initial values that replace a part of the weight.
 
@@ -117,7 +134,11 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
         rank: r, at most the smaller width.
         s: the scaling.
         source: of random numbers, for `pissa_niter_<number>`.
+
+    Raises:
+        ConfigError: the weight is not finite.
     """
+    check_weight(name, w)
     if name == "olora":
         q, r = torch.linalg.qr(w)
         return r[..., :rank, :].contiguous(), q[..., :rank].contiguous()

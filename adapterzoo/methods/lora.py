@@ -191,7 +191,7 @@ class LoRA(Started):
         if self.reads_ids or self.gate is not None:
             name = "alora_invocation_tokens=[…]" if self.reads_ids else "use_gating=True"
             raise StateError(f"{name} depends on its input. Keep it active instead.")
-        return w + self.delta(w.dtype)
+        return self.added(w)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b + s · B's bias, `[d_out]`."""

@@ -86,13 +86,20 @@ def add(
 def init_values(
     model: AdaptedModel, path: str, adapter: Adapter, data: LayerData | None = None
 ) -> None:
-    """Let a fresh adapter take initial values from its layer, if that has values."""
+    """Let a fresh adapter take initial values from its layer, if that has values.
+
+    Raises:
+        ConfigError: the values of the layer, or its inputs, give none.
+    """
     layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
         # while a model is being loaded it has no values; the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
-            inject.init_from_layer(layer, adapter, originals, data)
+            try:
+                inject.init_from_layer(layer, adapter, originals, data)
+            except ConfigError as error:
+                raise ConfigError(f"at {path!r}: {error}") from error
 
 
 def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:

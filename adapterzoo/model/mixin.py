@@ -152,6 +152,8 @@ class AdapterModelMixin:
         overwrite_ok: bool = False,
         set_active: bool = False,
         init_data: InitData = None,
+        *,
+        autocast_adapter_dtype: bool = False,
     ) -> None:
         """Add an adapter with fresh parameters, on each layer's device and in its dtype.
 
@@ -167,6 +169,8 @@ class AdapterModelMixin:
                 are read several times. `"loftq"`: the weights before quantization, a folder, a
                 file of safetensors, a name on the Hub, or a state dict; None: what the base model
                 was loaded from.
+            autocast_adapter_dtype: PEFT's switch: whether parameters are in float32 over layers in
+                half precision, if the config has no `dtype`. Copies of layers keep theirs.
 
         Raises:
             ConfigError: the name or a value of the config is not legal, or data are missing.
@@ -174,7 +178,9 @@ class AdapterModelMixin:
             SiteError: the model has no place that the config asks for.
             StateError: the model is sharded.
         """
-        switching.add(self, adapter_name, config, overwrite_ok, set_active, init_data)
+        switching.add(
+            self, adapter_name, config, overwrite_ok, set_active, init_data, autocast_adapter_dtype
+        )
 
     @switching.also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
@@ -937,12 +943,13 @@ class AdapterModelMixin:
         """
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
-            load_as=load_as or adapter_name, with_head=with_head, leave_out=leave_out,
+            load_as=arguments.one_of(load_as=load_as, adapter_name=adapter_name),
+            with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
-        options = {**hub_kwargs, "config": config, "model_name": model_name}
+        options = {**arguments.of_hub(hub_kwargs), "config": config, "model_name": model_name}
         load, before = slots.chosen(self, hotswap), (*self._adapter_state.records,)
         name = load(self, adapter_name_or_path, version, revision, source, options, asked)
         is_swapped = load is not checkpointing.load_adapter and name in before
@@ -1183,7 +1190,8 @@ class AdapterModelMixin:
             StateError: the model is sharded.
         """
         return setups.load(
-            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active,
+            self, adapter_setup_name_or_path, version, revision, source,
+            arguments.of_hub(hub_kwargs), set_active,
             loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import peft as format_of_peft
-from adapterzoo.errors import ConfigError, names_call
+from adapterzoo.errors import ConfigError, StateError, names_call
 from adapterzoo.inject import quantized
+from adapterzoo.model import AdapterModelMixin
 from adapterzoo.model.peft import in_memory, original_weights, switching
 
 from .configs import PeftConfig, from_values
@@ -41,8 +42,10 @@ def get_peft_model_state_dict(
     Raises:
         CheckpointError: PEFT has no such adapter.
         ConfigError: a `state_dict` is given.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
+    _check_model(model)
     return in_memory.tensors_of_peft(model, adapter_name, state_dict)
 
 
@@ -64,10 +67,28 @@ def set_peft_model_state_dict(
 
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
+        ConfigError: they are not tensors by keys.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
+    _check_model(model)
+    values: object = peft_model_state_dict
+    if not isinstance(values, Mapping) or not all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in values.items()
+    ):
+        raise ConfigError(
+            f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
+            f"tensors. Write what get_peft_model_state_dict(model) returns."
+        )
     in_memory.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, AdapterModelMixin):
+        raise StateError(
+            f"a {type(model).__name__} has no adapters. Write get_peft_model(model, config)."
+        )
 
 
 @names_call

@@ -63,7 +63,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "KaSA": ({"kasa_config": {"beta": 1}}, ("singular values",)),
     "QALoRA": ({"use_qalora": True}, ("use_qalora=True",)),
     "more layers": ({"layer_replication": [[0, 1]]}, ("layer_replication",)),
-    "experts": ({"target_parameters": ["experts.w"]}, ("target_parameters",)),
+    "experts as text": ({"target_parameters": "experts.w"}, ("='experts.w'", "a list of names")),
     "a huge rank": ({"r": 10**9}, ("r=1000000000", "1 to 65536")),
     "rank 0": ({"r": 0}, ("r=0",)),
     "half a rank": ({"r": 4.0}, ("r=4.0", "whole number")),

@@ -124,17 +124,24 @@ def _pass(
     with ExitStack() as stack:
         for path, own in watched.items():
             mask = kept[_reads_decoder(sites[path])]
-            hook = layer_at(model._backbone, path).register_forward_pre_hook(_adding(own, mask))
+            hook = layer_at(model._backbone, path).register_forward_pre_hook(
+                _adding(path, own, mask)
+            )
             stack.callback(hook.remove)
         cast("Any", model)(**given)
 
 
-def _adding(own: InputStatistics, kept: Tensor | None) -> Callable[[Any, tuple[Any, ...]], None]:
+def _adding(
+    path: str, own: InputStatistics, kept: Tensor | None
+) -> Callable[[Any, tuple[Any, ...]], None]:
     def add(_layer: Any, args: tuple[Any, ...]) -> None:
         x: Tensor = args[0]
         # other inputs than the tokens of the batch, such as those of an encoder, are all read
         fits = kept is not None and x.shape[:-1] == kept.shape
-        own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
+        try:
+            own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
+        except ConfigError as error:
+            raise ConfigError(f"at {path!r}: {error}") from error
 
     return add
 
