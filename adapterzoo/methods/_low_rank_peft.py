@@ -29,6 +29,8 @@ from ._peft_sites import whole_width
 from ._started_peft import REPRODUCED, read_start
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
+# VeLoRA's, which only the backward pass of PEFT reads
+_UNREAD = {"velora_embed": ("lora_velora_embed",)}
 _FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),
     "lora_alpha": PeftField(8.0, FACTOR),
@@ -135,7 +137,8 @@ def spelling(
         config=config,
         peft_type="LORA",
         fixed=fixed,
-        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors},
+        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors, **_UNREAD},
+        maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
         fields=_FIELDS,
         patterns=_PATTERNS,
@@ -143,7 +146,7 @@ def spelling(
         inert=_INERT,
         refused=REFUSED,
         refuse=_refuse,
-        read=read_start,
+        read=lambda layer: {k: t for k, t in read_start(layer).items() if k not in _UNREAD},
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         write_layers=lambda layers: [_write_layer(layer) for layer in layers],
         **{"arguments": ARGUMENTS, "unsayable": unsayable, "join": join, **more},

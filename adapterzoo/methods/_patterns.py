@@ -46,6 +46,14 @@ class Modules(Check):
         return kept
 
 
+class SomeModules(Modules):
+    """Names of layers among others, of which there may be none."""
+
+    def fits(self, value: object) -> bool:
+        """Return whether no name is empty."""
+        return value == () or super().fits(value)
+
+
 class Patterns(Check):
     """Layer names or regular expressions → values that are legal for another field."""
 

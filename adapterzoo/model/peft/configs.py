@@ -23,6 +23,9 @@ _ALL_LINEAR = "all-linear"
 # fields with names of layers
 _NAMING = {"target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"}
 
+# names of heads that PEFT adds to a config by itself, whether the model has them or not
+_ADDED = {"classifier", "score", "qa_outputs"}
+
 
 @dataclass(frozen=True, slots=True)
 class FromPeft:
@@ -125,11 +128,16 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
         return names
     head = layers_of(model)
     base = [path for path, _ in model._backbone.named_modules()]
+    in_head = {
+        n
+        for n in names
+        if n in _ADDED
+        or any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
+    }
     kept = [
         n
         for n in names
-        if any(path == n or path.endswith(f".{n}") for path in base)
-        or not any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
+        if n not in in_head or any(path == n or path.endswith(f".{n}") for path in base)
     ]
     return kept or None
 
