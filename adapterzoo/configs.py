@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .anatomy import Anatomy, Site
     from .averaging import Combination
-    from .contracts import Adapter, InputPlan
+    from .contracts import Adapter, InputPlan, WeightPlan
 
 architectures: Registry[Any] = Registry("architecture", decorates="its config class")
 """The `architecture` of a config on disk → its class."""
@@ -263,8 +263,8 @@ class AdapterConfig(Config):
         """
         return tensors
 
-    def input_plan(self, anatomy: Anatomy) -> InputPlan | None:
-        """Return what collects the inputs that initial values need; None: they need none."""
+    def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
+        """Return which inputs or original weights the initial values need; None: they need none."""
         return None
 
     @property

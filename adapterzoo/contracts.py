@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,34 @@ class BaseLayer(ABC):
         return type(adapter).from_input((adapter,), x)[0]
 
 
-class InputStatistics(ABC):
+class LayerData:
+    """What the initial values of an adapter take from `init_data` for one layer."""
+
+
+class OriginalWeight(LayerData):
+    """The weight of a quantized layer before its quantization.
+
+    Attributes:
+        read: reads it `[d_out, d_in]`, in the dtype that it is stored in.
+    """
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        """Take the function that reads it."""
+        self.read = read
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """The layers whose original weights the initial values of a config need.
+
+    Attributes:
+        shapes: path of each adapted layer → `(d_out, d_in)`; one that is not quantized needs none.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+
+
+class InputStatistics(LayerData, ABC):
     """What initial values take from the inputs of a layer, batch by batch."""
 
     @abstractmethod
@@ -206,6 +234,43 @@ class SharedModules(nn.ModuleDict, Contained):
     container = "shared_parameters"
 
 
+class SharedKey:
+    """What the layers of an adapter share; one object for all of them.
+
+    Keys are equal if name and number are.
+
+    Attributes:
+        name: of the adapter.
+        number: of the config in a union; None outside of unions.
+        module: the one that the layers share; None before the adapter is in a model.
+    """
+
+    __slots__ = ("module", "name", "number")
+
+    def __init__(self, name: str = "", number: int | None = None) -> None:
+        """Name what is shared.
+
+        Args:
+            name: of the adapter.
+            number: of the config in a union; None outside of unions.
+        """
+        self.name, self.number = name, number
+        self.module: nn.Module | None = None
+
+    def __repr__(self) -> str:
+        """Show name and number."""
+        return f"SharedKey({self.name!r}, {self.number})"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the layers of the same adapter share it."""
+        same = isinstance(other, SharedKey) and self.name == other.name
+        return same and self.number == cast("SharedKey", other).number
+
+    def __hash__(self) -> int:
+        """Return a hash of name and number."""
+        return hash((self.name, self.number))
+
+
 class Adapter(Contained, ABC):
     """Base of all adapters: `forward(x, base)` is the adapted layer.
 
@@ -214,8 +279,10 @@ class Adapter(Contained, ABC):
 
     Attributes:
         reads_call: whether `forward` uses `base.call`.
-        shared_key: name of the adapter, and in a union the number of its config, under which
-            `base.shared` finds the module that its layers share; None if they share nothing.
+        reads_ids: whether it needs the token ids of whole sequences (`base.call.after`).
+        shared_key: leads `base.shared` to the module that its layers share; None if they share
+            nothing.
+        is_replica: whether it is one of DataParallel, which reads another copy of that module.
         acts_on: `"output"` for a function of the layer's output or a delta added to it,
             `"input"` for one that changes the layer's input. It determines how a `Stack` nests: the
             first adapter of a stack always acts first.
@@ -231,7 +298,14 @@ class Adapter(Contained, ABC):
     at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
     reads_call: bool = False
-    shared_key: tuple[str, int | None] | None = None
+    reads_ids: bool = False
+    shared_key: SharedKey | None = None
+    is_replica: bool = False
+
+    def _replicate_for_data_parallel(self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.is_replica = True
+        return replica
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take initial values from the layer; called once, before a new adapter is added.
@@ -242,11 +316,11 @@ class Adapter(Contained, ABC):
             base: the layer; its values are loaded even if they are offloaded.
         """
 
-    def init_from_inputs(self, inputs: InputStatistics, base: BaseLayer) -> None:
-        """Take initial values from the inputs of the layer, as the config asks for them.
+    def init_from_data(self, data: LayerData, base: BaseLayer) -> None:
+        """Take initial values from `init_data`, as the config asks for them.
 
         Args:
-            inputs: of the layer, collected by the `InputPlan` of the config.
+            data: for the layer, collected by the plan of the config.
             base: as in `init_from_layer`.
         """
 

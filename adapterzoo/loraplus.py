@@ -50,6 +50,8 @@ def create_loraplus_optimizer(
             f"weight_decay={kwargs['weight_decay']!r}: biases have none, so it is given as "
             f"loraplus_weight_decay. Write loraplus_weight_decay={kwargs['weight_decay']!r}."
         )
+    Range(0.0, 1e6)("LoRA+", "lr", lr, 1e-4)
+    Range(0.0, 1e6)("LoRA+", "loraplus_weight_decay", loraplus_weight_decay, 0.0)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise StateError("no parameter of the model is trained. Write model.train_adapter('name').")

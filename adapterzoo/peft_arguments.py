@@ -41,6 +41,7 @@ class PeftArgument:
         passes: whether texts that are not among `values` are passed on, for our field to check.
         parts: the fields of the config object that the field holds, of which our field has those
             that are not PEFT's defaults; None: it does not hold one.
+        part_class: PEFT's name of the class of that object.
     """
 
     default: Any = None
@@ -49,6 +50,7 @@ class PeftArgument:
     hint: str = "it has no meaning here. Leave it out."
     passes: bool = False
     parts: Mapping[str, PeftArgument] | None = None
+    part_class: str = ""
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""
@@ -177,6 +179,9 @@ def _mapped(own: PeftArguments, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check(cls: type[Any], name: str, value: object, argument: PeftArgument) -> None:
+    if argument.parts is not None and value:
+        _options(cls, name, value, argument.parts)
+        return
     listed = isinstance(value, (str, bool)) and value in (argument.values or {})
     if not (listed or argument.asks_for_nothing(value)):
         raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")

@@ -20,20 +20,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, Step
-from .contracts import Adapter, Prefix, SharedInputAdapter
+from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, Site
+from .contracts import Adapter, Prefix, SharedInputAdapter, SharedKey
 from .errors import StateError
 from .kernels import mode
 
-SharedLayers: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
-"""Names of layers that read one input, each with the names of its adapters that can share it."""
+SharedLayers: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names of layers that read one input, each with those of its chain of adapters that share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Plan:
     Attributes:
         setup: the composition it was compiled from; None for the base model.
         heads: the heads that run; without names if the plan selects none.
-        steps: path of a site → what it evaluates; sites without active adapters are absent.
+        sites: path of a site → what it evaluates; those without active adapters are absent.
         captures: path of a module → the sites that read its input.
         shared_inputs: path of a module → those of its layers that read one input.
         skip_layers: numbers of the blocks without adapters.
@@ -58,7 +59,7 @@ class Plan:
 
     setup: Composition | None = None
     heads: ActiveHeads = field(default_factory=ActiveHeads)
-    steps: Mapping[str, Step] = field(default_factory=dict)
+    sites: Mapping[str, Site] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_inputs: Mapping[str, SharedLayers] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
@@ -72,6 +73,10 @@ class Plan:
         """See how the rows stand."""
         divides = self.rows is not None and not self.rows.entered
         object.__setattr__(self, "divides_batch", divides)
+
+    def by_name(self) -> Plan:
+        """Return the plan for a copy of the model, which has its own adapters."""
+        return replace(self, sites={path: site.by_name() for path, site in self.sites.items()})
 
 
 class Default:
@@ -96,7 +101,7 @@ class Default:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles keep the plan; blocks belong to their tasks."""
-        return Default, (self.plan,), {"shared": self.shared}
+        return Default, (self.plan.by_name(),), {"shared": self.shared}
 
 
 @dataclass(slots=True)
@@ -240,15 +245,11 @@ class CallContext:
         """The sequences of the running call, with the tokens that adapters add."""
         return self.stacks[-1].joined if self.stacks else None
 
-    def shared(self, key: tuple[str, int | None]) -> nn.Module:
-        """Return the module that the layers of an adapter share, on this replica.
-
-        Args:
-            key: name of the adapter, and in a union the number of its config.
-        """
+    def shared(self, key: SharedKey) -> nn.Module:
+        """Return the module that the layers of an adapter share, on this replica."""
         # a replica has its own modules, which only the modules around the layer hold
-        found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
-        return shared_by(self._default.shared if found is None else found, key)
+        around = (f.shared() for f in reversed(self.stacks) if f.shared is not None)
+        return shared_by(next(filter(None, around), self._default.shared), key)
 
     def part(self, path: str) -> Any:
         """Return a module or parameter of the running model, of this replica.
@@ -272,25 +273,28 @@ class CallContext:
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Remember the prompt of each stack until the context ends."""
-        outer, self.generation = self.generation, Generation()
+    def generating(self, given: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+        """Remember the prompt of each stack until the context ends.
+
+        Args:
+            given: arguments of `generate`, by name.
+        """
+        outer, self.generation = self.generation, Generation(given)
         try:
             yield
         finally:
             self.generation = outer
 
 
-def shared_by(modules: Mapping[str, nn.Module], key: tuple[str, int | None]) -> nn.Module:
+def shared_by(modules: Mapping[str, nn.Module], key: SharedKey) -> nn.Module:
     """Return the module that the layers of an adapter share.
 
     Args:
         modules: the shared modules of all adapters, by name.
-        key: name of the adapter, and in a union the number of its config.
+        key: of the adapter.
     """
-    name, member = key
-    own: Any = modules[name]
-    return cast("nn.Module", own if member is None else own._modules[str(member)])
+    own: Any = modules[key.name]
+    return cast("nn.Module", own if key.number is None else own._modules[str(key.number)])
 
 
 class Frame(NamedTuple):
@@ -298,13 +302,13 @@ class Frame(NamedTuple):
 
     Attributes:
         call: its recorded arguments.
-        shared: the shared modules of all adapters by name, if the module holds them.
+        shared: returns the shared modules of all adapters by name; None if others hold them.
         module: the encoder or decoder.
         joined: its sequences with the tokens that adapters add; None if none are added.
     """
 
     call: RecordedCall
-    shared: Mapping[str, nn.Module] | None
+    shared: Callable[[], Mapping[str, nn.Module]] | None
     module: nn.Module
     joined: Joined | None = None
 
@@ -328,7 +332,7 @@ class ActiveState(threading.local):
         self.owner: Any = None
         # of the running calls of this thread
         self.call = CallContext(default)
-        self._pinned: ActiveState | None = None
+        self._pinned: tuple[Plan, ActiveState] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -483,10 +487,11 @@ class ActiveState(threading.local):
         on through it.
         """
         plan = self.plan
-        if self._pinned is None or self._pinned.default.plan is not plan:
-            self._pinned = ActiveState(Default(plan))
-        self._pinned.default.shared = self.default.shared
-        return self._pinned
+        if self._pinned is None or self._pinned[0] is not plan:
+            self._pinned = plan, ActiveState(Default(plan.by_name()))
+        state = self._pinned[1]
+        state.default.shared = self.default.shared
+        return state
 
     def __reduce__(self) -> tuple[type[ActiveState], tuple[Default]]:
         """Copies and pickles keep the default; an override belongs to its thread."""
@@ -494,7 +499,7 @@ class ActiveState(threading.local):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActiveState:
         """Return a state that shares only immutable plans with this one."""
-        copied = ActiveState(Default(self.default.plan))
+        copied = ActiveState(Default(self.default.plan.by_name()))
         memo[id(self)] = copied
         copied.default.shared = copy.deepcopy(self.default.shared, memo)
         return copied

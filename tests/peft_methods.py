@@ -76,6 +76,12 @@ SCALED: Targets = {
     "qwen3": (["k_proj", "v_proj", "down_proj"], ["down_proj"]),
     "qwen3_moe": (["k_proj", "v_proj", "o_proj"], ["o_proj"]),
 }
+KEYS: Targets = {
+    **{family: ["k_proj"] for family in ("llama", "vit", "qwen3", "qwen3_moe")},
+    "bert": ["key"],
+    "gpt2": ["mlp.c_proj"],
+    "t5": ["k"],
+}
 SAVED: Targets = {
     "bert": ["pooler", "LayerNorm"],
     "gpt2": ["ln_f"],
@@ -232,7 +238,7 @@ row(
 row(
     "LORA",
     "target_parameters, target_modules",
-    lambda f: {"r": 4, "target_modules": ["k", "k_proj", "key"], "target_parameters": WEIGHTS[f]},
+    lambda f: {"r": 4, "target_modules": KEYS[f], "target_parameters": WEIGHTS[f]},
 )
 row("LORA", "alora_invocation_tokens", _named(LINEAR, r=4, alora_invocation_tokens=INVOKED))
 row(

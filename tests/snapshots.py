@@ -13,7 +13,7 @@ import torch
 from families import first_output, tiny_inputs
 from torch import Tensor
 
-from adapterzoo import AdapterZooError
+from adapterzoo import AdapterZooError, inject
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -56,8 +56,22 @@ def snapshot(model: Any) -> dict[str, Any]:
     return {**state(model), "next forward": bits(output(model))}
 
 
+def check_plan(model: Any) -> None:
+    """Check that the sites of the plan hold the adapters of their layers."""
+    for path, site in model._active.plan.sites.items():
+        if site.adapters is None:
+            continue
+        held = inject.adapters_of(inject.below_wrappers(model._backbone.get_submodule(path)))
+        assert all(any(a is b for b in held.values()) for a in site.adapters.values()), path
+        if isinstance(site.step, tuple):
+            assert all(
+                site.adapters[a] is held[b] for a, b in zip(site.step, site.named, strict=True)
+            )
+
+
 def state(model: Any) -> dict[str, Any]:
     """A snapshot without a forward."""
+    check_plan(model)
     seen: dict[str, Any] = {
         f"tensor {key}": (tensor.dtype, tensor.shape, bits(tensor))
         for key, tensor in model.state_dict().items()

@@ -80,7 +80,7 @@ def what_is_active(model, folder):
 
 @row("`LoraConfig(init_lora_weights=False)`")
 def initial_values(model, folder):
-    for values in ({"init_lora_weights": False}, {"loftq_config": {"loftq_bits": 4}}):
+    for values in ({"init_lora_weights": False}, {"lora_ga_config": {"x": 4}}):
         with pytest.raises(ConfigError, match=next(iter(values))):
             model.add_adapter("b", adapterzoo.peft.LoraConfig(**values))
 

@@ -18,6 +18,7 @@ from adapterzoo.auto import AdapterModel
 from adapterzoo.configs import config_strings
 from adapterzoo.methods.fusion import fusion_configs
 from adapterzoo.model.heads import outputs
+from adapterzoo.peft.utils import hotswap
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -27,7 +28,9 @@ try:
 finally:
     sys.path.pop(0)
 
-HERE = (adapterzoo, composition, configs, contracts, heads, model, outputs, peft, trainer)
+HERE = (
+    adapterzoo, composition, configs, contracts, heads, hotswap, model, outputs, peft, trainer,
+)  # fmt: skip
 CODE = re.compile(r"`([^`]+)`")
 CELL = re.compile(r"(?<!\\)\|")
 

@@ -40,7 +40,11 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 DECLARED = {cls.__name__: (cls, arguments) for cls, arguments in classes_of_peft.items()}
 # sizes that fit a small model, and layers
-SMALL: dict[str, dict[str, Any]] = {"OFTConfig": {"oft_block_size": 4}, "MissConfig": {"r": 4}}
+SMALL: dict[str, dict[str, Any]] = {
+    "OFTConfig": {"oft_block_size": 4},
+    "MissConfig": {"r": 4},
+    "TrainableTokensConfig": {"token_indices": [3], "target_modules": ["embed_tokens"]},
+}
 NORMS = {"target_modules": ["input_layernorm"]}
 LORA = {"target_modules": ["q_proj", "v_proj"]}
 
@@ -166,7 +170,7 @@ def _own_defaults(arguments: Any, made: Any) -> dict[str, Any]:
     return {
         a.ours: (a.values or {}).get(a.default, a.default)
         for a in arguments.fields.values()
-        if a.ours and a.default not in (None, {})
+        if a.ours and a.default not in (None, {}, [])
     }
 
 
@@ -193,6 +197,7 @@ def test_no_field_of_theirs_is_ignored(name):
             other = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3}}.get(field, [1])
             other = {"num_virtual_tokens": 7, "encoder_hidden_size": 7}.get(field, other)
             other = {"modules_to_save": ["norm"], "bias": "all"}.get(field, other)
+            other = ["o_proj.weight"] if field == "target_parameters" else other
             other = "TEXT" if field == "prompt_tuning_init" else other
             other = "Hi" if field == "prompt_tuning_init_text" else other
             other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other
@@ -337,9 +342,10 @@ def test_names_of_theirs_are_arguments(made, means):
     [
         ({"bias": "some"}, r"bias='some'.*Write bias='none'"),
         ({"init_lora_weights": False}, r"init_lora_weights=False.*init_lora_weights=True"),
-        ({"init_lora_weights": "loftq"}, r"init_weights='loftq'.*'pissa'"),
-        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_lora_weights='eva'.*init_data=batches"),
-        ({"init_lora_weights": "eva", "corda_config": {}}, "corda_config=.*'corda'"),
+        ({"init_lora_weights": "lora_ga"}, r"init_weights='lora_ga'.*'pissa'"),
+        ({"loftq_config": {"loftq_bits": 4}}, r"loftq_config=.*init_lora_weights='loftq'"),
+        ({"eva_config": {"rho": 2.0}}, r"eva_config=.*init_lora_weights='eva'.*init_data=…"),
+        ({"init_lora_weights": "eva", "corda_config": {"corda_method": "kpm"}}, "'corda'"),
         ({"init_lora_weights": "eva", "eva_config": 3}, r"eva_config=3.*'rho'"),
         ({"init_lora_weights": "eva", "eva_config": {"ro": 2.0}}, r"'ro': 2.0.*no such.*'rho'"),
         ({"use_dora": True, "eva_config": {"rho": 3.0}}, r"DoRAConfig\(eva_config=.*Leave it out"),
@@ -479,8 +485,7 @@ def test_a_config_that_peft_has_used_is_taken(tmp_path):
 
 def test_an_empty_list_scales_the_inputs_of_no_layer():
     model = ours("llama")
-    targets = ["k_proj", "down_proj"]
-    model.add_adapter("a", peft.IA3Config(target_modules=targets, feedforward_modules=[]))
-    assert {module.acts_on for _, module in model.adapter_modules("a")} == {"output"}
-    model.add_adapter("b", IA3Config(target_modules=targets, feedforward_modules=[]))
-    assert model.adapters_config["a"] == model.adapters_config["b"]
+    for name, cls in (("a", peft.IA3Config), ("b", IA3Config)):
+        model.add_adapter(name, cls(target_modules=["down_proj"], feedforward_modules=[]))
+        assert {module.acts_on for _, module in model.adapter_modules(name)} == {"output"}
+        assert model.adapters_config[name].feedforward_modules == ()

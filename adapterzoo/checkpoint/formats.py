@@ -265,6 +265,21 @@ def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 
+def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> dict[str, bytes]:
+    """Return the files of a checkpoint; arguments as of `write`.
+
+    Raises:
+        CheckpointError: the format cannot express it.
+        UnknownNameError: there is no such format.
+    """
+    chosen = formats.find(name)
+    if name != "native" and checkpoint.metadata.get("embeddings") is not None:
+        raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
+    if name != "native" and kind == "adapter":
+        checkpoint = exported(checkpoint, info)
+    return chosen.encode(checkpoint, kind, info)
+
+
 def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
@@ -283,12 +298,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
             is still whole.
         UnknownNameError: there is no such format.
     """
-    chosen = formats.find(name)
-    if name != "native" and checkpoint.metadata.get("embeddings") is not None:
-        raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
-    if name != "native" and kind == "adapter":
-        checkpoint = exported(checkpoint, info)
-    contents = chosen.encode(checkpoint, kind, info)
+    chosen, contents = formats.find(name), encoded(checkpoint, kind, name, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     with folders.saving(folder):
         for held in KINDS:

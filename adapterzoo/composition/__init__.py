@@ -21,7 +21,8 @@ from ._node import Composition
 from ._prefixes import prefix_of
 from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
-from ._steps import Step, evaluate, fold
+from ._sites import Site, bound, by_name
+from ._steps import Chain, Step, evaluate, fold
 from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
 from .rules import (
@@ -44,6 +45,7 @@ __all__ = [
     "Around",
     "Average",
     "BatchSplit",
+    "Chain",
     "Composition",
     "Copies",
     "Fuse",
@@ -53,9 +55,12 @@ __all__ = [
     "Parallel",
     "Prompts",
     "RowMap",
+    "Site",
     "Split",
     "Stack",
     "Step",
+    "bound",
+    "by_name",
     "compile_rows",
     "compile_site",
     "evaluate",

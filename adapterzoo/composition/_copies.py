@@ -24,6 +24,8 @@ class Copies(Tree):
         names: the name of the copy for each part; None for the layer itself.
     """
 
+    named = ("names",)
+
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
 
     names: tuple[str | None, ...]

@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import TokenInput
-from adapterzoo.contracts import Joins, PromptAdapter
+from adapterzoo.contracts import Joins, PromptAdapter, SharedKey
 
 from ._node import Child, Node
-
-Key = tuple[str, int | None]
 
 
 class Added(NamedTuple):
     """The tokens of one adapter.
 
     Attributes:
-        key: name of the adapter, and in a union the number of its config.
+        key: `shared_key` of the adapter.
         length: how many.
         after_first: whether they follow the first real token; otherwise they precede it.
     """
 
-    key: Key
+    key: SharedKey
     length: int
     after_first: bool
 
@@ -89,7 +87,7 @@ def _added(node: Child, adapters: Mapping[str, Sequence[PromptAdapter]]) -> list
         return []
     if not isinstance(node, Node):
         return [
-            Added(adapter.shared_key or (node, None), adapter.length, adapter.after_first)
+            Added(adapter.shared_key or SharedKey(node), adapter.length, adapter.after_first)
             for adapter in adapters.get(node, ())
         ]
     return [added for child in node.children for added in _added(child, adapters)]
@@ -238,7 +236,14 @@ class Joined:
         at = torch.where(flat < tokens, at, flat + self.count)
         return torch.where(flat < 0, flat, at).reshape(numbers.shape)  # [rows, …]
 
-    def at(self, key: Key | None, x: Tensor) -> Tensor | None:
+    def _known(self, key: object) -> SharedKey | None:
+        """Return the key as the plan has it; None if the plan has no such tokens."""
+        keys = [added.key for part in self.prompts.parts for added in part]
+        # one object for all, but in a copy of the model
+        found = next((each for each in keys if each is key), None)
+        return found or next((each for each in keys if each == key), None)
+
+    def at(self, key: object, x: Tensor) -> Tensor | None:
         """Return the places `[rows, length]` of the tokens of an adapter.
 
         The places are meaningless in rows without the adapter.
@@ -255,11 +260,12 @@ class Joined:
         if x is not self._x:
             return None
         offsets = []
+        own = self._known(key)
         found: Added | None = None
         for part in self.prompts.parts:
             offset, here = {False: 0, True: 0}, 0
             for added in part:
-                if added.key == key:
+                if added.key is own:
                     found, here = added, offset[added.after_first]
                 offset[added.after_first] += added.length
             offsets.append(here)
@@ -277,12 +283,13 @@ class Joined:
             return True
         return x.dim() > 1 and x.shape[0] == self._places.shape[0] and x.shape[1] >= self.length
 
-    def entered(self, embeds: Tensor, key: Key, prompt: Tensor) -> Tensor:
+    def entered(self, embeds: Tensor, key: SharedKey, prompt: Tensor) -> Tensor:
         """Return embeddings `[rows, length, d]` with the tokens of an adapter in their places."""
         at = self.at(key, embeds if self._x is None else self._x)
         if at is None:
             return embeds
         at = at.unsqueeze(-1).expand(-1, -1, embeds.shape[-1])  # [rows, added, d]
         wide = embeds.scatter(1, at, prompt.to(embeds).expand(at.shape))
-        has = self._of_rows([any(a.key == key for a in part) for part in self.prompts.parts])
+        own = self._known(key)
+        has = self._of_rows([any(a.key is own for a in part) for part in self.prompts.parts])
         return wide if has is True else torch.where(has.unsqueeze(-1), wide, embeds)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,26 @@ def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -
     )
 
 
-class Tree(ABC):
+class _Named:
+    """What has names of adapters in some of its fields.
+
+    Attributes:
+        named: these fields.
+    """
+
+    named: ClassVar[tuple[str, ...]]
+
+    def renamed(self, rename: Callable[[Any], Any]) -> Self:
+        """Return the same with other names.
+
+        Args:
+            rename: returns a field with other names.
+        """
+        changes = {name: rename(getattr(self, name)) for name in self.named}
+        return cast("Self", replace(cast("Any", self), **changes))
+
+
+class Tree(_Named, ABC):
     """Base of the steps that are not a chain.
 
     Attributes:
@@ -93,6 +112,8 @@ class Tree(ABC):
 @dataclass(frozen=True)
 class Nest(Tree):
     """A chain with trees in it, innermost first."""
+
+    named = ("parts",)
 
     parts: tuple[str | Tree, ...]
     acts_on: Literal["output", "input"] = "output"
@@ -113,6 +134,8 @@ def _bound(part: str | Tree, adapters: Adapters) -> Callable[[Tensor, BaseLayer]
 @dataclass(frozen=True)
 class Tokens(Tree):
     """Each step on its part of the sequence."""
+
+    named = ("steps",)
 
     steps: tuple[Step | None, ...]
     sizes: tuple[int, ...]
@@ -145,6 +168,8 @@ class Mean(Tree):
     If all steps change the layer's input, the inputs are averaged, so that a norm after them
     normalizes the average.
     """
+
+    named = ("steps",)
 
     steps: tuple[Step | None, ...]
     weights: tuple[float, ...]
@@ -182,6 +207,8 @@ class Fused(Tree):
         last_adapters: the name that acts last in each chain; the fusion attends to its update.
         key: the site's key of the fusion layer.
     """
+
+    named = ("chains", "last_adapters", "key")
 
     chains: tuple[Chain, ...]
     last_adapters: tuple[str, ...]
@@ -226,13 +253,15 @@ class Fused(Tree):
 
 
 @dataclass(frozen=True)
-class BatchedAdapters:
+class BatchedAdapters(_Named):
     """One adapter for each part of the batch, of one class, in one call.
 
     Attributes:
         names: the distinct adapters.
         numbers: the number of each part's adapter; None if it has none.
     """
+
+    named = ("names",)
 
     names: tuple[str, ...]
     numbers: tuple[int | None, ...]
@@ -255,6 +284,8 @@ class RowSteps(Tree):
         layers: the same as layers that each apply their adapters in one call, innermost first;
             None if that is impossible.
     """
+
+    named = ("steps", "layers")
 
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
 

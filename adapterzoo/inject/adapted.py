@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.call import RecordedCall
-from adapterzoo.composition import Copies, Step, evaluate, fold
+from adapterzoo.composition import Chain, Copies, Site, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
 from .containers import adapters_of, shared_of
-from .joining import check_called, entered, join, places_in
+from .joining import check_called, entered, ids_in, join, places_in
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
 
@@ -41,6 +41,17 @@ class _Link:
     helps: set[tuple[str, str]] = field(default_factory=set)
     # whether the model writes into the layer's output in place
     overwritten: bool = False
+
+
+def acting(layer: nn.Module, site: Site) -> tuple[Step, Mapping[str, Any]]:
+    """Return the step of a site, and the adapters that it names.
+
+    Args:
+        layer: at the site.
+        site: as planned.
+    """
+    adapters = site.adapters
+    return site.step, adapters_of(layer) if adapters is None else adapters
 
 
 class Adapted(nn.Module):
@@ -64,18 +75,18 @@ class Adapted(nn.Module):
         forward = super().forward
         if link.path in plan.shared_inputs:
             forward = self._gathering
-        step = plan.steps.get(link.path)
-        if step is None:
+        site = plan.sites.get(link.path)
+        if site is None:
             return forward(*args, **kwargs)
+        step, adapters = acting(self, site)
         if isinstance(step, Copies):
-            return step.call(adapters_of(self), forward, args, kwargs, plan.rows)
+            return step.call(adapters, forward, args, kwargs, plan.rows)
         residual = active.call.captures.pop(link.path, None)
         if residual is not None:
             also = active.call.captures.pop(f"+{link.path}", None)
             residual = residual if also is None else residual + also
         base = LayerCall(self, forward, args, kwargs, residual, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
-        adapters = adapters_of(self)
         if not self._read:
             y = evaluate(step, adapters, x, base, plan.rows)
             # an adapter may keep its output for the backward
@@ -101,9 +112,11 @@ class Adapted(nn.Module):
         active = self._link.active
         members = []
         # looked up in each call, because replicas and copies have their own
-        for layer, names in active.plan.shared_inputs[self._link.path]:
-            adapters = adapters_of(below_wrappers(self._modules[layer]))
-            members += [adapters[name] for name in names]
+        plan = active.plan
+        for name, numbers in plan.shared_inputs[self._link.path]:
+            layer = below_wrappers(self._modules[name])
+            step, adapters = acting(layer, plan.sites[layer._link.path])
+            members += [adapters[cast("Chain", step)[i]] for i in numbers]
         outer, active.call.shared_input = active.call.shared_input, SharedInput(members)
         try:
             return super().forward(*args, **kwargs)
@@ -186,9 +199,10 @@ def recorded(
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
-    shared = None if path else shared_of(module) or None
+    shared = None if path else functools.partial(shared_of, module)
     places = None if joined is None else places_in(joined, path)
-    call = RecordedCall(path, given, context.generation, places)
+    ids = ids_in(given, joined, context)
+    call = RecordedCall(path, given, context.generation, places, ids)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:
@@ -342,24 +356,25 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     plain = own(layer, parameter)
     link = layer._link
     active = link.active
-    step = active.plan.steps.get(link.path)
-    if step is None or plain is None:
+    site = active.plan.sites.get(link.path)
+    if site is None or plain is None:
         return plain
     reads = active.call.reads
     if not reads or reads[-1][0] is not layer:
-        return _build(layer, parameter, plain, step)
+        return _build(layer, parameter, plain, site)
     built = reads[-1][1]
     # a value built without gradients cannot give any
-    key = parameter, step, torch.is_grad_enabled()
+    key = parameter, site.step, torch.is_grad_enabled()
     if key not in built:
-        built[key] = _build(layer, parameter, plain, step)
+        built[key] = _build(layer, parameter, plain, site)
     return built[key]
 
 
-def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
-    """Return a parameter with the change of a step's adapters, in the layer's layout."""
+def _build(layer: Adapted, parameter: str, plain: Tensor, site: Site) -> Tensor:
+    """Return a parameter with the change of a site's adapters, in the layer's layout."""
     own_weight = matrix(layer, parameter)
-    base, adapters = base_of(layer, own_weight), adapters_of(layer)
+    base = base_of(layer, own_weight)
+    step, adapters = acting(layer, site)
     # the sum of all changes is rounded once
     w = own_weight.to(compute_dtype(own_weight.dtype))
 

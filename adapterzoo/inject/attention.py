@@ -22,8 +22,7 @@ from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
 
-from .adapted import Adapted, plain_class
-from .containers import adapters_of
+from .adapted import Adapted, acting, plain_class
 from .inline import causal_mask, extended, fit, with_prefix
 from .views import LayerCall
 
@@ -64,11 +63,11 @@ class AdaptedAttention(Adapted):
         link = self._link
         active = link.active
         plan = active.plan
-        step = plan.steps.get(link.path)
-        if step is None:
+        site = plan.sites.get(link.path)
+        if site is None:
             return super().forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
-        adapters = adapters_of(self)
+        step, adapters = acting(self, site)
         base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
         forward = super(Adapted, self).forward
         if link.path in plan.shared_inputs:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, Site, part_names
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter, CopyAdapter, SharedModules
+from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
 
 from .adapted import plain_class
@@ -68,7 +68,7 @@ def build(
         if isinstance(adapter, CopyAdapter):
             adapter.layer = blank_copy(layer, path, at or device)
         if id(placement.config) in sharing:
-            adapter.shared_key = "", sharing[id(placement.config)]
+            adapter.shared_key = SharedKey("", sharing[id(placement.config)])
     sites = [p.site for p in placements]
     if len(built) > 1 and any(adapter.stands_alone for adapter in built):
         raise ConfigError(

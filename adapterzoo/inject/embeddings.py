@@ -15,8 +15,7 @@ from torch import Tensor
 from adapterzoo.composition import Joined, evaluate
 from adapterzoo.errors import StateError
 
-from .adapted import Adapted
-from .containers import adapters_of
+from .adapted import Adapted, acting
 from .views import LayerCall
 
 
@@ -28,8 +27,8 @@ class AdaptedEmbeddings(Adapted):
         link = self._link
         active = link.active
         plan, joined = active.plan, active.call.joined
-        step = plan.steps.get(link.path)
-        if joined is None or step is None or joined.prompts.joins != "embeddings":
+        site = plan.sites.get(link.path)
+        if joined is None or site is None or joined.prompts.joins != "embeddings":
             return super().forward(*args, **kwargs)
         if not joined.adds:
             return super(Adapted, self).forward(*args, **kwargs)
@@ -40,7 +39,7 @@ class AdaptedEmbeddings(Adapted):
             self, functools.partial(_own, plain, joined), args, kwargs, None, active.call
         )
         x = args[0] if args else next(iter(kwargs.values()))
-        return base.pack(evaluate(step, adapters_of(self), x, base, plan.rows))
+        return base.pack(evaluate(*acting(self, site), x, base, plan.rows))
 
 
 def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:

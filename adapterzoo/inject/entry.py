@@ -15,9 +15,9 @@ from adapterzoo.composition import RowMap, inverse_of
 from adapterzoo.contracts import Adapter
 from adapterzoo.runtime import ActiveState, Plan, shared_by
 
-from .adapted import Adapted, restore, swap
+from .adapted import Adapted, acting, restore, swap
 from .building import layer_at
-from .containers import adapters_of, shared_of
+from .containers import shared_of
 from .views import LayerCall
 
 
@@ -89,7 +89,9 @@ class _ExitCall(LayerCall):
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that the adapter's layers share."""
         key = adapter.shared_key
-        return super().shared(adapter) if key is None else shared_by(self._shared, key)
+        if key is None or not adapter.is_replica:
+            return super().shared(adapter)
+        return shared_by(self._shared, key)
 
 
 def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:
@@ -102,5 +104,4 @@ def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tenso
         rows: of the batch, those of `y`.
     """
     path = cast("str", plan.exit)
-    adapters = adapters_of(layer_at(model, path))
-    return inverse_of(plan.steps[path], adapters, y, _ExitCall(model), rows)
+    return inverse_of(*acting(layer_at(model, path), plan.sites[path]), y, _ExitCall(model), rows)

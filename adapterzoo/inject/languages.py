@@ -9,8 +9,7 @@ from torch import Tensor
 
 from adapterzoo.composition import evaluate
 
-from .adapted import Adapted
-from .containers import adapters_of
+from .adapted import Adapted, acting
 from .views import LayerCall
 
 
@@ -31,9 +30,9 @@ class AdaptedLanguages(Adapted):
         link = self._link
         active = link.active
         plain = functools.partial(super().lang_adapter, lang_ids)  # type: ignore[misc]
-        step = active.plan.steps.get(link.path)
-        if step is None:
+        site = active.plan.sites.get(link.path)
+        if site is None:
             return cast("Tensor", plain(hidden_states))
         residual = active.call.captures.pop(link.path, None)
         base = LayerCall(self, plain, (hidden_states,), {}, residual, active.call)
-        return evaluate(step, adapters_of(self), hidden_states, base, active.plan.rows)
+        return evaluate(*acting(self, site), hidden_states, base, active.plan.rows)

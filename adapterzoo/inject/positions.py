@@ -12,7 +12,7 @@ from adapterzoo.contracts import PositionAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.runtime import Plan
 
-from .adapted import Adapted
+from .adapted import Adapted, acting
 from .building import layer_at
 from .containers import adapters_of
 from .views import LayerCall
@@ -28,9 +28,9 @@ class AdaptedPositions(Adapted):
         link = self._link
         active = link.active
         plan = active.plan
-        step = plan.steps.get(link.path)
+        site = plan.sites.get(link.path)
         plain = super(Adapted, self).forward
-        if step is None:
+        if site is None:
             return plain(*args, **kwargs)
         given = {**dict(zip(self._positions, args, strict=False)), **kwargs}
         name = _NUMBERS if _NUMBERS in given else next(iter(given))
@@ -44,7 +44,7 @@ class AdaptedPositions(Adapted):
 
         is_table = isinstance(self, nn.Embedding)
         base = LayerCall(self, read, context=active.call)
-        found = evaluate(step, adapters_of(self), numbers, base, plan.rows)
+        found = evaluate(*acting(self, site), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
 
     def _checked(self, numbers: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> No
     Raises:
         StateError: there are too many.
     """
-    for path, step in plan.steps.items():
+    for path, site in plan.sites.items():
         table = layer_at(model, path)
         if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
             continue
@@ -88,6 +88,5 @@ def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> No
             return torch.zeros_like(numbers)
 
         base = LayerCall(table, read, context=table._link.active.call)
-        adapters = adapters_of(table)
-        if all(isinstance(adapter, PositionAdapter) for adapter in adapters.values()):
-            evaluate(step, adapters, numbers, base, plan.rows)
+        if all(isinstance(adapter, PositionAdapter) for adapter in adapters_of(table).values()):
+            evaluate(*acting(table, site), numbers, base, plan.rows)

@@ -121,6 +121,15 @@ def is_quantized(layer: nn.Module) -> bool:
     return any(packing_of(p) is not None for p in layer._parameters.values())
 
 
+def was_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer stored its weight `[d_in, d_out]` before it was quantized.
+
+    Args:
+        layer: quantized; for GPT-2's Conv1D, a linear layer that knows its former class.
+    """
+    return getattr(getattr(layer, "source_cls", None), "__name__", "") == "Conv1D"
+
+
 def count(weight: Tensor) -> int:
     """Return how many numbers a weight has, when unpacked.
 

@@ -163,12 +163,14 @@ class LayerCall(BaseLayer):
         Raises:
             StateError: the adapter shares nothing, or is not in a model.
         """
-        if adapter.shared_key is None:
+        key = adapter.shared_key
+        if key is None:
             raise StateError(
                 f"{type(adapter).__name__}: its config shares no module between layers. "
                 f"Return one from shared(placements, device, dtype) of the config."
             )
-        return self._in_model().shared(adapter.shared_key)
+        own = None if adapter.is_replica else key.module
+        return self._in_model().shared(key) if own is None else own
 
     def part(self, path: str) -> Any:
         """Return a module or parameter of the running model, of this replica."""

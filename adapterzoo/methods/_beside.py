@@ -183,9 +183,9 @@ class BesideConfig(AdapterConfig):
 
     def _rows(self) -> Iterator[TokenRowsConfig]:
         """Yield a config for each table."""
-        given = self.trainable_token_indices
+        given, dtype = self.trainable_token_indices, self.get("dtype")
         if isinstance(given, Mapping):
             for table, tokens in given.items():
-                yield TokenRowsConfig(table=table, tokens=tokens)
+                yield TokenRowsConfig(table=table, tokens=tokens, dtype=dtype)
         elif given is not None:
-            yield TokenRowsConfig(tokens=given)
+            yield TokenRowsConfig(tokens=given, dtype=dtype)

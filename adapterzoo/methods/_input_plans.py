@@ -1,4 +1,4 @@
-"""Which inputs EVA and CorDA need, and the ranks that EVA gives to each layer.
+"""What EVA, CorDA and LoftQ need, and the ranks that EVA gives to each layer.
 
 EVA's ranks: of the components of all layers, those that explain the largest shares of the
 variance are kept, as many as the config has ranks in all; a layer has at most rho · r of them, and
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.contracts import InputPlan
+from adapterzoo.contracts import InputPlan, WeightPlan
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Check, Choice, Range
 
 from ._input_statistics import Components, Covariance
 from ._low_rank_config import LowRankConfig
+from ._starts import FROM_ORIGINAL
 
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, Check]]] = {
     "eva": {
@@ -31,12 +32,13 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, Check]]] = {
         "adjust_scaling_factors": (True, FLAG),
     },
     "corda": {"corda_method": ("ipm", Choice("ipm", "kpm"))},
+    FROM_ORIGINAL: {},
 }
-"""The options of initial values from inputs: their defaults and legal values, named as in PEFT."""
+"""The options of initial values from `init_data`: defaults and legal values, named as in PEFT."""
 
 
 def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
-    """Return the layers whose inputs are needed.
+    """Return the layers whose inputs or original weights are needed.
 
     Raises:
         ConfigError: one is not a whole linear layer.
@@ -45,9 +47,9 @@ def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
     for site in sites:
         if site.output_slice is not None or site.parameter is not None or site.kind == "embedding":
             raise ConfigError(
-                f"init_weights={config.init_weights!r} at {site.path!r}: it needs the inputs of "
-                f"whole linear layers. Write target_modules={[site.path.rpartition('.')[2]]!r}, or "
-                f"leave the layer out."
+                f"init_weights={config.init_weights!r} at {site.path!r}: it is for whole linear "
+                f"layers. Write target_modules={[site.path.rpartition('.')[2]]!r}, or leave the "
+                f"layer out."
             )
     return sites
 
@@ -140,5 +142,10 @@ class CordaPlan(InputPlan):
         return {}
 
 
-PLANS: Mapping[str, Any] = {"eva": EvaPlan, "corda": CordaPlan}
+def _original(config: LowRankConfig, _options: Mapping[str, Any], anatomy: Anatomy) -> WeightPlan:
+    """Return the plan of LoftQ: the original weights of all layers."""
+    return WeightPlan({site.path: (site.d_out, site.d_in) for site in sites_of(config, anatomy)})
+
+
+PLANS: Mapping[str, Any] = {"eva": EvaPlan, "corda": CordaPlan, FROM_ORIGINAL: _original}
 """Initial values to what they need."""

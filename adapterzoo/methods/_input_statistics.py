@@ -18,7 +18,7 @@ from torch import Tensor
 from adapterzoo.contracts import InputStatistics, compute_dtype
 from adapterzoo.errors import ConfigError
 
-from ._starts import Factors, svd_lowrank
+from ._starts import Factors, check_weight, svd_lowrank
 
 _ITERATIONS, _EXACT = 4, 256
 _DAMPING, _INVERTED = 0.01, 0.05
@@ -91,14 +91,28 @@ class Components(InputStatistics):
             self.converged = cosines >= self.tau
 
     def first(self, rank: int, whiten: bool) -> Tensor:
-        """Return the first components as A `[rank, d_in]`, each divided by √σ with `whiten`."""
+        """Return the first components as A `[rank, d_in]`, each divided by √σ with `whiten`.
+
+        Raises:
+            ConfigError: there are no components, or one has no variance to divide by.
+        """
         if self.components is None:
             raise ConfigError(
                 f"init_weights='eva': no batch had {self.count} tokens, as many as components are "
                 f"needed. Write larger batches in init_data."
             )
-        found = self.components[:rank]
-        return found / self.values[:rank].sqrt().unsqueeze(-1) if whiten else found
+        found, values = self.components[:rank], self.values[:rank]
+        if not whiten:
+            return found
+        # rounding of the SVD: no larger value is known to differ from 0
+        least = values[0] * torch.finfo(values.dtype).eps * found.shape[-1]
+        if (varying := int((values > least).sum())) < rank:
+            raise ConfigError(
+                f"init_options={{'whiten': True}}: only {varying} of {rank} principal components "
+                f"of the inputs vary, and each is divided by its deviation. Write more batches in "
+                f"init_data, r={max(varying, 1)}, or 'whiten': False."
+            )
+        return found / values.sqrt().unsqueeze(-1)
 
 
 def _spectrum(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -140,8 +154,9 @@ class Covariance(InputStatistics):
             keeps_knowledge: whether they are of the last components.
 
         Raises:
-            ConfigError: there was no batch, or its values are not finite.
+            ConfigError: there was no batch, or its values or the weight are not finite.
         """
+        check_weight("corda", w)
         if self.matrix is None or not bool(self.matrix.isfinite().all()):
             raise ConfigError(
                 "init_weights='corda': the inputs of a layer are missing or not finite. Write "

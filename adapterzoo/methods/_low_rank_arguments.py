@@ -10,11 +10,13 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from ._input_plans import OPTIONS
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
 
+INVOCATION = "alora_invocation_tokens"
+"""The field of aLoRA, which LoRA alone has."""
+
 REFUSED = {
     "use_qalora": "it pools the input of each group before A",
-    "alora_invocation_tokens": "it acts only after certain tokens",
+    INVOCATION: "it acts only after certain tokens",
     "layer_replication": "it has more layers than the model",
-    "target_parameters": "it adapts parameters of fused experts one by one",
     "use_bdlora": "its factors are block-diagonal and packed",
     "arrow_config": "it routes each token among several adapters",
     "kasa_config": "it removes singular values from the base weights",
@@ -32,6 +34,7 @@ ARGUMENTS = PeftArguments(
         **STORED,
         **bias(),
         **TOKENS,
+        "target_parameters": ours(None, "target_parameters"),
         "r": ours(8, "r"),
         "lora_alpha": ours(8, "alpha"),
         "lora_dropout": ours(0.0, "dropout"),
@@ -69,6 +72,7 @@ ARGUMENTS = PeftArguments(
 FROM_DATA: Mapping[str, PeftArgument] = {
     "eva_config": PeftArgument(
         ours="init_options",
+        part_class="EvaConfig",
         parts={
             **{name: ours(default, name) for name, (default, _) in OPTIONS["eva"].items()},
             "label_mask_value": PeftArgument(
@@ -78,6 +82,7 @@ FROM_DATA: Mapping[str, PeftArgument] = {
     ),
     "corda_config": PeftArgument(
         ours="init_options",
+        part_class="CordaConfig",
         parts={
             **{name: ours(default, name) for name, (default, _) in OPTIONS["corda"].items()},
             "cache_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
@@ -91,8 +96,21 @@ FROM_DATA: Mapping[str, PeftArgument] = {
             ),
         },
     ),
+    "loftq_config": PeftArgument(
+        part_class="LoftQConfig",
+        parts={
+            "loftq_bits": PeftArgument(
+                4, hint="the base model is quantized already, in its own bits. Leave it out."
+            ),
+            "loftq_iter": PeftArgument(
+                1,
+                hint="further iterations quantize the base weights again, and here these stay as "
+                "they are. Write loftq_iter=1.",
+            ),
+        },
+    ),
 }
-"""The fields of methods whose initial values may come from data."""
+"""The fields of methods whose initial values may come from `init_data`."""
 
 
 def unused_options(fields: Mapping[str, Any]) -> str | None:
@@ -100,10 +118,10 @@ def unused_options(fields: Mapping[str, Any]) -> str | None:
     asked = fields.get("init_lora_weights", fields.get("init_weights"))
     for start in OPTIONS:
         name = f"{start}_config"
-        if fields.get(name) is not None and asked != start:
+        if fields.get(name) and asked != start:
             return (
                 f"{name}={fields[name]!r} with init_lora_weights={asked!r}: it has an effect only "
-                f"with init_lora_weights={start!r}. Write that, and the batches as "
-                f"init_data=batches beside the config; or leave it out."
+                f"with init_lora_weights={start!r}. Write that, and its data as init_data=… beside "
+                f"the config; or leave it out."
             )
     return None

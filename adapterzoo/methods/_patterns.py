@@ -24,7 +24,7 @@ class Modules(Check):
         if isinstance(value, str) or not isinstance(value, Iterable):
             return value
         # PEFT keeps names as a set, which has no order
-        return tuple(sorted(value) if isinstance(value, (set, frozenset)) else value)
+        return tuple(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
 
     def fits(self, value: object) -> bool:
         """Return whether none is empty."""
@@ -46,12 +46,30 @@ class Modules(Check):
         return kept
 
 
-class SomeModules(Modules):
-    """Names of layers among others, of which there may be none."""
+class Targets(Modules):
+    """The same, and an empty list, for no layer, as PEFT writes it."""
 
     def fits(self, value: object) -> bool:
         """Return whether no name is empty."""
         return value == () or super().fits(value)
+
+
+class Parameters(Modules):
+    """Names of parameters, or None."""
+
+    legal = "a list of names of parameters, such as 'experts.down_proj'"
+
+    def convert(self, value: object) -> object:
+        """Return a tuple of names or None; an empty list asks for none."""
+        return super().convert(value) or None if not isinstance(value, str) else value
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a list, and none is empty."""
+        return not isinstance(value, str) and super().fits(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return a list of the name, or two names."""
+        return [value] if isinstance(value, str) and value else ["gate_up_proj", "down_proj"]
 
 
 class Patterns(Check):

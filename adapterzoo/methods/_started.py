@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.contracts import BaseLayer, InputStatistics, compute_dtype
+from adapterzoo.contracts import BaseLayer, LayerData, OriginalWeight, compute_dtype
 from adapterzoo.errors import ConfigError
 
 from ._init import generator
@@ -24,7 +24,7 @@ from ._input_statistics import Components, Covariance
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
 from ._started_config import StartedConfig, joined
-from ._starts import Factors, factors, replaces_weight
+from ._starts import Factors, equals_weight, factors, principal, replaces_weight
 
 
 class Start(nn.Module):
@@ -46,12 +46,8 @@ class Start(nn.Module):
             site: of the adapter.
             a: the adapter's A.
             b: the adapter's B.
-
-        Raises:
-            ConfigError: the site cannot have such initial values.
         """
         super().__init__()
-        check_site(config, site)
         place = f"{site.path}{site.role}/start"
         self.drawing = config.init_weights, config.init_weights_seed, place
         self.register_buffer("lora_A", torch.empty_like(a.detach()))
@@ -95,24 +91,46 @@ class Started(LowRank):
         """
         super().__init__(config, site, device, dtype)
         self.start: Start | None = None
-        self.reads_inputs = config.init_weights in OPTIONS
-        self.options = config.options if self.reads_inputs else {}
+        self.reads_data = config.init_weights in OPTIONS
+        self.options = config.options if self.reads_data else {}
+        if equals_weight(config.init_weights):
+            check_site(config, site)
         if replaces_weight(config.init_weights):
             self.start = Start(config, site, self.lora_A, self.lora_B)
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the initial values that replace a part of the weight."""
-        if self.start is not None and not self.reads_inputs:
+        if self.start is not None and not self.reads_data:
             self._begin(*self.start.drawn(_weight(base), self.scaling))
 
-    def init_from_inputs(self, inputs: InputStatistics, base: BaseLayer) -> None:
-        """Take the initial values that the inputs of the layer give."""
+    def init_from_data(self, data: LayerData, base: BaseLayer) -> None:
+        """Take the initial values that the inputs or the original weight of the layer give.
+
+        Raises:
+            ConfigError: there are values for the original weight, and a start beside them.
+        """
         rank = self.lora_A.shape[-2]
-        if isinstance(inputs, Components):
-            self.lora_A.copy_(inputs.first(rank, self.options["whiten"]))
-        elif isinstance(inputs, Covariance):
+        if isinstance(data, Components):
+            self.lora_A.copy_(data.first(rank, self.options["whiten"]))
+        elif isinstance(data, Covariance):
             keeps = self.options["corda_method"] == "kpm"
-            self._begin(*inputs.factors(_weight(base), rank, self.scaling, keeps))
+            self._begin(*data.factors(_weight(base), rank, self.scaling, keeps))
+        elif isinstance(data, OriginalWeight):
+            self._make_up(data.read(), base)
+
+    def _make_up(self, original: Tensor, base: BaseLayer) -> None:
+        """Take the principal part of what quantization has removed from the weight."""
+        if self.start is not None:
+            raise ConfigError(
+                "the adapter replaces a part of the weight that the layer has. Add it with "
+                "init_weights='lora'."
+            )
+        w = _weight(base)
+        rank, s = self.lora_A.shape[-2], self.scaling
+        for own, value in zip(
+            (self.lora_A, self.lora_B), principal(original.to(w) - w, rank, s), strict=True
+        ):
+            own.copy_(value)
 
     def _begin(self, a: Tensor, b: Tensor) -> None:
         """Set the factors, and those of the start to the same rounded values."""
@@ -145,7 +163,7 @@ def _weight(base: BaseLayer) -> Tensor:
 
 
 def check_site(config: LowRankConfig, site: Site) -> None:
-    """Check that initial values which replace a part of the weight exist at a site.
+    """Check that initial values which are singular vectors, or like them, exist at a site.
 
     Args:
         config: of LoRA.
@@ -155,8 +173,8 @@ def check_site(config: LowRankConfig, site: Site) -> None:
         ConfigError: the layer is an embedding or too narrow, or the scaling is not positive.
     """
     rank, s, width = (
-        config.rank_at(site.path),
-        config.scaling_at(site.path),
+        config.rank_at(site.name),
+        config.scaling_at(site.name),
         min(site.d_in, site.d_out),
     )
     hint, why = "init_weights='lora'", ""

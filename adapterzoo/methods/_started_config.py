@@ -13,7 +13,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.contracts import InputPlan
+from adapterzoo.contracts import InputPlan, WeightPlan
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import Check, field
 
@@ -43,7 +43,8 @@ class StartedConfig(LowRankConfig):
     Attributes:
         init_weights: also "pissa", the principal part of the weight, by an exact SVD;
             "pissa_niter_4", by that many iterations of a randomized one; "olora", by QR; "eva" and
-            "corda", from the inputs of the layers, see `add_adapter(init_data=…)`.
+            "corda", from the inputs of the layers, and "loftq", from the weights before
+            quantization, see `add_adapter(init_data=…)`.
         init_options: of "eva": `rho`, `tau`, `use_label_mask`, `whiten` and
             `adjust_scaling_factors`; of "corda": `corda_method`; as in PEFT.
     """
@@ -73,8 +74,8 @@ class StartedConfig(LowRankConfig):
         defaults = {name: value for name, (value, _) in OPTIONS[self.init_weights].items()}
         return defaults | dict(self.init_options)
 
-    def input_plan(self, anatomy: Anatomy) -> InputPlan | None:
-        """Return what EVA and CorDA need."""
+    def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
+        """Return what EVA, CorDA and LoftQ need."""
         plan = PLANS.get(self.init_weights)
         return None if plan is None else cast("InputPlan", plan(self, self.options, anatomy))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.spelling import PeftLayer, Tensors
 
 from ._starts import factors
@@ -18,7 +18,7 @@ def read_start(layer: PeftLayer) -> Tensors:
     """Return the tensors of a layer, and the part that PEFT has subtracted from its weight.
 
     Raises:
-        CheckpointError: the layer has no weight to compute it from.
+        CheckpointError: the layer has no weight to compute it from, or one that is not finite.
     """
     init, fields = layer.fields["init_lora_weights"], layer.fields
     if init not in REPRODUCED:
@@ -32,6 +32,9 @@ def read_start(layer: PeftLayer) -> Tensors:
         )
     rank = layer.tensors["lora_A"].shape[0]
     s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
-    a, b = factors(init, w.to(compute_dtype(w.dtype)), rank, s, None)
+    try:
+        a, b = factors(init, w.to(compute_dtype(w.dtype)), rank, s, None)
+    except ConfigError as error:
+        raise CheckpointError(f"at {layer.name!r}: {error}") from error
     like = layer.tensors["lora_A"]
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}

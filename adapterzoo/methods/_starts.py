@@ -9,6 +9,10 @@ A' = [A; A₀] and B' = [B, −B₀].
 Orthogonal: the rows of A and the columns of B lie in two orthogonal halves of a random basis of
 the ranks, so that B A = 0 although neither is zero. Gaussian: A has deviation 1 / r. Both as in
 PEFT.
+
+LoftQ (Li et al. 2023, arXiv:2310.08659, eq. 6–8, T = 1): s · B A is the principal part of W − Q,
+where Q is the quantized weight that the layer has and W the original one. Nothing is subtracted:
+the update makes up for an error. Differs from PEFT: it divides by s, so that any scaling does.
 """
 
 from __future__ import annotations
@@ -39,12 +43,16 @@ FROM_INPUTS = "eva", "corda"
 """Those that need inputs of the layers."""
 
 
+FROM_ORIGINAL = "loftq"
+"""Those that need the weight before its quantization."""
+
+
 class Starts(Choice):
     """The names of all initial values."""
 
     def __init__(self) -> None:
         """Take the names."""
-        super().__init__(*DRAWN, "pissa", "olora", *FROM_INPUTS)
+        super().__init__(*DRAWN, "pissa", "olora", *FROM_INPUTS, FROM_ORIGINAL)
         self.legal += ", or 'pissa_niter_4' with any number of iterations"
 
     def fits(self, value: object) -> bool:
@@ -55,6 +63,11 @@ class Starts(Choice):
 def replaces_weight(name: str) -> bool:
     """Return whether initial values replace a part of the base weight."""
     return name in ("olora", "corda") or name.startswith("pissa")
+
+
+def equals_weight(name: str) -> bool:
+    """Return whether s · B A starts as a certain matrix, a part of a weight or its error."""
+    return replaces_weight(name) or name == FROM_ORIGINAL
 
 
 def drawing(
@@ -95,6 +108,23 @@ def drawing(
     return fill_a, fill_b
 
 
+def check_weight(name: str, w: Tensor) -> None:
+    """Check that initial values can be computed from a weight.
+
+    Args:
+        name: of the initial values.
+        w: the weight.
+
+    Raises:
+        ConfigError: it has values that are NaN or infinite.
+    """
+    if not bool(w.isfinite().all()):
+        raise ConfigError(
+            f"init_weights={name!r} is computed from the weight, and that has values that are not "
+            f"finite. Load the base model again, in float32, or write init_weights='lora'."
+        )
+
+
 def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator | None) -> Factors:
     """Return A₀ and B₀ of initial values that replace a part of the weight.
 
@@ -104,15 +134,27 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
         rank: r, at most the smaller width.
         s: the scaling.
         source: of random numbers, for `pissa_niter_<number>`.
+
+    Raises:
+        ConfigError: the weight is not finite.
     """
+    check_weight(name, w)
     if name == "olora":
         q, r = torch.linalg.qr(w)
         return r[..., :rank, :].contiguous(), q[..., :rank].contiguous()
     if match := _NITER.fullmatch(name):
-        u, values, v = svd_lowrank(w, rank, int(match[1]), source)
-    else:
-        u, values, vh = torch.linalg.svd(w, full_matrices=False)
-        u, values, v = u[..., :rank], values[..., :rank], vh[..., :rank, :].mT
+        return _balanced(*svd_lowrank(w, rank, int(match[1]), source), s)
+    return principal(w, rank, s)
+
+
+def principal(w: Tensor, rank: int, s: float) -> Factors:
+    """Return A and B of the principal part of a matrix; arguments as of `factors`."""
+    u, values, vh = torch.linalg.svd(w, full_matrices=False)
+    return _balanced(u[..., :rank], values[..., :rank], vh[..., :rank, :].mT, s)
+
+
+def _balanced(u: Tensor, values: Tensor, v: Tensor, s: float) -> Factors:
+    """Return A and B of equal norms, with s · B A = U Σ Vᵀ."""
     roots = (values / s).sqrt().unsqueeze(-2)  # [*experts, 1, r]
     return (v * roots).mT.contiguous(), (u * roots).contiguous()
 

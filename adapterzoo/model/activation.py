@@ -17,9 +17,13 @@ from adapterzoo.composition import (
     Composition,
     Fuse,
     Prompts,
+    Site,
     Stack,
     Step,
+    bound,
+    by_name,
     compile_rows,
+    fusion_key,
     fusions_of,
     has_tokens,
     parse,
@@ -42,7 +46,7 @@ from adapterzoo.errors import (
     StateError,
     listing,
 )
-from adapterzoo.runtime import Plan
+from adapterzoo.runtime import Plan, SharedLayers
 
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
@@ -116,6 +120,7 @@ def make_plan(
             f"for itself, and another has rows of it. Activate one of them."
         )
     steps.update(outputs)
+    sites = _bound(model, setup, steps, present)
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():
@@ -131,7 +136,28 @@ def make_plan(
     )
     leaving = next(inverts, None)
     prompts = _prompts(model, parts, present)
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving, prompts)
+    return Plan(setup, heads, sites, captures, shared, skip_layers, rows, stacks, leaving, prompts)
+
+
+def _bound(
+    model: AdaptedModel,
+    setup: Composition,
+    steps: Mapping[str, Step],
+    present: Mapping[str, Mapping[str, Adapter]],
+) -> dict[str, Site]:
+    """Return the sites of a plan, with the adapters of those in the base model."""
+    held: dict[str, Mapping[str, Any]] = {**present}
+    for fuse in fusions_of(setup):
+        key = fusion_key(fuse.name)
+        for path in model._adapter_state.fusions[fuse.name].paths:
+            layers = inject.adapters_of(model._backbone.get_submodule(path))
+            # a fusion that is only checked has none yet
+            if path in held and key in layers:
+                held[path] = {**held[path], key: layers[key]}
+    return {
+        path: bound(step, held[path]) if path in held else by_name(step)
+        for path, step in steps.items()
+    }
 
 
 def check_setup(
@@ -191,19 +217,21 @@ def _shared_inputs(
     acting: list[str],
     steps: Mapping[str, Step],
     present: Mapping[str, Mapping[str, Adapter]],
-) -> dict[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+) -> dict[str, SharedLayers]:
     """Return the `shared_inputs` of a plan: only adapters of a chain read the layer's own input."""
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, dict[str, list[int]]] = {}
     for name in acting:
         for around, paths in model._adapter_state.records[name].shared_inputs.items():
             for path in paths:
                 chain = steps.get(path)
-                acts = isinstance(chain, tuple) and name in chain
-                if acts and isinstance(present[path][name], SharedInputAdapter):
+                if not isinstance(chain, tuple) or name not in chain:
+                    continue
+                if isinstance(present[path][name], SharedInputAdapter):
                     layer = path.rpartition(".")[2]
-                    found.setdefault(around, {}).setdefault(layer, []).append(name)
+                    numbers = found.setdefault(around, {}).setdefault(layer, [])
+                    numbers.append(chain.index(name))
     return {
-        around: tuple((layer, tuple(names)) for layer, names in layers.items())
+        around: tuple((layer, tuple(numbers)) for layer, numbers in layers.items())
         for around, layers in found.items()
         if len(layers) > 1
     }

@@ -6,7 +6,7 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
-from adapterzoo.contracts import Adapter, Ejectable, InputStatistics
+from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
@@ -28,14 +28,14 @@ from adapterzoo.inject.building import (
     layer_at,
 )
 from adapterzoo.names import check_name
-from adapterzoo.runtime import Plan
+from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
-from .hf.input_data import Collected, fitted
+from .hf.init_data import Collected, InitData, fitted
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
@@ -53,7 +53,7 @@ def add(
     config: AdapterConfig | str | Mapping[str, Any] | None = None,
     overwrite_ok: bool = False,
     active: bool = False,
-    init_data: Iterable[Mapping[str, Any]] | None = None,
+    init_data: InitData = None,
     in_file: bool = False,
 ) -> None:
     """Add an adapter with fresh parameters, on each layer's device and in its dtype.
@@ -69,13 +69,13 @@ def add(
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
     loaded, with_output = model._head_strategy.without_saved(loaded)
-    inputs: Collected = {}
+    data: Collected = {}
     if not in_file:
-        loaded, inputs = fitted(model, loaded, init_data)
+        loaded, data = fitted(model, loaded, init_data)
     record = make(model, loaded)
     for path, adapter in record.coming.items():
         if record.places[path]:
-            init_values(model, path, adapter, inputs.get(path))
+            init_values(model, path, adapter, data.get(path))
         else:
             init_shared(model, loaded, adapter)
     bring_in(model, name, record, active)
@@ -84,15 +84,22 @@ def add(
 
 
 def init_values(
-    model: AdaptedModel, path: str, adapter: Adapter, inputs: InputStatistics | None = None
+    model: AdaptedModel, path: str, adapter: Adapter, data: LayerData | None = None
 ) -> None:
-    """Let a fresh adapter take initial values from its layer, if that has values."""
+    """Let a fresh adapter take initial values from its layer, if that has values.
+
+    Raises:
+        ConfigError: the values of the layer, or its inputs, give none.
+    """
     layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
         # while a model is being loaded it has no values; the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
-            inject.init_from_layer(layer, adapter, originals, inputs)
+            try:
+                inject.init_from_layer(layer, adapter, originals, data)
+            except ConfigError as error:
+                raise ConfigError(f"at {path!r}: {error}") from error
 
 
 def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
@@ -242,7 +249,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     """
     backbone, active, modules = model._backbone, model._active, record.coming
     # no short-circuit: each module is told its name
-    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
+    keys: dict[int | None, SharedKey] = {}
+    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name, keys)]
     record = AdapterRecord(
         record.config, record.places, shared_inputs(record.places), bool(reading), record.meta
     )
@@ -253,6 +261,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             inject.put(layer, name, adapter, active, path, overwritten)
         else:
             inject.put_shared(backbone, name, adapter, active)
+    for key in keys.values():
+        key.module = shared_by(active.default.shared, key)
     for source, reader in record.sources():
         inject.capture_input(backbone.get_submodule(source), reader, name, active, source)
     for around in record.shared_inputs:
@@ -268,14 +278,14 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     list_ties(model, name)
 
 
-def _reads_calls(adapter: nn.Module, name: str) -> bool:
-    """Return whether any part uses the call or shared modules; tell it its name."""
+def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
+    """Return whether any part uses the call or shared modules; give it the key of its number."""
     reads = False
     for module in adapter.modules():
         if isinstance(module, Adapter):
             reads |= module.reads_call or module.shared_key is not None
-            if module.shared_key is not None:
-                module.shared_key = name, module.shared_key[1]
+            if (key := module.shared_key) is not None:
+                module.shared_key = keys.setdefault(key.number, SharedKey(name, key.number))
     return reads
 
 

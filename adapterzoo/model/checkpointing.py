@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,6 +71,17 @@ def save_adapter(
         _warn_of_embeddings(model, name)
     stored = checkpoint_of(model, name, with_head, meta, format)
     documents.write(model, folder, stored, "adapter", format)
+
+
+def check_saving(model: AdaptedModel, names: Iterable[str], format: str) -> None:
+    """Check that a format can express adapters, before the first of them is written.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    # the native format can express all
+    for name in names if format != "native" else ():
+        documents.check(model, checkpoint_of(model, name, True, None, format), "adapter", format)
 
 
 def checkpoint_of(
@@ -150,7 +161,7 @@ def found(
     hub_options: Mapping[str, Any],
 ) -> tuple[Path, str | None]:
     """Return the folder of an adapter, and its name on the Hub; arguments as of `load_adapter`."""
-    revision = arguments.one_revision(version, revision)
+    revision = arguments.one_of(version=version, revision=revision)
     base = hub_options.get("model_name") or info_of(model).model_name
     folder = hub.resolve(path, revision, source, **{**hub_options, "model_name": base})
     return folder, None if folder == Path(path) else str(path)

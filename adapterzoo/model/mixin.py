@@ -43,6 +43,7 @@ from .hf import (
     vocabularies,
 )
 from .hf import hotswap as swapping
+from .hf.init_data import InitData
 from .peft import slots, switching
 from .peft.names import with_names_of_peft
 from .state import (
@@ -150,7 +151,9 @@ class AdapterModelMixin:
         config: AdapterConfig | str | Mapping[str, Any] | None = None,
         overwrite_ok: bool = False,
         set_active: bool = False,
-        init_data: Iterable[Mapping[str, Any]] | None = None,
+        init_data: InitData = None,
+        *,
+        autocast_adapter_dtype: bool = False,
     ) -> None:
         """Add an adapter with fresh parameters, on each layer's device and in its dtype.
 
@@ -161,9 +164,13 @@ class AdapterModelMixin:
                 which is "default" then if not given; the adapter is trained and active afterwards.
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
-            init_data: batches, each with the arguments of a call, for the initial values that
-                need inputs of the layers: `init_weights="eva"` and `"corda"` of LoRA. It is read
-                several times, so a list or a DataLoader.
+            init_data: what some initial values of LoRA need. `init_weights="eva"` and `"corda"`:
+                batches, each with the arguments of a call, as a list or a DataLoader, since they
+                are read several times. `"loftq"`: the weights before quantization, a folder, a
+                file of safetensors, a name on the Hub, or a state dict; None: what the base model
+                was loaded from.
+            autocast_adapter_dtype: PEFT's switch: whether parameters are in float32 over layers in
+                half precision, if the config has no `dtype`. Copies of layers keep theirs.
 
         Raises:
             ConfigError: the name or a value of the config is not legal, or data are missing.
@@ -171,7 +178,9 @@ class AdapterModelMixin:
             SiteError: the model has no place that the config asks for.
             StateError: the model is sharded.
         """
-        switching.add(self, adapter_name, config, overwrite_ok, set_active, init_data)
+        switching.add(
+            self, adapter_name, config, overwrite_ok, set_active, init_data, autocast_adapter_dtype
+        )
 
     @switching.also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
@@ -934,12 +943,13 @@ class AdapterModelMixin:
         """
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
-            load_as=load_as or adapter_name, with_head=with_head, leave_out=leave_out,
+            load_as=arguments.one_of(load_as=load_as, adapter_name=adapter_name),
+            with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
-        options = {**hub_kwargs, "config": config, "model_name": model_name}
+        options = {**arguments.of_hub(hub_kwargs), "config": config, "model_name": model_name}
         load, before = slots.chosen(self, hotswap), (*self._adapter_state.records,)
         name = load(self, adapter_name_or_path, version, revision, source, options, asked)
         is_swapped = load is not checkpointing.load_adapter and name in before
@@ -1180,7 +1190,8 @@ class AdapterModelMixin:
             StateError: the model is sharded.
         """
         return setups.load(
-            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active,
+            self, adapter_setup_name_or_path, version, revision, source,
+            arguments.of_hub(hub_kwargs), set_active,
             loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ classes of configs are made from what the files of methods declare.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from .auto import (
@@ -24,13 +25,18 @@ from .auto import (
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
 )
-from .configs import PeftConfig, TaskType, config_classes
+from .configs import PeftConfig, PeftType, TaskType, config_classes, field_classes
+from .elsewhere import missing
 from .functions import (
+    cast_mixed_precision_params,
+    get_peft_config,
     get_peft_model_state_dict,
+    load_peft_weights,
     prepare_model_for_kbit_training,
+    replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
-from .model import PeftModel, get_peft_model
+from .model import PeftModel, get_peft_model, inject_adapter_in_model
 
 __all__ = [
     "AutoPeftModel",
@@ -42,20 +48,30 @@ __all__ = [
     "AutoPeftModelForTokenClassification",
     "PeftConfig",
     "PeftModel",
+    "PeftType",
     "TaskType",
+    "cast_mixed_precision_params",
+    "get_peft_config",
     "get_peft_model",
     "get_peft_model_state_dict",
+    "inject_adapter_in_model",
+    "load_peft_weights",
     "prepare_model_for_kbit_training",
+    "replace_lora_weights_loftq",
     "set_peft_model_state_dict",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    found = config_classes().get(name)
-    if found is None:
+    known = {**config_classes(), **field_classes()}
+    if name in known:
+        return known[name]
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+    # `from … import name` would replace the message of an AttributeError
+    is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if is_import else AttributeError)(missing(name, [*__all__, *known]))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *config_classes()})
+    return sorted({*globals(), *config_classes(), *field_classes()})

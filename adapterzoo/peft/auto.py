@@ -102,12 +102,13 @@ class AutoPeftModel:
             return getattr(transformers, cls.auto_class)
         mapping = values.get("auto_mapping")
         name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-        # only classes of transformers: a config must not import anything
-        found = getattr(transformers, str(name), None)
-        if found is None:
+        # only models of transformers: a config must not import anything
+        found: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        if not is_model or found.config_class is None:
             raise ConfigError(
                 f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names the class {name!r}, "
-                f"which transformers does not have. Write a class for a task: "
+                f"which is not a model of transformers. Write a class for a task: "
                 f"{_CLASSES[0].__name__}."
             )
         return found

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
 from adapterzoo.checkpoint import files
 from adapterzoo.checkpoint.peft.config import CONFIG, checked
 from adapterzoo.errors import FieldError, listing, names_call
-from adapterzoo.peft_arguments import COMMON, TASK_TYPES, classes_of_peft
+from adapterzoo.peft_arguments import COMMON, TASK_TYPES, PeftArgument, classes_of_peft
+from adapterzoo.spelling import peft_spellings
 
 TaskType = StrEnum("TaskType", {name: name for name in TASK_TYPES})  # type: ignore[misc]
 """PEFT's names of tasks."""
+
+PeftType = StrEnum(  # type: ignore[misc]
+    "PeftType", {spelling.peft_type: spelling.peft_type for spelling in peft_spellings.values()}
+)
+"""PEFT's names of methods, also of those that are only read."""
 
 
 class PeftConfig:
@@ -66,10 +73,7 @@ class PeftConfig:
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        listed = {
-            k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in vars(self).items()
-        }
-        document = {"peft_type": self.peft_type, **listed}
+        document = {"peft_type": self.peft_type, **{k: _plain(v) for k, v in vars(self).items()}}
         files.write_all(Path(save_directory), {CONFIG: files.json_bytes(document)})
 
     @classmethod
@@ -101,6 +105,13 @@ class PeftConfig:
         """Return a constructor call with the fields that are not PEFT's defaults."""
         changed = {k: v for k, v in vars(self).items() if v != self.defaults.get(k)}
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return sorted(value) if isinstance(value, (set, frozenset)) else value
 
 
 def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftConfig:
@@ -147,3 +158,35 @@ def config_classes() -> dict[str, type[PeftConfig]]:
         )
         for name, own in defaults.items()
     }
+
+
+@functools.cache
+def field_classes() -> dict[str, type[Any]]:
+    """Return PEFT's classes of values of fields, by name: options of initial values, and choices.
+
+    `eva_config` holds an `EvaConfig`, and `prompt_tuning_init` a `PromptTuningInit`.
+    """
+    found: dict[str, type[Any]] = {}
+    for arguments in classes_of_peft.values():
+        for field, argument in arguments.fields.items():
+            name = argument.part_class or "".join(word.capitalize() for word in field.split("_"))
+            choices = {value: value for value in argument.values or ()}
+            if argument.parts is not None:
+                found[name] = _options_class(name, argument.parts)
+            elif choices and all(isinstance(v, str) and v.isupper() for v in choices):
+                found[name] = cast("Any", StrEnum)(name, choices)
+    return found
+
+
+def _options_class(name: str, parts: Mapping[str, PeftArgument]) -> type[Any]:
+    """Return a dataclass of the fields, with PEFT's defaults."""
+    fields = [
+        (
+            key,
+            Any,
+            dataclasses.field(default_factory=functools.partial(copy.deepcopy, part.default)),
+        )
+        for key, part in parts.items()
+    ]
+    namespace = {"__doc__": f"PEFT's `{name}`.", "__module__": "adapterzoo.peft"}
+    return dataclasses.make_dataclass(name, fields, namespace=namespace)

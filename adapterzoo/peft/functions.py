@@ -1,16 +1,22 @@
-"""PEFT's functions of a model's state."""
+"""PEFT's functions besides `get_peft_model`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import names_call
+from adapterzoo import hub
+from adapterzoo.checkpoint import peft as format_of_peft
+from adapterzoo.errors import ConfigError, StateError, names_call
 from adapterzoo.inject import quantized
-from adapterzoo.model.peft import in_memory, switching
+from adapterzoo.model import AdapterModelMixin
+from adapterzoo.model.peft import in_memory, original_weights, switching
+
+from .configs import PeftConfig, from_values
 
 
 class LoadResult(NamedTuple):
@@ -36,8 +42,10 @@ def get_peft_model_state_dict(
     Raises:
         CheckpointError: PEFT has no such adapter.
         ConfigError: a `state_dict` is given.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
+    _check_model(model)
     return in_memory.tensors_of_peft(model, adapter_name, state_dict)
 
 
@@ -59,10 +67,112 @@ def set_peft_model_state_dict(
 
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
+        ConfigError: they are not tensors by keys.
+        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
+    _check_model(model)
+    values: object = peft_model_state_dict
+    if not isinstance(values, Mapping) or not all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in values.items()
+    ):
+        raise ConfigError(
+            f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
+            f"tensors. Write what get_peft_model_state_dict(model) returns."
+        )
     in_memory.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, AdapterModelMixin):
+        raise StateError(
+            f"a {type(model).__name__} has no adapters. Write get_peft_model(model, config)."
+        )
+
+
+@names_call
+def load_peft_weights(
+    model_id: str | os.PathLike[str], device: Any = None, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Return the tensors in an adapter's folder, by their keys in PEFT's files.
+
+    Args:
+        model_id: a folder, or `user/repository`.
+        device: to put them on; None: the CPU.
+        **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
+
+    Raises:
+        CheckpointError: there is no such file.
+        ConfigError: an argument is unknown.
+    """
+    if unknown := sorted(kwargs.keys() - {*hub.OPTIONS}):
+        raise ConfigError(
+            f"{unknown[0]}={kwargs[unknown[0]]!r}: there is no such argument. Leave it out."
+        )
+    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
+    return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
+
+
+@names_call
+def get_peft_config(config_dict: Mapping[str, Any]) -> PeftConfig:
+    """Return the config object for a dict of fields.
+
+    Args:
+        config_dict: with `peft_type`.
+
+    Raises:
+        CheckpointError: there is no such method here.
+        FieldError: the method is only read, or there is no such field.
+    """
+    kind = {"peft_type": config_dict.get("peft_type")}
+    return from_values(kind, {k: v for k, v in config_dict.items() if k != "peft_type"})
+
+
+@names_call
+def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
+    """Convert parameters that are trained to float32, and all others to half precision.
+
+    Args:
+        model: with adapters.
+        dtype: float16 or bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and quantized.packing_of(parameter) is None:
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+
+
+@names_call
+def replace_lora_weights_loftq(
+    peft_model: Any,
+    model_path: str | os.PathLike[str] | None = None,
+    adapter_name: str = switching.DEFAULT,
+    callback: Callable[[Any, str], bool] | None = None,
+) -> None:
+    """Give an adapter of LoRA the values that make up best for the quantization of its layers.
+
+    The base model does not change. PEFT takes a scaling of 1 for granted; here any one does.
+
+    Args:
+        peft_model: quantized, with the adapter.
+        model_path: a folder, a file of safetensors, or a name on the Hub, with the weights before
+            quantization; None: what the model was loaded from.
+        adapter_name: the adapter.
+        callback: called with the model and the name of each layer after it has got its values;
+            with False the layer gets its former ones again.
+
+    Raises:
+        ConfigError: no layer is quantized, a weight is missing, or the adapter has no such values.
+        StateError: the adapter is merged.
+        UnknownNameError: the adapter is unknown.
+    """
+    original_weights.make_up(
+        peft_model,
+        adapter_name,
+        {"init_weights": "loftq", "init_options": {}},
+        model_path,
+        callback,
+    )
 
 
 @names_call
@@ -89,8 +199,9 @@ def prepare_model_for_kbit_training(
         if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     if use_gradient_checkpointing and getattr(model, "is_quantized", False):
-        options = dict(gradient_checkpointing_kwargs or {})
-        if options.get("use_reentrant", True):
+        # torch's own default, which it asks to be said
+        options = {"use_reentrant": True, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -11,15 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from adapterzoo import hub
-from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.inject import set_class
-from adapterzoo.model import AdapterModelMixin, init
+from adapterzoo.model import AdapterModelMixin, checkpointing, init
 from adapterzoo.model.hf.factory import blank
-from adapterzoo.model.peft import configs, in_memory, switching
-from adapterzoo.model.state import parameters_of
+from adapterzoo.model.hf.init_data import InitData
+from adapterzoo.model.peft import autocast, in_memory, switching
 
+from . import checkpoints
 from .configs import PeftConfig, from_values
+from .functions import LoadResult
 
 
 class PeftModel:
@@ -27,6 +28,9 @@ class PeftModel:
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
     """
+
+    # how transformers asks whether a quantized model has something to train
+    _hf_peft_config_loaded = True
 
     if TYPE_CHECKING:
 
@@ -48,13 +52,14 @@ class PeftModel:
             model_id: a folder, in any format, or `user/repository` on the Hub.
             adapter_name: to give it.
             is_trainable: whether it is trained; otherwise it is only used.
-            **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
+            **kwargs: as `load_adapter` takes them.
 
         Returns:
             The same object.
 
         Raises:
             CheckpointError: the adapter does not fit the model; it has no adapter then.
+            ConfigError: an argument is not legal.
         """
         was_plain = not isinstance(model, AdapterModelMixin)
         made = as_peft(model)
@@ -70,11 +75,34 @@ class PeftModel:
         return made
 
     @names_call
+    def add_adapter(self, *args: Any, autocast_adapter_dtype: bool = True, **kwargs: Any) -> None:
+        """Add an adapter: `AdapterModelMixin.add_adapter` with parameters in float32.
+
+        Args:
+            *args: see there.
+            autocast_adapter_dtype: as in `get_peft_model`.
+            **kwargs: see there.
+
+        Raises:
+            ConfigError: a value of the config has no meaning here.
+        """
+        _refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
+        theirs = cast("Any", AdapterModelMixin)
+        theirs.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+
+    @names_call
     def load_adapter(
         self,
         model_id: str | os.PathLike[str],
         adapter_name: str,
         is_trainable: bool = False,
+        torch_device: torch.device | str | None = None,
+        autocast_adapter_dtype: bool = True,
+        ephemeral_gpu_offload: bool = False,
+        low_cpu_mem_usage: bool = False,
+        key_mapping: Mapping[str, str] | None = None,
+        *,
+        config: Any = None,
         **kwargs: Any,
     ) -> None:
         """Load an adapter; the first one of the model becomes active.
@@ -83,22 +111,45 @@ class PeftModel:
             model_id: a folder, or a name on the Hub; `subfolder` is a part of it.
             adapter_name: to give it; an adapter of this name is replaced.
             is_trainable: whether its parameters get gradients.
+            torch_device: where PEFT reads the file; tensors go to the devices of the layers.
+            autocast_adapter_dtype: whether parameters in half precision are converted to float32,
+                as in `get_peft_model`.
+            ephemeral_gpu_offload: must be False.
+            low_cpu_mem_usage: a file's tensors are never initialized first, with or without it.
+            key_mapping: must be None.
+            config: must be None: it is that of the folder.
             **kwargs: as `AdapterModelMixin.load_adapter` takes them.
 
         Raises:
             CheckpointError: it does not fit the model.
+            ConfigError: an argument is not legal.
         """
+        autocast.check(autocast_adapter_dtype)
+        for name, value in (
+            ("ephemeral_gpu_offload", ephemeral_gpu_offload),
+            ("key_mapping", key_mapping),
+            ("config", config),
+        ):
+            if value:
+                raise ConfigError(
+                    f"{name}={value!r}: an adapter is loaded as its folder describes it. Leave it "
+                    f"out."
+                )
+        _check_device(torch_device)
         path = (
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
-        # a file's tensors are never initialized first
-        kwargs.pop("low_cpu_mem_usage", None)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
-        theirs = cast("Any", AdapterModelMixin)
+        theirs, own = cast("Any", AdapterModelMixin), cast("Any", self)
+        old = own._adapter_state.records.get(adapter_name)
         theirs.load_adapter(
             self, folder, adapter_name=adapter_name, is_trainable=is_trainable,
             **{"overwrite_ok": True, **kwargs},
         )  # fmt: skip
+        # a hotswap leaves the places, and the dtype of the slot
+        is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
+        if autocast_adapter_dtype and is_new:
+            autocast.widen(own, adapter_name)
 
     @names_call
     def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:
@@ -115,10 +166,7 @@ class PeftModel:
             switching.activate(cast("Any", self), adapter_name, frozen=True)
         else:
             names = switching.list_of(cast("Any", self), adapter_name)
-            for name in names:
-                for parameter in parameters_of(cast("Any", self), name):
-                    parameter.requires_grad_(parameter.is_floating_point())
-            switching.train(self, names if len(names) > 1 else names[0])
+            switching.train(self, names if len(names) > 1 else names[0], thaws=True)
 
     @names_call
     def save_pretrained(
@@ -131,20 +179,23 @@ class PeftModel:
     ) -> None:
         """Save adapters in PEFT's format: "default" in the folder, others in sub-folders.
 
+        If PEFT lacks one of them, none is written.
+
         Args:
             save_directory: the folder; created if missing.
             safe_serialization: must be True.
             selected_adapters: names; None: all.
             is_main_process: whether this process writes.
             **kwargs: `format` of the files, "peft" if not given; `state_dict` of the whole model,
-                which `Trainer` gives and which is not read.
+                which `Trainer` gives and which is not read. In a trainer's `checkpoint-<step>`
+                all trained tensors are also written to `model.safetensors`.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
             ConfigError: an argument has no meaning here.
             UnknownNameError: an adapter is unknown.
         """
-        kwargs.pop("state_dict", None)
+        of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
         format = kwargs.pop("format", "peft")
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
@@ -157,17 +208,37 @@ class PeftModel:
         for name in names:
             if name not in known:
                 raise unknown_name("", "adapter", name, known)
+        if len(names) > 1:
+            checkpointing.check_saving(cast("Any", self), names, format)
         for name in names if is_main_process else ():
             below = "" if name == switching.DEFAULT else name
             self.save_adapter(Path(save_directory) / below, name, format=format)
+        if of_trainer and is_main_process:
+            checkpoints.write(cast("Any", self), Path(save_directory))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
+
+        Args:
+            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
+            strict: whether all keys of the model are needed.
+            assign: whether the tensors become the parameters.
+
+        Raises:
+            CheckpointError: a checkpoint does not fit; nothing has changed then.
+        """
+        own = cast("Any", self)
+        if not strict and checkpoints.holds_only_trained(own, state_dict):
+            checkpoints.fill(own, state_dict)
+            return LoadResult([], [])
+        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
         """The adapters' names to configs of PEFT, as files have them; changes have no effect."""
-        own = cast("Any", self)
-        return {
-            name: from_values(in_memory.encoded(own, name)[0], {}) for name in self.adapters_config
-        }
+        return {name: self._peft_config_of(name) for name in self.adapters_config}
 
     @property
     def active_peft_config(self) -> PeftConfig:
@@ -176,7 +247,10 @@ class PeftModel:
         Raises:
             StateError: not exactly one is active.
         """
-        return self.peft_config[in_memory.one_name(cast("Any", self), None)]
+        return self._peft_config_of(in_memory.one_name(cast("Any", self), None))
+
+    def _peft_config_of(self, name: str) -> PeftConfig:
+        return from_values(in_memory.encoded(cast("Any", self), name)[0], {})
 
     def get_base_model(self) -> Self:
         """Return the model itself: it is not wrapped."""
@@ -224,7 +298,7 @@ def get_peft_model(
     adapter_name: str = switching.DEFAULT,
     autocast_adapter_dtype: bool = True,
     low_cpu_mem_usage: bool = False,
-    init_data: Iterable[Mapping[str, Any]] | None = None,
+    init_data: InitData = None,
 ) -> Any:
     """Add an adapter to a model of transformers, which is changed in place, and train it.
 
@@ -232,10 +306,12 @@ def get_peft_model(
         model: of transformers; its mode does not change.
         peft_config: a config of PEFT, or of this library.
         adapter_name: to give it.
-        autocast_adapter_dtype: whether parameters in half precision are converted to float32.
+        autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
+            precision, unless its config has a `dtype`. Copies of layers keep their dtype.
         low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
-            "corda"; PEFT takes them in functions of their own.
+            "corda", which PEFT takes in functions of their own; or the weights before quantization
+            for "loftq", see `add_adapter`.
 
     Returns:
         The same object.
@@ -244,29 +320,65 @@ def get_peft_model(
         ConfigError: a value of the config has no meaning here, or initial values need data.
         StateError: the model has no adapters of this library, but layers of PEFT.
     """
-    if low_cpu_mem_usage:
-        raise ConfigError(
-            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
-        )
+    _refuse_uninitialized(low_cpu_mem_usage)
     if peft_config is None:
         raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
     was_plain = not isinstance(model, AdapterModelMixin)
     made = as_peft(model)
     try:
-        found = configs.read(made, peft_config) if configs.is_peft(peft_config) else None
-        config = AdapterConfig.load(peft_config) if found is None else found.config
-        is_half = made.dtype in (torch.float16, torch.bfloat16)
-        if autocast_adapter_dtype and is_half and "dtype" in config.field_names():
-            config = config.replace(dtype="float32")
-        made.add_adapter(adapter_name, config, init_data=init_data)
+        made.add_adapter(
+            adapter_name, peft_config, init_data=init_data,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+        )  # fmt: skip
     except BaseException:
         if was_plain:
             made.unload()
         raise
-    if found is not None and found.is_frozen:
-        made.set_adapter(adapter_name, inference_mode=True)
-    else:
-        switching.train(made, adapter_name)
+    switching.train(made, adapter_name)
+    return made
+
+
+def _refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
+    if low_cpu_mem_usage:
+        raise ConfigError(
+            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
+        )
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"torch_device={device!r} is not a device. Write 'cpu', or leave it out."
+        ) from error
+
+
+@names_call
+def inject_adapter_in_model(
+    peft_config: Any, model: PreTrainedModel, adapter_name: str = switching.DEFAULT
+) -> Any:
+    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
+
+    Args:
+        peft_config: a config of PEFT.
+        model: changed in place.
+        adapter_name: to give it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a value of the config has no meaning here.
+    """
+    was_plain = not isinstance(model, AdapterModelMixin)
+    made: Any = init(model) if was_plain else model
+    try:
+        made.add_adapter(peft_config, adapter_name=adapter_name)
+    except BaseException:
+        if was_plain:
+            made.unload()
+        raise
     return made
 
 

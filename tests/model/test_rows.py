@@ -140,9 +140,9 @@ def test_adapters_of_one_class_act_in_one_call(family, names):
     model = with_adapters(family, {**CONFIGS, "e2": "dora[r=3]"})
     model(**tiny_inputs(family, batch=len(names)), adapter_names=names)
     (plan,) = model._adapter_state.plans.values()
-    assert plan.steps
+    assert plan.sites
     # of a stack of different methods each layer is of one class
-    assert all(step.layers is not None for step in plan.steps.values())
+    assert all(site.step.layers is not None for site in plan.sites.values())
     check_rows(model, tiny_inputs(family, batch=len(names)), names)
 
 

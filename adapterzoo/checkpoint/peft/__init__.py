@@ -43,7 +43,7 @@ class PeftFormat:
             CheckpointError: a file is missing or damaged, has a setting that cannot be reproduced
                 here, or names layers that the model lacks.
         """
-        found = decoded(files.read_json(folder / CONFIG), _tensors(folder), info)
+        found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
         found.metadata["meta"] = meta_in(folder)
         return found
 
@@ -117,8 +117,12 @@ def meta_in(folder: Path) -> dict[str, Any]:
     return (files.read_metadata(file, files.META) if file.is_file() else None) or {}
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the folder, on the CPU."""
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the folder, on the CPU.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     for name in (_TENSORS, _PICKLE):
         if (folder / name).is_file():
             return files.read_tensors(folder / name)

@@ -120,7 +120,7 @@ class NamesOfAdapters:
             return None
         function = dict(modules_of(self, name)).get("", adapter)
         # a union has the shared modules of each of its configs
-        number = None if adapter.shared_key is None else adapter.shared_key[1]
+        number = None if adapter.shared_key is None else adapter.shared_key.number
         return function if number is None else function.get_submodule(str(number))
 
     def get_labels_dict(self) -> dict[int, str] | None:

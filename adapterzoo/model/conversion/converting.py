@@ -30,7 +30,7 @@ from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 from adapterzoo.names import check_name
 
 from .certificate import Certificate, LayerReport
-from .outputs import difference, outputs, random_inputs
+from .outputs import check_inputs, difference, outputs, random_inputs
 
 
 class Change(NamedTuple):
@@ -142,7 +142,7 @@ def convert(
     refuse_taken(model, target, overwrite_ok)
     _refuse_other(model, name)
     head = name if name in model.known_heads() else None
-    given = random_inputs(model) if inputs is None else inputs
+    given = random_inputs(model) if inputs is None else check_inputs(inputs)
     config = form.at_sites_of(record.config, model.anatomy)
     made, layers = _made(model, config, lambda: _changes_of(model, name), size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
@@ -281,7 +281,7 @@ def _made(
             precision = max(torch.finfo(dtype).eps, max(value.shape) * torch.finfo(value.dtype).eps)
             found = truncated(value, factors, *size, precision)
             kept[change.path, change.parameter, site.output_slice] = found
-            ranks[site.path] = max(ranks.get(site.path, 1), found.a.shape[-2])
+            ranks[site.name] = max(ranks.get(site.name, 1), found.a.shape[-2])
     with undrawn(), torch.random.fork_rng(devices=()):
         record = make(model, cast("AdapterConfig", config.of_ranks(ranks)))
     for path, adapter in record.coming.items():

@@ -58,6 +58,20 @@ def difference(some: list[Tensor], others: list[Tensor]) -> float:
     return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
 
 
+def check_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call, if that is what a user gave.
+
+    Raises:
+        ConfigError: they have another type.
+    """
+    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
+        raise ConfigError(
+            f"inputs, a {type(inputs).__name__}, does not map names of arguments of a call to "
+            f"values. Write inputs={{'input_ids': …}}."
+        )
+    return inputs
+
+
 def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the same random inputs each time: one row of tokens, one image, or one sound.
 
@@ -65,7 +79,7 @@ def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
         ConfigError: the model reads something else, or more.
     """
     called = cast("Any", model)
-    source = torch.Generator().manual_seed(_SEED)
+    source = torch.Generator("cpu").manual_seed(_SEED)
     found = _drawn(called, called.main_input_name, token_table(model), source)
     if found is None:
         raise _other(called, f"it reads {called.main_input_name}")
@@ -96,7 +110,7 @@ def _drawn(
     config = model.config
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=source)
+        return torch.randn(1, *shape, generator=source, device="cpu")
 
     if main == "input_ids" and table is not None:
         ids = _tokens(text_config(config), table.num_embeddings, source)  # [1, tokens]
@@ -106,7 +120,7 @@ def _drawn(
         return {main: noise(channels, *(size if isinstance(size, list | tuple) else (size, size)))}
     bins, frames = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
     if main == "input_features" and bins and frames and config.is_encoder_decoder:
-        start = torch.tensor([[config.decoder_start_token_id or 0]])
+        start = torch.tensor([[config.decoder_start_token_id or 0]], device="cpu")
         return {main: noise(bins, 2 * frames), "decoder_input_ids": start}
     if main == "input_values":
         return {main: noise(_SAMPLES)}
@@ -118,8 +132,8 @@ def _tokens(text: Any, count: int, source: torch.Generator) -> Tensor:
     positions = getattr(text, "max_position_embeddings", None)
     length = min(_TOKENS, positions - 4) if isinstance(positions, int) else _TOKENS
     special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
-    legal = torch.tensor([n for n in range(count) if n not in special])
-    ids = legal[torch.randint(len(legal), (1, length), generator=source)]
+    legal = torch.tensor([n for n in range(count) if n not in special], device="cpu")
+    ids = legal[torch.randint(len(legal), (1, length), generator=source, device="cpu")]
     end = getattr(text, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < count:
         # BART and T5 classify at the end of the text

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from adapterzoo.composition import ActiveHeads, Composition, Step
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError
 from adapterzoo.heads import PredictionHead, token_places
 
 HeadNames: TypeAlias = "str | list[str] | Composition | None"
@@ -45,6 +46,15 @@ class LoadOptions:
     model_name: str | None = None
     loading_info: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        """Check the dtype.
+
+        Raises:
+            ConfigError: it is not one.
+        """
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise ConfigError(f"dtype={self.dtype!r} is not a dtype. Write dtype=torch.float32.")
 
 
 class HeadStrategy:

@@ -36,6 +36,21 @@ def write(
         CheckpointError: the format cannot express it, or the folder cannot be written.
     """
     info = info_of(model)
+    _refuse_sharded(model, format)
+    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
+
+
+def check(model: AdaptedModel, stored: Checkpoint, kind: formats.Kind, format: str) -> None:
+    """Check that `write` can express a checkpoint; arguments as there.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    _refuse_sharded(model, format)
+    formats.encoded(stored, kind, format, info_of(model))
+
+
+def _refuse_sharded(model: AdaptedModel, format: str) -> None:
     if format != "native":
         # these formats read weights of the base model, in one process
         hint = (
@@ -43,7 +58,6 @@ def write(
             f"there."
         )
         sharding.refuse_if_sharded(model, hint)
-    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
 
 
 def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class GeneratesWithAdapters:
         model._head_strategy.check_generation(kwargs)
         _check_added_tokens(model, given)
         _check_positions(model, given)
-        with model._active.call.generating():
+        with model._active.call.generating(given):
             return cast("Any", super()).generate(*args, **kwargs)
 
     @names_call
@@ -145,7 +145,7 @@ def _check_positions(model: Any, given: Mapping[str, Any]) -> None:
         StateError: the sequences get too long.
     """
     plan = model._active.plan
-    tokens = anatomy_of(model).tokens if plan.steps else None
+    tokens = anatomy_of(model).tokens if plan.sites else None
     length = _length(model, given)
     if length is None or tokens is None or tokens.is_encoder or tokens.positions is None:
         return

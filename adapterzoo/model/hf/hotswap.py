@@ -180,7 +180,10 @@ def _writes(
 
 
 def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
-    if slot.dtype != values.dtype or slot.dim() != values.dim() or slot.is_meta:
+    # values of a narrower dtype are converted exactly
+    if torch.promote_types(slot.dtype, values.dtype) is not slot.dtype or slot.is_meta:
+        return False
+    if slot.dim() != values.dim():
         return False
     if not is_padded:
         return slot.shape == values.shape

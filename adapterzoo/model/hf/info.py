@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo
@@ -24,6 +22,7 @@ from adapterzoo.model.sharding import class_name
 
 from . import task_heads
 from .backbone import describe, text_config
+from .renaming import renamer
 from .task_classes import from_static, is_task, to_static
 
 
@@ -56,7 +55,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         untied=tasks.untied,
         with_head=with_head,
         dtype=model.dtype,
-        renamed=_renamer(model),
+        renamed=renamer(model),
         tensor=functools.partial(_tensor_of, model),
         modules=functools.partial(_task_modules, model),
         output=frozenset(strategy.output_tensors()),
@@ -287,28 +286,6 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
 
 
 # --- tensors and modules ---
-
-
-def _renamer(model: Any) -> Callable[[str], str]:
-    """Return a function from names of modules in older releases to the present names.
-
-    It applies the renamings of transformers' loader for old checkpoints of the base model.
-
-    Args:
-        model: a `PreTrainedModel`.
-    """
-    renamings: list[WeightRenaming] | None = None
-
-    def renamed(name: str) -> str:
-        nonlocal renamings
-        # on first use only: it walks the whole model, and recent adapters do not need it
-        if renamings is None:
-            known = get_model_conversion_mapping(model)
-            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
-        # the patterns match keys of tensors: add an end to the path that no pattern matches
-        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
-
-    return renamed
 
 
 def _tensor_of(model: Any, key: str) -> Tensor | None:

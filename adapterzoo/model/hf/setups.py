@@ -82,7 +82,7 @@ def load(
     Raises:
         DuplicateNameError: a name is taken.
     """
-    wanted = arguments.one_revision(version, revision)
+    wanted = arguments.one_of(version=version, revision=revision)
     folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
     strategy, state = model._head_strategy, model._adapter_state

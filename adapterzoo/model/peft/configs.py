@@ -13,6 +13,7 @@ from adapterzoo.checkpoint.peft.patterns import exactly, short_names
 from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
+from adapterzoo.fields import FLAG
 from adapterzoo.model.heads.copies import layers_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel
@@ -21,7 +22,10 @@ from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 _ALL_LINEAR = "all-linear"
 # fields with names of layers
-_NAMING = {"target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"}
+_NAMING = {
+    "target_modules", "target_parameters", "exclude_modules", "modules_to_save", "rank_pattern",
+    "alpha_pattern",
+}  # fmt: skip
 
 # names of heads that PEFT adds to a config by itself, whether the model has them or not
 _ADDED = {"classifier", "score", "qa_outputs"}
@@ -50,7 +54,8 @@ def is_peft(config: object) -> bool:
 def read(model: AdaptedModel, config: Any) -> FromPeft:
     """Return our config for one of PEFT, which may depend on the model.
 
-    Without `target_modules` the layers are those of the method's default roles, fused ones whole.
+    Without `target_modules` and `target_parameters` the layers are those of the method's default
+    roles, fused ones whole.
 
     Args:
         model: to which the adapter will be added.
@@ -75,14 +80,20 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     fields = {name: value for name, value in values.items() if name in own}
     for name in fields.keys() & _NAMING:
         fields[name] = _below_base(model, fields[name], spelling.of_norms)
+    if saved := fields.get("modules_to_save"):
+        fields["modules_to_save"] = _within_words(model, saved)
     # of the names of embeddings; a list holds numbers
     if isinstance(rows := fields.get("trainable_token_indices"), Mapping):
         fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
-    if "target_modules" in found.field_names() and not found["target_modules"]:
+    targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
+    if "target_modules" in found.field_names() and not any(targets):
         found = _whole_layers(model, arguments, found)
-    return FromPeft(found, bool(values.get("inference_mode")))
+    FLAG(
+        arguments.class_name, "inference_mode", frozen := values.get("inference_mode", False), False
+    )
+    return FromPeft(found, frozen)
 
 
 def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
@@ -113,7 +124,8 @@ def _check_task(model: AdaptedModel, task: Any) -> None:
     """
     asked = getattr(task, "value", task)
     own = None if model._head_strategy.is_named else task_of(class_name(model))
-    legal = COMMON["task_type"].values or {}
+    # a list: values of any type can be looked for in it
+    legal = [*(COMMON["task_type"].values or ())]
     if asked is not None and (asked not in legal or own not in (None, asked)):
         kind = f"a {class_name(model)} has {own!r}. Write task_type={own!r}"
         raise ConfigError(
@@ -124,7 +136,7 @@ def _check_task(model: AdaptedModel, task: Any) -> None:
 
 def _without_head(model: AdaptedModel, names: Any) -> Any:
     """Return the names of modules without those of a static head, of which adapters have copies."""
-    if not names or isinstance(names, str) or model._head_strategy.is_named:
+    if not names or not _are_names(names) or model._head_strategy.is_named:
         return names
     head = layers_of(model)
     base = [path for path, _ in model._backbone.named_modules()]
@@ -145,6 +157,8 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
 def _below_base(model: AdaptedModel, value: Any, of_norms: bool) -> Any:
     """Return names of layers in a model as names below its base model.
 
+    Values of other types, and what is not an expression, are returned for our fields to refuse.
+
     Args:
         model: with the layers.
         value: of the field.
@@ -152,21 +166,50 @@ def _below_base(model: AdaptedModel, value: Any, of_norms: bool) -> Any:
     """
     prefix = "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
     if isinstance(value, Mapping):
-        return {_without(prefix, key): number for key, number in value.items()}
+        keys = value if _are_names([*value]) else ()
+        return {_without(prefix, key): value[key] for key in keys} or value
     if value == _ALL_LINEAR:
         linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
         return _named([site.path for site in linear if site.role != "lm_head"], _layers(model))
     if isinstance(value, str):
+        if not _is_expression(value):
+            return value
         paths = [s.path for s in model.anatomy.others] if of_norms else _layers(model)
         found = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
         return _named(found, paths) if found else value
-    return value if value is None else sorted(_without(prefix, name) for name in value)
+    return sorted(_without(prefix, name) for name in value) if _are_names(value) else value
+
+
+def _within_words(model: AdaptedModel, names: Any) -> Any:
+    """Return names with the paths that PEFT takes for them too: it compares ends within words."""
+    if not _are_names(names):
+        return names
+    layers = [site.path.split(".") for site in (*model.anatomy, *model.anatomy.others)]
+    paths = dict.fromkeys(
+        ".".join(parts[:end]) for parts in layers for end in range(1, len(parts) + 1)
+    )
+    whole = {path for path in paths if any(f".{path}".endswith(f".{name}") for name in names)}
+    return [*names, *(path for path in paths if path.endswith(tuple(names)) and path not in whole)]
+
+
+def _are_names(value: Any) -> bool:
+    """Return whether a value is a collection of names."""
+    listed = isinstance(value, (list, tuple, set, frozenset))
+    return listed and all(isinstance(name, str) for name in value)
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _without(prefix: str, name: str) -> str:
     """Return a name or expression without what precedes the base model's paths."""
     for start in (f"^{re.escape(prefix)}", f"^{prefix}", prefix):
-        if prefix and name.startswith(start):
+        if prefix and isinstance(name, str) and name.startswith(start):
             return ("^" if start.startswith("^") else "") + name.removeprefix(start)
     return name
 

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 from adapterzoo.composition import Stack
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject import quantized
 from adapterzoo.model import adapters, merging, training
 from adapterzoo.model.activation import make_plan, set_active
+from adapterzoo.model.adapterhub.arguments import one_of
 from adapterzoo.model.state import AdaptedModel, parameters_of
 
-from . import configs
+from . import autocast, configs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,15 +26,25 @@ DEFAULT = "default"
 
 
 def add(
-    model: AdaptedModel, name: str, config: Any, overwrite_ok: bool, active: bool, init_data: Any
+    model: AdaptedModel,
+    name: str,
+    config: Any,
+    overwrite_ok: bool,
+    active: bool,
+    init_data: Any,
+    in_float32: bool,
 ) -> None:
-    """Add an adapter with a config of ours or of PEFT; arguments as of `adapters.add`."""
-    if not configs.is_peft(config):
-        adapters.add(model, name, config, overwrite_ok, active, init_data)
-        return
-    found = configs.read(model, config)
-    adapters.add(model, name, found.config, overwrite_ok, active, init_data)
-    if found.is_frozen:
+    """Add an adapter with a config of ours or of PEFT; arguments as of `adapters.add`.
+
+    With `in_float32` its parameters are in float32 over layers in half precision.
+    """
+    autocast.check(in_float32)
+    found = configs.read(model, config) if configs.is_peft(config) else None
+    made = AdapterConfig.load(config) if found is None else found.config
+    if in_float32:
+        made = autocast.widened(model, made)
+    adapters.add(model, name, made, overwrite_ok, active, init_data)
+    if found is not None and found.is_frozen:
         for parameter in parameters_of(model, name):
             parameter.requires_grad_(False)
 
@@ -50,14 +62,15 @@ def either_order(function: Callable[P, T]) -> Callable[P, T]:
     def add_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = cast("Callable[..., T]", function)
         if "peft_config" in kwargs:
-            kwargs["config"] = kwargs.pop("peft_config")
-        if args and configs.is_peft(args[0]):
-            kwargs["adapter_config"], args = args[0], args[1:]
+            given = kwargs.pop("peft_config")
+            kwargs["config"] = one_of(config=kwargs.get("config"), peft_config=given)
         config = kwargs.pop("adapter_config", None)
+        if args and configs.is_peft(args[0]):
+            config, args = one_of(adapter_config=config, config=args[0]), args[1:]
         if config is None:
             return call(self, *args, **kwargs)
         given = kwargs.pop("adapter_name", None)
-        name = (args[0] if args else given) or DEFAULT
+        name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
         result = call(self, name, config, *args[1:], **kwargs)
         train(self, name)
         return result
@@ -75,22 +88,31 @@ def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            given: Any = {names.get(name, name): value for name, value in kwargs.items()}
-            return function(*args, **given)
+            given: dict[str, Any] = {}
+            for name, value in kwargs.items():
+                own = names.get(name, name)
+                given[own] = one_of(**{own: given.get(own), name: value})
+            return function(*args, **cast("Any", given))
 
         return cast("Callable[P, T]", method)
 
     return decorated
 
 
-def train(model: Any, names: str | Sequence[str]) -> None:
-    """Train only these adapters, in the mode that the model has; a frozen one is only activated."""
+def train(model: Any, names: str | Sequence[str], thaws: bool = False) -> None:
+    """Train only these adapters, in the mode that the model has.
+
+    Args:
+        model: with adapters.
+        names: one, or several that act as a stack.
+        thaws: whether a frozen one is trained too; otherwise it is only activated.
+    """
     setup = names if isinstance(names, str) else Stack(*names)
     was_training = model.training
     each = [names] if isinstance(names, str) else names
     frozen = [n for n in each if not any(p.requires_grad for p in parameters_of(model, n))]
     training.train_adapter(model, setup, False)
-    for name in frozen:
+    for name in () if thaws else frozen:
         _require_grad(model, name, False)
     model.train(was_training)
 

@@ -1,42 +1,47 @@
-"""Initial values from data: collecting the inputs of a base model's layers."""
+"""Initial values from data: inputs of a base model's layers, or their original weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
-from adapterzoo.contracts import InputPlan, InputStatistics
+from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, WeightPlan
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.inject.building import layer_at
 from adapterzoo.model.setup import AdapterSetup
 from adapterzoo.model.state import AdaptedModel
 
+from .original_weights import Source, collected
+
 _PASSES, _IGNORED = 100, -100
 
-Collected = Mapping[str, InputStatistics]
+InitData: TypeAlias = Iterable[Mapping[str, Any]] | Source | None
+"""Batches, each with the arguments of a call; or where the weights before quantization are."""
+Collected: TypeAlias = Mapping[str, LayerData]
+"""Path of a layer → what its initial values take from the data."""
 
 
 def fitted(
-    model: AdaptedModel, config: AdapterConfig, data: Iterable[Mapping[str, Any]] | None
+    model: AdaptedModel, config: AdapterConfig, data: InitData
 ) -> tuple[AdapterConfig, Collected]:
-    """Return the config with what it takes from the inputs of the layers, and these.
+    """Return the config with what it takes from the data, and what each layer takes from them.
 
     Args:
         model: with adapters; the base model alone is called, in evaluation mode.
         config: of a new adapter.
-        data: batches, each with the arguments of a call.
+        data: as the initial values of the config need them.
 
     Raises:
         ConfigError: initial values need data and there are none, or too few; or there are some,
             and nothing needs them.
     """
-    plans = [member.input_plan(model.anatomy) for member in config.members]
+    plans = [member.init_plan(model.anatomy) for member in config.members]
     plan = next((p for p in plans if p is not None), None)
     if plan is None:
         if data is not None:
@@ -50,7 +55,9 @@ def fitted(
             f"{config!r}: initial values from data are for a config alone, not for one of a union. "
             f"Leave init_weights out, or add its members under names of their own."
         )
-    if isinstance(data, Mapping) or not isinstance(data, Iterable | None):
+    if isinstance(plan, WeightPlan):
+        return config, collected(model, plan, data)
+    if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable | None):
         raise ConfigError(
             f"init_data is a {type(data).__name__}; it is a list of batches, each with the "
             f"arguments of a call. Write init_data=[batch]."
@@ -60,11 +67,12 @@ def fitted(
             f"{config!r}: its initial values come from data, and there are none. Write "
             f"init_data=batches beside the config, where a batch has the arguments of a call."
         )
+    batches = cast("Iterable[Mapping[str, Any]]", data)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with AdapterSetup(None), torch.no_grad():
-            _collect(model, plan, data)
+            _collect(model, plan, batches)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -103,7 +111,10 @@ def _collect(model: AdaptedModel, plan: InputPlan, data: Iterable[Mapping[str, A
 
 
 def _pass(
-    model: AdaptedModel, watched: Collected, batch: Mapping[str, Any], plan: InputPlan
+    model: AdaptedModel,
+    watched: Mapping[str, InputStatistics],
+    batch: Mapping[str, Any],
+    plan: InputPlan,
 ) -> None:
     """Call the model with a batch, and add the inputs of the watched layers."""
     device = next(model.parameters()).device
@@ -113,17 +124,24 @@ def _pass(
     with ExitStack() as stack:
         for path, own in watched.items():
             mask = kept[_reads_decoder(sites[path])]
-            hook = layer_at(model._backbone, path).register_forward_pre_hook(_adding(own, mask))
+            hook = layer_at(model._backbone, path).register_forward_pre_hook(
+                _adding(path, own, mask)
+            )
             stack.callback(hook.remove)
         cast("Any", model)(**given)
 
 
-def _adding(own: InputStatistics, kept: Tensor | None) -> Callable[[Any, tuple[Any, ...]], None]:
+def _adding(
+    path: str, own: InputStatistics, kept: Tensor | None
+) -> Callable[[Any, tuple[Any, ...]], None]:
     def add(_layer: Any, args: tuple[Any, ...]) -> None:
         x: Tensor = args[0]
         # other inputs than the tokens of the batch, such as those of an encoder, are all read
         fits = kept is not None and x.shape[:-1] == kept.shape
-        own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
+        try:
+            own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
+        except ConfigError as error:
+            raise ConfigError(f"at {path!r}: {error}") from error
 
     return add
 

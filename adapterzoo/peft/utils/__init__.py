@@ -1,0 +1,1 @@
+"""PEFT's modules of helpers."""
