@@ -35,7 +35,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors figures \
-	docs links tests sweeps coverage devices architectures frames fuzz mutants format clean
+	docs links tests sweeps coverage devices architectures frames peft-files fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -102,8 +102,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices architectures frames fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices architectures frames fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices architectures frames peft-files fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices architectures frames peft-files fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -129,6 +129,10 @@ architectures: $(VENV)/.test-$(KEY)
 # writes the table of docs/switching.md that tests/test_frames.py checks; two minutes
 frames: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/frames_table.py
+
+# writes the page that tests/test_peft_table.py checks
+peft-files: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/peft_table.py
 
 # records again, then kills; tests/mutation/__init__.py describes each step
 mutants: $(VENV)/.test-$(KEY)

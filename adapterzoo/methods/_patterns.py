@@ -47,7 +47,7 @@ class Modules(Check):
 
 
 class Targets(Modules):
-    """The same; an empty list where only parameters are adapted, as PEFT writes it."""
+    """The same, and an empty list, for no layer, as PEFT writes it."""
 
     def fits(self, value: object) -> bool:
         """Return whether no name is empty."""
