@@ -19,10 +19,6 @@ class Modules(Check):
 
     legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
 
-    def __init__(self, empty: bool = False) -> None:
-        """Say whether an empty list is legal: no layer."""
-        self.empty = empty
-
     def convert(self, value: object) -> object:
         """Return a tuple of names, a string or None."""
         if isinstance(value, str) or not isinstance(value, Iterable):
@@ -33,8 +29,7 @@ class Modules(Check):
     def fits(self, value: object) -> bool:
         """Return whether no name is empty."""
         names = value if isinstance(value, tuple) else (value,)
-        is_some = self.empty or bool(names)
-        return value is None or (is_some and all(isinstance(n, str) and n for n in names))
+        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
 
     def nearest(self, value: object, default: object) -> object:
         """Return two names."""
@@ -52,7 +47,7 @@ class Modules(Check):
 
 
 class Targets(Modules):
-    """The same; an empty list where only parameters are adapted, as PEFT writes it."""
+    """The same, and an empty list, for no layer, as PEFT writes it."""
 
     def fits(self, value: object) -> bool:
         """Return whether no name is empty."""

@@ -23,6 +23,7 @@ from adapterzoo.model.sharding import class_name
 from . import task_heads
 from .backbone import describe, text_config
 from .renaming import renamer
+from .split_experts import split_experts
 from .task_classes import from_static, is_task, to_static
 
 
@@ -58,6 +59,9 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         renamed=renamer(model),
         tensor=functools.partial(_tensor_of, model),
         modules=functools.partial(_task_modules, model),
+        split_experts=frozenset(
+            layer for layers in split_experts(config.model_type).values() for layer in layers
+        ),
         output=frozenset(strategy.output_tensors()),
     )
 
