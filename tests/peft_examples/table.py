@@ -114,7 +114,9 @@ def _first(line: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _told(error: tuple[str, str]) -> str:
     # ends of long messages, and folders of one run
-    text = re.sub(r"(Methods|Names of modules): .*|/tmp/\S*/", "", error[1].replace("\n", " "))
+    text = re.sub(
+        r"(Methods|Names of modules): .*|/tmp/\S*/| ?\(/\S*\)", "", error[1].replace("\n", " ")
+    )
     return text.removeprefix("adapterzoo.errors.").replace("|", "\\|")[:220].strip()
 
 
