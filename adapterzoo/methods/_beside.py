@@ -6,68 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.fields import Check, Choice, field
+from adapterzoo.fields import Choice, field
 
 from ._layer_copy import CopyConfig
 from ._own_bias import BiasConfig
 from ._patterns import Modules, matches
+from ._token_ids import TokenIds
 from ._token_rows import TokenRowsConfig
 
 BESIDE = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
 """The fields that choose what is trained beside an adapter."""
-
-
-class TokenIds(Check):
-    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
-
-    legal = (
-        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
-    )
-
-    def convert(self, value: object) -> object:
-        """Return sorted tuples."""
-        if isinstance(value, Mapping):
-            return {name: _sorted(ids) for name, ids in value.items()}
-        return _sorted(value)
-
-    def fits(self, value: object) -> bool:
-        """Return whether there are any numbers, each a whole one from 0 and there once."""
-        if value is None:
-            return True
-        if isinstance(value, Mapping):
-            return bool(value) and all(
-                isinstance(name, str) and bool(name) and _are_ids(ids)
-                for name, ids in value.items()
-            )
-        return _are_ids(value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return the legal numbers among them."""
-        ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
-        return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
-
-
-def _sorted(value: object) -> object:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return value
-    listed = tuple(value)
-    return tuple(sorted(listed)) if all(type(n) is int for n in listed) else listed
-
-
-def _are_ids(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(type(n) is int and n >= 0 for n in value)
-        and len({*value}) == len(value)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,19 +89,18 @@ class BesideConfig(AdapterConfig):
 
     Attributes:
         modules_to_save: names of modules of which the adapter has copies of its own, or a regular
-            expression; names of a module's layers, or of one around them. Such a layer has no
-            other adapter of this name, as in PEFT.
+            expression; names of a module's layers, or of one around them.
         trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
             itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
-        bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
-            of the layers that it adapts; "none".
     """
+
+    # what else may change a table, for messages
+    _changing: ClassVar[str] = "the method"
 
     modules_to_save: str | tuple[str, ...] | None = field(None, Modules(), ours=True)
     trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
         None, TokenIds(), ours=True
     )
-    bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
 
     def all_placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of the method, and of what is trained beside it.
@@ -155,31 +109,35 @@ class BesideConfig(AdapterConfig):
             ConfigError: something would be trained in two ways.
             SiteError: a name matches nothing, or tokens are outside of the table.
         """
-        own = self.placements(anatomy)
         names = self.modules_to_save
         copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
         copied = {p.site.path for p in copies}
-        adapted = [p for p in own if p.site.path not in copied]
-        if not adapted:
-            raise SiteError(
-                f"{type(self).__name__}(modules_to_save={self.modules_to_save!r}): these have "
-                f"copies of all layers that the config would adapt. Write fewer."
-            )
+        own = self._beside_copies(self.placements(anatomy), copied)
+        taken = {p.site.path for p in own}
+        for placement in copies:
+            if (path := placement.site.path) in taken:
+                raise ConfigError(
+                    f"{type(self).__name__}(modules_to_save={names!r}): the layer at {path!r} is "
+                    f"one where the method acts itself. Write names that do not match it."
+                )
         rows = [p for config in self._rows() for p in config.placements(anatomy)]
         for placement in rows:
             path = placement.site.path
-            if path in copied or any(p.site.path == path for p in adapted):
-                other = "modules_to_save" if path in copied else "target_modules"
+            if path in copied or path in taken:
+                other = "modules_to_save" if path in copied else self._changing
                 raise ConfigError(
                     f"{type(self).__name__}: trainable_token_indices and {other} both change the "
                     f"table at {path!r}. Leave one of them out there."
                 )
-        biases: list[Placement] = []
-        if self.bias != "none":
-            paths = dict.fromkeys(p.site.path for p in adapted) if self.bias != "all" else None
-            config = BiasConfig(paths=None if paths is None else tuple(paths))
-            biases = [p for p in config.placements(anatomy) if p.site.path not in copied]
-        return [*adapted, *biases, *copies, *rows]
+        return [*own, *self._biases(own, copied, anatomy), *copies, *rows]
+
+    def _beside_copies(self, own: list[Placement], copied: Set[str]) -> list[Placement]:
+        """Return the placements of the method where layers at these paths have copies."""
+        return own
+
+    def _biases(self, own: list[Placement], copied: Set[str], anatomy: Anatomy) -> list[Placement]:
+        """Return the placements of biases."""
+        return []
 
     def _rows(self) -> Iterator[TokenRowsConfig]:
         """Yield a config for each table."""
@@ -189,3 +147,35 @@ class BesideConfig(AdapterConfig):
                 yield TokenRowsConfig(table=table, tokens=tokens, dtype=dtype)
         elif given is not None:
             yield TokenRowsConfig(tokens=given, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersBesideConfig(BesideConfig):
+    """Base of the configs of methods at layers, whose biases can be trained too.
+
+    A layer in `modules_to_save` has no other adapter of this name, as in PEFT.
+
+    Attributes:
+        bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
+            of the layers that it adapts; "none".
+    """
+
+    _changing: ClassVar[str] = "target_modules"
+
+    bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
+
+    def _beside_copies(self, own: list[Placement], copied: Set[str]) -> list[Placement]:
+        adapted = [p for p in own if p.site.path not in copied]
+        if not adapted:
+            raise SiteError(
+                f"{type(self).__name__}(modules_to_save={self.modules_to_save!r}): these have "
+                f"copies of all layers that the config would adapt. Write fewer."
+            )
+        return adapted
+
+    def _biases(self, own: list[Placement], copied: Set[str], anatomy: Anatomy) -> list[Placement]:
+        if self.bias == "none":
+            return []
+        paths = dict.fromkeys(p.site.path for p in own) if self.bias != "all" else None
+        config = BiasConfig(paths=None if paths is None else tuple(paths))
+        return [p for p in config.placements(anatomy) if p.site.path not in copied]

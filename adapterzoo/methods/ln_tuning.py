@@ -22,6 +22,7 @@ from adapterzoo.fields import Layers, field
 from adapterzoo.spelling import spelled
 
 from . import _ln_tuning_spelling
+from ._beside import BesideConfig
 from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
 
@@ -30,7 +31,7 @@ from ._patterns import Modules, matches
 @config_strings.register("ln_tuning")
 @spelled(_ln_tuning_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
-class LNTuningConfig(CopyConfig):
+class LNTuningConfig(CopyConfig, BesideConfig):
     """Config of LN tuning.
 
     Attributes:

@@ -50,10 +50,11 @@ def encode_adapter(
     fields |= _task_fields(head, modules, task, info)
     if not spelling.has_layers:
         _check_task(spelling, head, task)
-        return fields, tensors
+        parts = {}
     layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
     paths = {path: _path_in_task(path, modules, info, task) for path in layers}
-    fields |= _target_fields(spelling, layers, paths, modules)
+    if spelling.has_layers:
+        fields |= _target_fields(spelling, layers, paths, modules)
     head_modules = fields["modules_to_save"] or []
     fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
     for path, layer in layers.items():
