@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.trainable_tokens import TrainableTokensConfig
     from .methods.unipelt import UniPELTConfig
     from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
@@ -192,6 +193,7 @@ __all__ = [
     "StaticAdapterFusionConfig",
     "TaggingHead",
     "TaskHead",
+    "TrainableTokensConfig",
     "UniPELTConfig",
     "VeraConfig",
     "adapter_info",

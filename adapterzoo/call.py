@@ -13,17 +13,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .errors import StateError, listing
-
-# arguments of a layer with the starts and ends of packed sequences
-_BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
-# a mask adds less to the score of a hidden token: -10,000 in old models, else almost infinite
-_HIDDEN = -5_000.0
+from .masks import attended, has_values, members, unreadable
+from .token_ids import BOUNDS, CallIds, PromptIds
 
 Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
@@ -82,6 +80,23 @@ class StackCall(ABC):
         return torch.where(exists, at, rows * tokens)
 
     @abstractmethod
+    def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
+        """Return which tokens are at or after the last occurrence of a sequence of tokens.
+
+        In `generate` the sequence is sought in the prompt, so that all new tokens are after it.
+
+        Args:
+            tokens: the sequence.
+            x: the input of a layer of the stack, `[rows, tokens, …]`, or `[rows · tokens, d]`.
+
+        Returns:
+            Bool, with the dimensions of x without its features; false in rows without the sequence.
+
+        Raises:
+            StateError: the ids of the call are unknown, or do not tell.
+        """
+
+    @abstractmethod
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether any token of the call belongs to the prompt.
 
@@ -136,10 +151,16 @@ class Generation:
         prompts: path of a stack → number of tokens of its first call.
         tensors: the tensors of `StackCall.remembered`.
         first: number of tokens of the call to which adapters have added theirs.
+        ids: of the prompt.
     """
 
-    def __init__(self) -> None:
-        """Start before the first step."""
+    def __init__(self, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Start before the first step.
+
+        Args:
+            given: arguments of `generate`, by name.
+        """
+        self.ids = PromptIds(given)
         self.prompts: dict[str, int] = {}
         self.tensors: dict[object, Tensor] = {}
         self.first: int | None = None
@@ -156,6 +177,7 @@ class RecordedCall:
         cached: number of tokens in the cache before the call.
         places: returns the places of added tokens; None if the call has no room.
         is_checked: whether each row has been checked for a real token.
+        ids: its token ids.
     """
 
     def __init__(
@@ -164,6 +186,7 @@ class RecordedCall:
         given: Mapping[str, Any],
         generation: Generation | None,
         places: Places | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         """Record the arguments.
 
@@ -172,6 +195,7 @@ class RecordedCall:
             given: arguments of its forward, by name.
             generation: the running `generate`, None if there is none.
             places: see `StackCall.added`; None if the call has no room for more tokens.
+            ids: of the tokens, `[rows, tokens]`; None if they are unknown.
         """
         self.places = places
         self.path = path
@@ -182,6 +206,8 @@ class RecordedCall:
         # read now, because the first layer of the stack adds the tokens of this call
         self.cached = 0 if cache is None else int(cache.get_seq_length())
         self.is_checked = False
+        prompt = None if generation is None else generation.ids
+        self.ids = CallIds(ids, given, self.cached, prompt)
 
 
 class LayerStackCall(StackCall):
@@ -205,14 +231,14 @@ class LayerStackCall(StackCall):
         if isinstance(mask, Tensor) and mask.shape == (rows, stack.cached + tokens):
             real = mask[:, stack.cached :] != 0  # [rows, tokens]
         else:
-            masks = (*_members(own), *_members(mask))
-            read = (_attended(m, rows, tokens, stack.cached) for m in masks)
+            masks = (*members(own), *members(mask))
+            read = (attended(m, rows, tokens, stack.cached) for m in masks)
             found = next((seen for seen in read if seen is not None), None)
             if found is None:
                 # without a mask, attention covers all tokens
                 if mask is None or ("attention_mask" in self._own and own is None):
                     return None
-                raise StateError(_unreadable(mask, rows, tokens))
+                raise StateError(unreadable(mask, rows, tokens))
             real = found
         real = real.to(x.device)
         self._check(real)
@@ -221,7 +247,7 @@ class LayerStackCall(StackCall):
     def _check(self, real: Tensor) -> None:
         """Raise if a row has no real token; checks once per call."""
         stack = self._stack
-        if stack.is_checked or not _has_values(real):
+        if stack.is_checked or not has_values(real):
             return
         stack.is_checked = True
         if empty := (~real.any(1)).nonzero().flatten().tolist():
@@ -235,6 +261,18 @@ class LayerStackCall(StackCall):
         """Return the places of an adapter's tokens; see `StackCall.added`."""
         places = self._stack.places
         return None if places is None else places(key, x)
+
+    def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
+        """Return which tokens follow a sequence of tokens; see `StackCall.after`."""
+        lead = x.shape[:-1] if x.is_floating_point() else x.shape
+        found = self._stack.ids.after(tokens, lead[0], math.prod(lead[1:]))  # [rows, tokens]
+        if lead != found.shape and lead != (found.numel(),):
+            raise StateError(
+                f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it is "
+                f"unknown which of them follow alora_invocation_tokens={list(tokens)}. Write "
+                f"target_modules=[…] without this layer."
+            )
+        return found.to(x.device).view(lead)
 
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt; see `StackCall.has_prompt`."""
@@ -264,7 +302,7 @@ class LayerStackCall(StackCall):
 
     def _bounds(self) -> Tensor | None:
         """Return the bounds of packed sequences, `[sequences + 1]`; None if none are packed."""
-        found = next((b for n in _BOUNDS if (b := self._own.get(n)) is not None), None)
+        found = next((b for n in BOUNDS if (b := self._own.get(n)) is not None), None)
         return None if found is None else found.long()
 
     def _sizes(self, x: Tensor) -> tuple[int, int]:
@@ -309,52 +347,6 @@ def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
     return places, exists
 
 
-def _members(mask: Any) -> tuple[Any, ...]:
-    """Return the masks for layers of different kinds, or the only one."""
-    masks = tuple(mask.values()) if isinstance(mask, Mapping) else (mask,)
-    return tuple(m for m in masks if m is not None)
-
-
-def _attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
-    """Return the tokens some query attends to, `[rows, tokens]` bool; None if unknown.
-
-    Args:
-        mask: `[rows, keys]`, or `[rows or 1, …, keys]`: bool, or added to scores.
-        rows: of the batch.
-        tokens: of the call.
-        cached: tokens of the calls before.
-    """
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3, 4):
-        return None
-    if mask.shape[0] not in (1, rows) or (mask.dim() > 2 and mask.shape[-2] not in (1, tokens)):
-        return None
-    keys = mask.shape[-1]
-    if keys < tokens or (mask.dim() == 2 and keys != cached + tokens):
-        return None
-    seen = mask > _HIDDEN if mask.is_floating_point() else mask != 0
-    start = min(cached, keys - tokens)
-    if mask.dim() > 2:
-        seen = seen[..., start : start + tokens].flatten(1, -2).any(1)  # [rows or 1, tokens]
-    return seen.expand(rows, -1)[:, -tokens:]  # [rows, tokens]
-
-
-def _has_values(t: Tensor) -> bool:
-    """Return whether a tensor's values can be read: not during tracing or capture."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or type(t) is not Tensor:
-        return False
-    if t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t):
-        return False
-    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _unreadable(mask: Any, rows: int, tokens: int) -> str:
-    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-    return (
-        f"attention_mask={shown}: an active adapter needs to know which of the "
-        f"{[rows, tokens]} tokens are real. Pass a mask [batch, tokens] of 0 and 1."
-    )
-
-
 class _PartOfCall(StackCall):
     """Some rows or tokens of a call."""
 
@@ -374,6 +366,10 @@ class _PartOfCall(StackCall):
     def prompt(self, x: Tensor) -> Tensor:
         """Return which tokens of the part are real tokens of the prompt."""
         return self._take(self._whole.prompt(self._x))
+
+    def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
+        """Return which tokens of the part follow a sequence of tokens."""
+        return self._take(self._whole.after(tokens, self._x))
 
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -272,9 +273,13 @@ class CallContext:
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Remember the prompt of each stack until the context ends."""
-        outer, self.generation = self.generation, Generation()
+    def generating(self, given: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+        """Remember the prompt of each stack until the context ends.
+
+        Args:
+            given: arguments of `generate`, by name.
+        """
+        outer, self.generation = self.generation, Generation(given)
         try:
             yield
         finally:

@@ -220,7 +220,7 @@ class PeftField:
         check: the legal values.
     """
 
-    default: bool | float | str
+    default: bool | float | str | None
     check: Check = FLAG
 
 
@@ -232,6 +232,8 @@ class PeftLayer:
         name: path of the layer in the file.
         site: the layer in this model.
         fields: of PEFT's config; fields of patterns have this layer's values.
+        is_parameter: whether the adapter is of a parameter as its module stores it, not of the
+            module: PEFT's `target_parameters`.
         weight: gives the layer's weight in the model `[d_out, d_in]`; None if it has no values.
         tensors: in PEFT's layout, by our parameter names.
     """
@@ -240,6 +242,7 @@ class PeftLayer:
     site: Site
     fields: Mapping[str, Any]
     weight: Callable[[], Tensor | None]
+    is_parameter: bool = False
     tensors: Tensors = field(default_factory=dict)
 
 
@@ -295,7 +298,10 @@ class PeftSpelling:
         derived: fields of ours that map layer names to numbers and that tensors give → the field of
             PEFT with the number for all other layers, and ours.
         beside: the fields for what is trained beside the adapters, the same in PEFT and here.
+        of_parameters: whether PEFT's method has `target_parameters`: adapters of parameters.
         of_norms: whether the layers are norms; otherwise they have a weight matrix.
+        rows_field: the field with the numbers of the tokens, of a method that only trains rows of
+            embeddings; else empty.
         maybe: our parameters that a layer may lack.
         becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
@@ -334,7 +340,9 @@ class PeftSpelling:
     refused: Mapping[str, str] = field(default_factory=dict)
     derived: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
+    of_parameters: bool = False
     of_norms: bool = False
+    rows_field: str = ""
     maybe: frozenset[str] = frozenset()
     becomes: str = ""
     wide: tuple[str, ...] = ()
@@ -360,7 +368,7 @@ class PeftSpelling:
     @property
     def has_layers(self) -> bool:
         """Whether some tensors belong to layers; otherwise all belong to the whole model."""
-        return bool(self.tensors)
+        return bool(self.tensors or self.rows_field)
 
     @property
     def prefix(self) -> str:

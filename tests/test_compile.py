@@ -72,8 +72,10 @@ def same(found, expected, rtol=0.0, atol=0.0):
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
-# a prompt joins the tokens before the blocks
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "prompt_tuning"])
+# prompts and rows of tokens act before the blocks
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v not in ("prompt_tuning", "trainable_tokens")]
+)
 def test_training_and_inference_compile_once_whatever_the_weights(variant, tmp_path):
     # float64, as the compiler may sum a gradient in another order
     model = with_adapters(a=VARIANTS[variant]).double()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from typing import Any
 
 import peft
 import pytest
 import torch
+from families import tiny_inputs
 from peft_world import CONFIG, QUIET, TENSORS, logits, ours, plain, reloaded, trained
 from safetensors.torch import load_file
-from snapshots import same_bits
+from snapshots import refused, same_bits
 
-from adapterzoo import LoRAConfig
+from adapterzoo import ConfigUnion, LoRAConfig, TrainableTokensConfig
 from adapterzoo.contracts import CopyAdapter
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.model.state import tensors_of
 
 pytestmark = [
@@ -140,6 +143,110 @@ def test_norms_alone(family, tmp_path):
     close(reloaded(family, tmp_path / "back"), expected)
     written = json.loads((tmp_path / "back" / CONFIG).read_text())
     assert written["peft_type"] == "LN_TUNING"
+
+
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {}),
+    "gpt2, tied": ("gpt2", {}),
+    "llama": ("llama", {}),
+    "t5, tied": ("t5", {}),
+    "a named table": ("bert", {"target_modules": ["position_embeddings"]}),
+    "two tables": ("bert", {"target_modules": ["position_embeddings", "word_embeddings"]}),
+    "by a pattern": ("bert", {"target_modules": r".*\.word_embeddings"}),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_rows_alone(case, tmp_path):
+    family, fields = ALONE[case]
+    # of tokens that occur, or of positions
+    seen = tiny_inputs(family)["input_ids"].unique().tolist()
+    tokens = [6, 1, 5, *seen[4:6]] if "position_embeddings" in str(fields) else seen[4:0:-1]
+    config = peft.TrainableTokensConfig(task_type=TASKS[family], token_indices=tokens, **fields)
+    expected = trained(family, config, tmp_path / "theirs")
+    assert not torch.allclose(expected, logits(plain(family), family), atol=1e-3)
+    model = ours(family)
+    before = logits(model, family)
+    name = model.load_adapter(tmp_path / "theirs", set_active=True)
+    close(logits(model, family), expected)
+    assert isinstance(model.adapters_config.get(name), TrainableTokensConfig)
+    for format in ("peft", "native"):
+        model.save_adapter(tmp_path / format, name, format=format)
+        other = ours(family)
+        other.load_adapter(tmp_path / format, load_as="b", set_active=True)
+        close(logits(other, family), expected)
+    close(reloaded(family, tmp_path / "peft"), expected)
+    model.delete_adapter(name)
+    assert same_bits(logits(model, family), before)
+    # an object of PEFT makes the same adapter, which starts as the table
+    made = ours(family)
+    made.add_adapter("c", config, set_active=True)
+    close(logits(made, family), before)
+    shapes = {k: t.shape for k, t in tensors_of(made, "c").items()}
+    assert shapes == {k: t.shape for k, t in tensors_of(other, "b").items()}
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside"])
+def test_the_padding_token_gets_no_gradient_where_pefts_gets_none(kind):
+    # in a table that has one, and not through a tied output layer
+    rows = {"alone": "token_indices", "beside": "trainable_token_indices"}[kind]
+    if kind == "alone":
+        made = peft.TrainableTokensConfig
+        own = TrainableTokensConfig(token_indices=[0, 5, 7])
+    else:
+        made = functools.partial(peft.LoraConfig, target_modules=QV["bert"])
+        own = LoRAConfig(target_modules=QV["bert"], trainable_token_indices=[0, 5, 7])
+    inputs = {"input_ids": torch.tensor([[5, 7, 3, 0, 0], [7, 7, 9, 5, 0]])}
+    other = peft.get_peft_model(plain("bert"), made(**{rows: [0, 5, 7]})).eval()
+    model = ours("bert")
+    assert model.get_input_embeddings().padding_idx == 0
+    model.add_adapter("a", own, set_active=True)
+    model.train_adapter("a")
+    for each in (other, model.eval()):
+        each(**inputs).logits.square().sum().backward()
+    theirs = next(p.grad for n, p in other.named_parameters() if "trainable_tokens" in n)
+    mine = next(p.grad for n, p in model.named_parameters() if n.endswith("rows"))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert not mine[0].any()
+    assert mine[1:].any(-1).all()
+
+
+def test_rows_alone_and_a_head(tmp_path):
+    model = ours("bert")
+    model.add_adapter("a", TrainableTokensConfig(token_indices=[3, 10]), set_active=True)
+    model.train_adapter("a")
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=source))
+    expected = logits(model, "bert")
+    model.save_adapter(tmp_path, "a", format="peft")
+    close(reloaded("bert", tmp_path), expected)
+    other = ours("bert")
+    other.load_adapter(tmp_path, set_active=True)
+    close(logits(other, "bert"), expected)
+
+
+def test_rows_alone_refused(tmp_path):
+    model = ours("bert")
+    for fields, words in [
+        ({}, ("no tokens", "token_indices=[…]")),
+        ({"token_indices": [999]}, ("999", "0 to 98", "resize_token_embeddings(1000)")),
+        ({"token_indices": [1], "target_modules": ["query"]}, ("'query'", "word_embeddings")),
+    ]:
+        with refused(model, AdapterZooError, *words):
+            model.add_adapter("a", TrainableTokensConfig(**fields))
+    with refused(model, ConfigError, "init_weights=False", "init_weights=True"):
+        model.add_adapter("a", peft.TrainableTokensConfig(token_indices=[1], init_weights=False))
+    both = [
+        TrainableTokensConfig(token_indices=[1]),
+        TrainableTokensConfig(token_indices=[2], target_modules=["position_embeddings"]),
+    ]
+    model.add_adapter("two", ConfigUnion(*both))
+    with pytest.raises(CheckpointError, match=r"different tokens.*format='native'"):
+        model.save_adapter(tmp_path, "two", format="peft")
+    model.save_adapter(tmp_path, "two")
 
 
 def test_new_tokens_do_not_save_the_whole_table(tmp_path):

@@ -40,7 +40,11 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 DECLARED = {cls.__name__: (cls, arguments) for cls, arguments in classes_of_peft.items()}
 # sizes that fit a small model, and layers
-SMALL: dict[str, dict[str, Any]] = {"OFTConfig": {"oft_block_size": 4}, "MissConfig": {"r": 4}}
+SMALL: dict[str, dict[str, Any]] = {
+    "OFTConfig": {"oft_block_size": 4},
+    "MissConfig": {"r": 4},
+    "TrainableTokensConfig": {"token_indices": [3], "target_modules": ["embed_tokens"]},
+}
 NORMS = {"target_modules": ["input_layernorm"]}
 LORA = {"target_modules": ["q_proj", "v_proj"]}
 
@@ -166,7 +170,7 @@ def _own_defaults(arguments: Any, made: Any) -> dict[str, Any]:
     return {
         a.ours: (a.values or {}).get(a.default, a.default)
         for a in arguments.fields.values()
-        if a.ours and a.default not in (None, {})
+        if a.ours and a.default not in (None, {}, [])
     }
 
 
@@ -193,6 +197,7 @@ def test_no_field_of_theirs_is_ignored(name):
             other = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3}}.get(field, [1])
             other = {"num_virtual_tokens": 7, "encoder_hidden_size": 7}.get(field, other)
             other = {"modules_to_save": ["norm"], "bias": "all"}.get(field, other)
+            other = ["o_proj.weight"] if field == "target_parameters" else other
             other = "TEXT" if field == "prompt_tuning_init" else other
             other = "Hi" if field == "prompt_tuning_init_text" else other
             other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other

@@ -48,5 +48,9 @@ for _name in architectures:
         continue
     if _name in _OPTIONS:
         VARIANTS.update({text: AdapterConfig.load(text) for text in _OPTIONS[_name]})
+    elif _name == "trainable_tokens":
+        # most tokens, so that each row of a batch has some
+        given = {"architecture": _name, "token_indices": [*range(60)]}
+        VARIANTS[_name] = AdapterConfig.from_dict(given)
     else:
         VARIANTS[_name] = AdapterConfig.from_dict({"architecture": _name})

@@ -13,7 +13,7 @@ from torch import nn
 from .attentions import attentions_of
 from .entries import entry_of
 from .experts import stores_transposed
-from .layers import biases_of, other_layers_of, own_table_of, shared_tables_of
+from .layers import biases_of, other_layers_of, own_table_of, parameters_of, shared_tables_of
 from .layouts import is_known_fusion, parts_of
 from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
@@ -59,8 +59,10 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     tokens = tokens_of(tree, blocks)
     ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
     others = other_layers_of(tree, blocks, inside | {site.path for site in outside})
+    covered = inside | {layer for site in outside for layer in _covered(site)}
+    parameters = parameters_of(tree, blocks, covered)
     biases, odd = biases_of(tree, blocks)
-    rest = others, biases, odd, shared_tables_of(tree), own_table_of(tree)
+    rest = others, parameters, biases, odd, shared_tables_of(tree), own_table_of(tree)
     return Anatomy(tuple(blocks), outside, reason, *ways_in, *rest)
 
 
@@ -254,8 +256,9 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:
     transposed = stores_transposed(module, stored)
     for name, (count, rows, columns) in stored.items():
         d_out, d_in = (columns, rows) if transposed else (rows, columns)
-        named = {"parameter": name, "transposed": transposed, "experts": count}
-        yield _layer(path, "experts", d_in, d_out, **named)
+        facts = {"parameter": name, "transposed": transposed, "experts": count}
+        says = bool(getattr(module, "is_transposed", False))
+        yield _layer(path, "experts", d_in, d_out, says_transposed=says, **facts)
 
 
 def _row(branch: Branch) -> Row:

@@ -1,4 +1,4 @@
-"""What can be trained as it is: layers without a weight matrix, biases, and shared tables."""
+"""Parameters outside of linear layers: those of other layers, biases, and shared tables."""
 
 from __future__ import annotations
 
@@ -29,6 +29,30 @@ def other_layers_of(
     for path, module in tree.modules.items():
         if path not in listed and _own(module):
             found.append(_site(path, "norm" if is_norm(module) else "layer", module, blocks))
+    return tuple(found)
+
+
+def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) -> tuple[Site, ...]:
+    """Return the matrices that modules compute with and no other site has, in model order.
+
+    Args:
+        tree: of the model.
+        blocks: its blocks.
+        listed: paths of the layers with a weight matrix, and of fused experts.
+    """
+    found = []
+    for path, module in tree.modules.items():
+        if not path or path in listed or isinstance(module, _ConvNd):
+            continue
+        for name, own in module._parameters.items():
+            if own is None or own.dim() not in (2, 3) or not own.is_floating_point():
+                continue
+            *experts, d_out, d_in = own.shape
+            site = Site(
+                path, "other", *_place(path, blocks), "experts" if experts else "linear",
+                d_in, d_out, parameter=name, experts=experts[0] if experts else 0,
+            )  # fmt: skip
+            found.append(site)
     return tuple(found)
 
 
@@ -96,13 +120,18 @@ def _is_read(tree: Tree, path: str) -> bool:
 
 
 def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> Site:
-    inside = next(_around(path, blocks), None)
-    layer, stack = (-1, "") if inside is None else (inside.layer, inside.stack)
+    layer, stack = _place(path, blocks)
     # a bias is as long as the output of its layer
     own = (module._parameters.get("bias"), *_own(module))
     # a parameter without dimensions, such as CLIP's logit scale, has no width
     width = next(p.shape[-1] if p.dim() else 1 for p in own if p is not None)
     return Site(path, "other", layer, stack, kind, width, width)
+
+
+def _place(path: str, blocks: Sequence[Block]) -> tuple[int, str]:
+    """Return the number of the block around a path, −1 outside of blocks, and its stack."""
+    inside = next(_around(path, blocks), None)
+    return (-1, "") if inside is None else (inside.layer, inside.stack)
 
 
 def _around(path: str, blocks: Sequence[Block]) -> Iterator[Block]:

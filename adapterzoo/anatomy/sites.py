@@ -92,6 +92,7 @@ class Site:
         is_language: whether it is the place of the block's language adapters.
         overwritten: whether the model writes into the layer's output in place.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
+        says_transposed: whether the module itself says that its parameters are transposed.
         heads: attention sites only: number of heads of keys and values.
         head_widths: attention sites only: features of a key and of a value in one head.
     """
@@ -116,8 +117,14 @@ class Site:
     is_language: bool = False
     overwritten: bool = False
     experts: int = 0
+    says_transposed: bool = False
     heads: int = 0
     head_widths: tuple[int, int] = (0, 0)
+
+    @property
+    def name(self) -> str:
+        """Path of the layer, or of the parameter that is adapted."""
+        return self.path if self.parameter is None else f"{self.path}.{self.parameter}"
 
     @property
     def shared_input(self) -> str | None:
@@ -211,15 +218,16 @@ class Block:
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
         """Return the block's sites of a role: whole layers, and parts of fused ones.
 
+        A fused layer that has a part of the role is not among them itself.
+
         Args:
             role: of the sites.
             cross: only (True) or without (False) cross-attention; None: both.
         """
-        return tuple(
-            site
-            for site in (*self.sites, *self.parts)
-            if site.role == role and (cross is None or site.cross == cross)
-        )
+        parts = [site for site in self.parts if site.role == role]
+        fused = {site.name for site in parts}
+        whole = [site for site in self.sites if site.role == role and site.name not in fused]
+        return tuple(s for s in (*whole, *parts) if cross is None or s.cross == cross)
 
     def has(self, role: Role, cross: bool | None = None) -> bool:
         """Return whether the block has the kind of sub-layer that the role belongs to.
@@ -250,6 +258,7 @@ class Anatomy:
         unmovable: stacks whose positions cannot be changed → the reason.
         tokens: where tokens are embedded; None if that is unknown.
         others: modules with parameters of their own and without a weight matrix, such as norms.
+        parameters: the matrices among these parameters, such as the weight of a router.
         biases: layers whose output is a sum with their bias.
         odd_biases: paths of other modules with a bias.
         shared_tables: paths of embeddings that share one weight.
@@ -267,6 +276,7 @@ class Anatomy:
     unmovable: Mapping[str, str] = field(default_factory=dict)
     tokens: TokenInput | None = None
     others: tuple[Site, ...] = ()
+    parameters: tuple[Site, ...] = ()
     biases: tuple[Site, ...] = ()
     odd_biases: tuple[str, ...] = ()
     shared_tables: tuple[tuple[str, ...], ...] = ()
@@ -286,6 +296,11 @@ class Anatomy:
     def linears(self) -> tuple[Site, ...]:
         """Return every whole linear layer that is a module, in blocks and outside."""
         return tuple(s for s in self if s.kind == "linear" and s.parameter is None)
+
+    def weights(self) -> dict[str, Site]:
+        """Return the whole sites of all weight matrices, by the names of their parameters."""
+        sites = {s.name if s.parameter else f"{s.path}.weight": s for s in self}
+        return sites | {s.name: s for s in self.parameters}
 
     def parts(self, path: str) -> tuple[Site, ...]:
         """Return the parts of the fused layer at a path; empty if the layer is not fused."""

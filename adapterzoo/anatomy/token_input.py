@@ -19,6 +19,7 @@ class TokenInput:
         embeds_positions: whether that module takes the positions of tokens.
         positions: number of learned positions; None if positions are not learned.
         is_encoder: whether another stack attends to this one.
+        looks_ahead: whether no attention hides later tokens from earlier ones.
         closed: why tokens cannot join the output of the embeddings; empty if they can.
     """
 
@@ -30,4 +31,5 @@ class TokenInput:
     embeds_positions: bool
     positions: int | None
     is_encoder: bool
+    looks_ahead: bool = False
     closed: str = ""

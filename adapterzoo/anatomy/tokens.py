@@ -98,6 +98,7 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
         embeds_positions=embeddings is not None and "position_ids" in takes,
         positions=_positions(tree, owner, table, blocks),
         is_encoder=attended,
+        looks_ahead=_looks_ahead(tree, owner),
         closed=reason(NO_TOKENS, tree),
     )
 
@@ -108,6 +109,12 @@ def input_embeddings_of(model: object) -> nn.Module | None:
         return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
     except (AttributeError, NotImplementedError):
         return None
+
+
+def _looks_ahead(tree: Tree, owner: str) -> bool:
+    """Return whether attentions say that they are not causal; some models do not say it."""
+    said = {getattr(module, "is_causal", None) for _, module in tree.branch(owner).modules}
+    return False in said and True not in said
 
 
 def _weight(tree: Tree, table: str) -> object:

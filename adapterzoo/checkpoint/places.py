@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.inject.building import inject_path
 
 
 def shared_key(parameter: str, number: int | None = None) -> str:
@@ -34,7 +35,8 @@ class Place:
     Attributes:
         placement: its site, and the config that makes it.
         path: of the module that holds it.
-        part: prefix of its parameters' names if several adapters share the module, as "query.".
+        part: prefix of its parameters' names if several adapters share the module, as "query.", or
+            a parameter of the module is adapted, as "down_proj.mlp_out.".
     """
 
     placement: Placement
@@ -58,14 +60,17 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     """
     by_path: dict[str, list[Placement]] = {}
     for placement in config.all_placements(anatomy):
-        by_path.setdefault(placement.site.path, []).append(placement)
+        by_path.setdefault(inject_path(placement.site), []).append(placement)
     found: list[Place] = []
     for path, placements in by_path.items():
-        if len(placements) == 1 and placements[0].site.output_slice is None:
+        sites = [p.site for p in placements]
+        if len(sites) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
             found.append(Place(placements[0], path, ""))
             continue
-        names = part_names([p.site for p in placements])
-        found += [Place(p, path, f"{name}.") for p, name in zip(placements, names, strict=True)]
+        for placement, name in zip(placements, part_names(sites), strict=True):
+            parameter = placement.site.parameter
+            owner = f"{parameter.rpartition('.')[2]}." if parameter else ""
+            found.append(Place(placement, path, f"{owner}{name}."))
     return found
 
 

@@ -275,9 +275,10 @@ def init_from_layer(
         data: what its initial values take from `init_data` for the layer.
     """
     for (part,), base in _beside(layer, (adapter,), originals):
-        part.init_from_layer(base)
+        own = cast("Adapter", part)
+        own.init_from_layer(base)
         if data is not None:
-            part.init_from_data(data, base)
+            own.init_from_data(data, base)
 
 
 def combine(
@@ -309,7 +310,10 @@ def combine(
             f"set_active_adapters(Stack('a', 'b'))."
         )
     for (part, *parts), base in _beside(layer, (adapter, *others), originals):
-        part.combine(parts, weights, strategy, base)
+        # not all have an adapter of each parameter
+        there = [i for i, other in enumerate(parts) if other is not None]
+        own = [cast("Adapter", parts[i]) for i in there]
+        cast("Adapter", part).combine(own, [weights[i] for i in there], strategy, base)
 
 
 def changes(
@@ -346,8 +350,11 @@ def changes(
 
 def _beside(
     layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
-) -> Iterator[tuple[tuple[Adapter, ...], BaseLayer]]:
-    """Yield the parts of adapters that belong together, each with the layer as they see it."""
+) -> Iterator[tuple[tuple[Adapter | None, ...], BaseLayer]]:
+    """Yield the parts of adapters that belong together, each with the layer as they see it.
+
+    The parts are those of the first adapter; None where another one does not have it.
+    """
 
     def shown(parameter: str) -> Tensor | None:
         kept = originals.get(parameter)
@@ -363,5 +370,5 @@ def _beside(
     for parameter in first._modules:
         weight = shown(parameter)
         own_weight = matrix(layer, parameter) if weight is None else weight
-        parts = tuple(cast("FusedAdapters", adapter._modules[parameter]) for adapter in adapters)
+        parts = tuple(cast("FusedAdapters", each._modules.get(parameter)) for each in adapters)
         yield parts, base_of(layer, own_weight)

@@ -24,7 +24,7 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
 from .containers import adapters_of, shared_of
-from .joining import check_called, entered, join, places_in
+from .joining import check_called, entered, ids_in, join, places_in
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
 
@@ -201,7 +201,8 @@ def recorded(
             args, kwargs, given = (), changed, changed
     shared = None if path else functools.partial(shared_of, module)
     places = None if joined is None else places_in(joined, path)
-    call = RecordedCall(path, given, context.generation, places)
+    ids = ids_in(given, joined, context)
+    call = RecordedCall(path, given, context.generation, places, ids)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:

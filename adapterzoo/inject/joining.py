@@ -20,6 +20,7 @@ from adapterzoo.composition import Joined, Prompts, RowMap
 from adapterzoo.contracts import PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext
+from adapterzoo.token_ids import NO_TOKEN, grid
 
 from .containers import adapters_of
 from .views import LayerCall
@@ -221,6 +222,28 @@ def places_in(joined: Joined, path: str) -> Places | None:
         path: of the inner model.
     """
     return joined.at if joined.adds and below(joined.prompts.tokens.stack, path) else None
+
+
+def ids_in(given: Mapping[str, Any], joined: Joined | None, context: CallContext) -> Tensor | None:
+    """Return the token ids of a call, `[rows, tokens]`, `NO_TOKEN` at added tokens.
+
+    Args:
+        given: arguments of the call, by name.
+        joined: the longer sequences; None if adapters add no tokens.
+        context: of the model, before the call.
+
+    Returns:
+        None if they are unknown.
+    """
+    ids = grid(given.get("input_ids"))
+    if context.stacks:
+        outer = context.stacks[-1].call.ids.ids
+        # a decoder has others than its encoder
+        is_other = outer is None or (ids is not None and ids.shape != outer.shape)
+        return ids if is_other else outer
+    if ids is None or joined is None or not joined.adds or not joined.is_laid_out:
+        return ids
+    return joined.extended(joined.own(ids), NO_TOKEN)
 
 
 def entered(

@@ -56,6 +56,8 @@ def _unsayable_hub(config: AdapterConfig) -> str | None:
 def _unsayable_peft(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
         return "DoRAConfig(convention='adapterhub'), but PEFT's DoRA is the paper's"
+    if (parameter := placement.site.parameter) is not None:
+        return f"DoRA at the parameter {parameter!r}, where PEFT has LoRA only"
     return _low_rank_peft.unsayable(placement)
 
 

@@ -65,7 +65,7 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
             ConfigError: there is dropout, and the site has no features to drop.
         """
         super().__init__()
-        self.scaling = config.scaling_at(site.path)
+        self.scaling = config.scaling_at(site.name)
         self.dropout = config.dropout
         self.looks_up = self.at_embedding = site.kind == "embedding"
         if config.dropout and (self.looks_up or site.parameter):
@@ -74,7 +74,7 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
                 f"{type(config).__name__}(dropout={config.dropout}) at {site.path!r}: the module "
                 f"{what}, so there are no features to drop on the way to A. Write dropout=0.0."
             )
-        rank = config.rank_at(site.path)
+        rank = config.rank_at(site.name)
         lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = drawing(config.init_weights, rank, source)
@@ -176,6 +176,15 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         a, b = self.whole_factors()
         with exactly(a.device):
             return b.to(dtype) @ a.to(dtype)
+
+    def added(self, w: Tensor) -> Tensor:
+        """Return w + s · B A, `[*experts, d_out, d_in]`, also under autocast."""
+        if w.dim() < 3:
+            return w + self.delta(w.dtype)
+        a, b = (t.to(w.dtype) for t in self.whole_factors())
+        # one pass: the change of all experts would be as large as their weights
+        with exactly(a.device):
+            return torch.baddbmm(w, b, a, alpha=self.scaling)
 
     def delta(self, dtype: torch.dtype) -> Tensor:
         """Return the update s · B A, `[d_out, d_in]`, in the dtype, also under autocast."""

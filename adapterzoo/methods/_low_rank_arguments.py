@@ -10,11 +10,13 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from ._input_plans import OPTIONS
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
 
+INVOCATION = "alora_invocation_tokens"
+"""The field of aLoRA, which LoRA alone has."""
+
 REFUSED = {
     "use_qalora": "it pools the input of each group before A",
-    "alora_invocation_tokens": "it acts only after certain tokens",
+    INVOCATION: "it acts only after certain tokens",
     "layer_replication": "it has more layers than the model",
-    "target_parameters": "it adapts parameters of fused experts one by one",
     "use_bdlora": "its factors are block-diagonal and packed",
     "arrow_config": "it routes each token among several adapters",
     "kasa_config": "it removes singular values from the base weights",
@@ -32,6 +34,7 @@ ARGUMENTS = PeftArguments(
         **STORED,
         **bias(),
         **TOKENS,
+        "target_parameters": ours(None, "target_parameters"),
         "r": ours(8, "r"),
         "lora_alpha": ours(8, "alpha"),
         "lora_dropout": ours(0.0, "dropout"),

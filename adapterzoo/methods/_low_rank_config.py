@@ -18,14 +18,14 @@ import torch
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CompositionError, SiteError, listing
+from adapterzoo.errors import CompositionError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
 
 from ._init import DTYPE, DTYPES
 from ._patterns import Patterns, check_keys, matching
 from ._slots import refuse_larger
 from ._starts import DRAWN
-from ._targets import TARGETS, TargetedConfig
+from ._targets import TARGETS, TargetedConfig, fields_at
 
 _RANK = Range(1, MAX_WIDTH)
 _SIZES = frozenset({"r", "alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
@@ -69,8 +69,8 @@ class LowRankConfig(TargetedConfig):
         placements = super().placements(anatomy)
         # a key may match a layer of a block that is left out
         by_layer = self.leave_out or self.layers_to_transform is not None
-        sites = list(anatomy) if by_layer else [p.site for p in placements]
-        paths = [site.path for site in sites]
+        sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
+        paths = [site.name for site in sites]
         for name in ("rank_pattern", "alpha_pattern"):
             check_keys(type(self).__name__, name, getattr(self, name), paths)
         return placements
@@ -102,7 +102,7 @@ class LowRankConfig(TargetedConfig):
         return self if known else self.replace(init_weights="lora")
 
     def rank_at(self, path: str) -> int:
-        """Return the rank of the adapter at a path."""
+        """Return the rank of the adapter at a path, the `Site.name`."""
         return matching(self.rank_pattern, path, self.r)
 
     def alpha_at(self, path: str) -> float:
@@ -124,11 +124,7 @@ class LowRankConfig(TargetedConfig):
 
     @classmethod
     def at_sites_of(cls, config: AdapterConfig, anatomy: Anatomy) -> Self:
-        """Return a config with adapters at the layers of another one, or around its parts of them.
-
-        Raises:
-            SiteError: no config describes these layers.
-        """
+        """Return a config with adapters at the layers of another one, or around its parts."""
         sites = [p.site for p in config.placements(anatomy)]
         fields = {**vars(config)} if isinstance(config, TargetedConfig) else {}
         own = {name: fields[name] for name in (*TARGETS, "dtype") if name in fields}
@@ -136,13 +132,7 @@ class LowRankConfig(TargetedConfig):
             made = cls(**own)
             if [p.site for p in made.placements(anatomy)] == sites:
                 return made
-        paths = tuple(dict.fromkeys(site.path for site in sites))
-        if any(site.parameter for site in sites):
-            raise SiteError(
-                f"the adapter is at parameters of {listing(paths)}, which a {cls.__name__} cannot "
-                f"list. Add a config that is not a union."
-            )
-        return cls.at_layers(paths).replace(dtype=own.get("dtype"))
+        return cls(**fields_at(sites), dtype=own.get("dtype"))
 
     @classmethod
     def at_layers(cls, paths: Sequence[str]) -> Self:
@@ -182,14 +172,14 @@ def combined_config(
         strategy.refuse_differing(dicts, trained, _ANY_RANK)
         return first
     # scalings become a part of the factors, and PEFT's strategies skip missing adapters
-    places = [{p.site.path: p.site for p in c.placements(anatomy)} for c in configs]
+    places = [{p.site.name: p.site for p in c.placements(anatomy)} for c in configs]
     ranks: dict[str, list[int]] = {}
     for config, sites in zip(configs, places, strict=True):
         for path in sites:
             ranks.setdefault(path, []).append(config.rank_at(path))
     made = {path: _rank(of_path, strategy, path) for path, of_path in ranks.items()}
     if any(set(sites) != set(made) for sites in places):
-        first = _at_all(configs, tuple(made), anatomy)
+        first = _at_all(configs, anatomy)
     else:
         strategy.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
     sized = _sized(first, made)
@@ -200,7 +190,7 @@ def combined_config(
 
 def _spelled_alike(configs: Sequence[LowRankConfig], anatomy: Anatomy) -> frozenset[str]:
     """Return the target fields that name the same parts of the same layers differently."""
-    sites = [{(p.site.path, p.site.role) for p in c.placements(anatomy)} for c in configs]
+    sites = [{(p.site.name, p.site.role) for p in c.placements(anatomy)} for c in configs]
     return TARGETS if all(own == sites[0] for own in sites) else frozenset()
 
 
@@ -223,17 +213,18 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
     return ranks[0]
 
 
-def _at_all(configs: Sequence[_C], paths: tuple[str, ...], anatomy: Anatomy) -> _C:
+def _at_all(configs: Sequence[_C], anatomy: Anatomy) -> _C:
     """Return a config that lists the layers of all configs by path."""
-    whole = configs[0].replace(
-        target_modules=paths, exclude_modules=None, leave_out=(), layers_to_transform=None,
-        rank_pattern={}, alpha_pattern={},
-    )  # fmt: skip
+    sites = {p.site.name: p.site for c in configs for p in c.placements(anatomy)}
     parts = [
         p.site for c in configs for p in c.placements(anatomy) if p.site.output_slice is not None
     ]
-    found = [p.site.path for p in whole.placements(anatomy)] if not parts else []
-    if sorted(found) != sorted(paths):
+    whole = configs[0].replace(
+        **fields_at(sites.values()), exclude_modules=None, leave_out=(), layers_to_transform=None,
+        rank_pattern={}, alpha_pattern={},
+    )  # fmt: skip
+    found = [p.site.name for p in whole.placements(anatomy)] if not parts else []
+    if sorted(found) != sorted(sites):
         why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names selects"
         raise CompositionError(
             f"the adapters are at different sites, among them {why}, so that no "

@@ -23,25 +23,29 @@ from adapterzoo.spelling import (
 )
 
 from ._beside import BESIDE
-from ._low_rank_arguments import ARGUMENTS, REFUSED
+from ._low_rank_arguments import ARGUMENTS, INVOCATION, REFUSED
 from ._low_rank_config import LowRankConfig
+from ._low_rank_parameters import as_parameter, count_of, read
 from ._peft_sites import whole_width
-from ._started_peft import REPRODUCED, read_start
+from ._started_peft import REPRODUCED
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
-_FIELDS = {
+FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),
     "lora_alpha": PeftField(8.0, FACTOR),
     "lora_dropout": PeftField(0.0, Share()),
     "use_rslora": PeftField(False),
     "init_lora_weights": PeftField(True, AnyValue()),
 }
+# optional ones are those of some methods only
+_SAME = ("use_rslora", "lora_bias", INVOCATION)
 _PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
 _INERT = frozenset(
     ("corda_config", "ensure_weight_tying", "eva_config", "loftq_config",
      "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
      "velora_config")
 )  # fmt: skip
+_USUAL = {"fields": FIELDS, "refused": REFUSED, "arguments": ARGUMENTS}
 # initial values that leave the base weights unchanged
 _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -65,22 +69,27 @@ def _read_layer(layer: PeftLayer) -> Fields:
     """Return our config fields at a layer; check its factors against the file's rank."""
     fields = layer.fields
     a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
+    count = count_of(layer.site)
+    fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
+    if not fits or not a.shape[0] or a.shape[0] % count:
+        each = f"; the rank counts for each of {count} experts" if count > 1 else ""
         raise CheckpointError(
             f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}; one adapter "
-            f"has [rank, d_in] and [d_out, rank]. Copy the file again from where it was saved."
+            f"has [rank, d_in] and [d_out, rank]{each}. Copy the file again from where it was "
+            f"saved."
         )
-    if a.shape[0] != fields["r"]:
+    rank = a.shape[0] // count
+    if rank != fields["r"]:
         raise CheckpointError(
             f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
-            f"rank {a.shape[0]}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
+            f"rank {rank}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
             f"in adapter_config.json."
         )
     init = fields["init_lora_weights"]
     return {
-        **{name: fields[name] for name in ("use_rslora", "lora_bias") if name in fields},
+        **{name: fields[name] for name in _SAME if name in fields},
         **({"init_weights": init} if init in REPRODUCED else {}),
-        "r": a.shape[0],
+        "r": rank,
         "alpha": fields["lora_alpha"],
         # embeddings have no dropout
         "dropout": 0.0 if layer.site.kind == "embedding" else fields["lora_dropout"],
@@ -90,8 +99,8 @@ def _read_layer(layer: PeftLayer) -> Fields:
 def unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
     config, site = placement.config, placement.site
-    if site.parameter is not None:
-        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
+    if site.parameter is not None and "." in site.parameter:
+        return f"an adapter at {site.name!r}, and PEFT's would not act: no module there is called"
     if config.to_dict().get("use_gating"):
         return f"{type(config).__name__}(use_gating=True), and PEFT's LoRA has no gate"
     return None
@@ -99,19 +108,20 @@ def unsayable(placement: Placement) -> str | None:
 
 def _write_layer(layer: PeftOutput) -> Fields:
     """Return the fields of PEFT's config for a layer; its adapters must have equal scalings."""
-    parts, rank = layer.parts, layer.tensors["lora_A"].shape[0]
+    parts, site = layer.parts, layer.parts[0].placement.site
+    rank = layer.tensors["lora_A"].shape[0] // count_of(site)
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
-    site, one = parts[0].placement.site, configs[0]
-    said = {(c.scaling_at(site.path), c.use_rslora, c.dropout) for c in configs}
+    one = configs[0]
+    said = {(c.scaling_at(site.name), c.use_rslora, c.dropout) for c in configs}
     if len(said) > 1:
         raise CheckpointError(
-            f"the adapters at {site.path!r} differ in scaling or dropout (scaling, use_rslora, "
+            f"the adapters at {site.name!r} differ in scaling or dropout (scaling, use_rslora, "
             f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
             f"{argument('format', 'native')}."
         )
-    alpha = one.alpha_at(site.path)
+    alpha = one.alpha_at(site.name)
     if len(parts) > 1:
-        alpha = one.scaling_at(site.path) * (rank**0.5 if one.use_rslora else rank)
+        alpha = one.scaling_at(site.name) * (rank**0.5 if one.use_rslora else rank)
         alpha = int(alpha) if alpha == int(alpha) else alpha
     return {
         "r": rank,
@@ -122,6 +132,11 @@ def _write_layer(layer: PeftOutput) -> Fields:
         "init_lora_weights": True,
         "bias": "none",
     }
+
+
+def write_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+    """Return the fields of PEFT's config for each layer."""
+    return [_write_layer(layer) for layer in layers]
 
 
 def spelling(
@@ -137,47 +152,45 @@ def spelling(
         fixed=fixed,
         tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors},
         embedding_tensors=_EMBEDDING_TENSORS,
-        fields=_FIELDS,
         patterns=_PATTERNS,
         beside=BESIDE,
         inert=_INERT,
-        refused=REFUSED,
         refuse=_refuse,
-        read=read_start,
+        read=read,
+        write=lambda part: as_parameter(part.placement.site, part.tensors),
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
-        write_layers=lambda layers: [_write_layer(layer) for layer in layers],
-        **{"arguments": ARGUMENTS, "unsayable": unsayable, "join": join, **more},
+        **{**_USUAL, "write_layers": write_layers, "unsayable": unsayable, "join": join, **more},
     )
 
 
 def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return one low-rank update of a whole layer that computes what its parts do.
+    """Return one low-rank update of a whole layer that computes what its parts do, for PEFT.
 
     The rows of the factors A are concatenated; each B fills its own columns in its part's rows.
 
     Raises:
         CheckpointError: a row has two magnitudes, or an unadapted one has none.
     """
-    site = parts[0].placement.site
-    d_out = whole_width(site)
-    rank = sum(part.tensors["lora_A"].shape[0] for part in parts)
+    d_out = whole_width(parts[0].placement.site)
+    a, b = parts[0].tensors["lora_A"], parts[0].tensors["lora_B"]
+    rank = sum(part.tensors["lora_A"].shape[-2] for part in parts)
     joined = {
-        "lora_A": torch.cat([part.tensors["lora_A"] for part in parts]),  # [rank, d_in]
-        "lora_B": parts[0].tensors["lora_B"].new_zeros(d_out, rank),
+        "lora_A": torch.cat([part.tensors["lora_A"] for part in parts], -2),  # [*, rank, d_in]
+        "lora_B": b.new_zeros(*a.shape[:-2], d_out, rank),
     }
     start = 0
     for part in parts:
         own = part.placement.site.output_slice
         mine = slice(None) if own is None else row_numbers(own)
-        stop = start + part.tensors["lora_A"].shape[0]
-        joined["lora_B"][mine, start:stop] = part.tensors["lora_B"]
+        stop = start + part.tensors["lora_A"].shape[-2]
+        joined["lora_B"][..., mine, start:stop] = part.tensors["lora_B"]
         start = stop
         for name in part.tensors.keys() & {"lora_B_bias", "m"}:
             tensor = part.tensors[name]
             whole = joined.setdefault(name, tensor.new_zeros(d_out))
             # biases of several adapters at one row add up
             whole[mine] = whole[mine] + tensor
-    return joined
+    return as_parameter(parts[0].placement.site, joined)
 
 
 def row_numbers(rows: OutputSlice) -> Tensor:

@@ -90,8 +90,8 @@ class LycorisConfig(TargetedConfig):
         placements = super().placements(anatomy)
         # a key may match a layer of a block that is left out
         by_layer = self.leave_out or self.layers_to_transform is not None
-        sites = list(anatomy) if by_layer else [p.site for p in placements]
-        paths = [site.path for site in sites]
+        sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
+        paths = [site.name for site in sites]
         for name in ("rank_pattern", "alpha_pattern"):
             check_keys(type(self).__name__, name, getattr(self, name), paths)
         return placements
@@ -139,7 +139,7 @@ class Lycoris(WeightAdapter):
             ConfigError: the site is an embedding, or a parameter, and there is dropout.
         """
         super().__init__()
-        self.scaling = config.scaling_at(site.path)
+        self.scaling = config.scaling_at(site.name)
         self.rank_dropout, self.module_dropout = config.rank_dropout, config.module_dropout
         self.d_in, self.d_out = site.d_in, site.d_out
         dropouts = f"rank_dropout={self.rank_dropout}, module_dropout={self.module_dropout}"

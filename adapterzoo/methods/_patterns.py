@@ -46,6 +46,32 @@ class Modules(Check):
         return kept
 
 
+class Targets(Modules):
+    """The same; an empty list where only parameters are adapted, as PEFT writes it."""
+
+    def fits(self, value: object) -> bool:
+        """Return whether no name is empty."""
+        return value == () or super().fits(value)
+
+
+class Parameters(Modules):
+    """Names of parameters, or None."""
+
+    legal = "a list of names of parameters, such as 'experts.down_proj'"
+
+    def convert(self, value: object) -> object:
+        """Return a tuple of names or None; an empty list asks for none."""
+        return super().convert(value) or None if not isinstance(value, str) else value
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a list, and none is empty."""
+        return not isinstance(value, str) and super().fits(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return a list of the name, or two names."""
+        return [value] if isinstance(value, str) and value else ["gate_up_proj", "down_proj"]
+
+
 class Patterns(Check):
     """Layer names or regular expressions → values that are legal for another field."""
 

@@ -173,8 +173,8 @@ def check_site(config: LowRankConfig, site: Site) -> None:
         ConfigError: the layer is an embedding or too narrow, or the scaling is not positive.
     """
     rank, s, width = (
-        config.rank_at(site.path),
-        config.scaling_at(site.path),
+        config.rank_at(site.name),
+        config.scaling_at(site.name),
         min(site.d_in, site.d_out),
     )
     hint, why = "init_weights='lora'", ""

@@ -1,7 +1,8 @@
 """Which linear layers get adapters: the fields of both peers.
 
 AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
-`leave_out`. PEFT's: `target_modules`, `exclude_modules`, `layers_to_transform`.
+`leave_out`. PEFT's: `target_modules`, `target_parameters`, `exclude_modules`,
+`layers_to_transform`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.configs import Placement
@@ -16,12 +18,12 @@ from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Layers, Maybe, field
 
 from ._beside import LayersBesideConfig
-from ._patterns import ALL_LINEAR, Modules, matches
+from ._patterns import ALL_LINEAR, Modules, Parameters, Targets, matches
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
     {"selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out",
-     "target_modules", "exclude_modules", "layers_to_transform"}
+     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 
@@ -65,6 +67,8 @@ class TargetedConfig(LayersBesideConfig):
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
         target_modules: instead of the fields above: names or last parts of paths of layers, one
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
+        target_parameters: instead of the fields above, or beside `target_modules`: names or last
+            parts of paths of parameters, such as those of fused experts, "experts.gate_up_proj".
         exclude_modules: names or a regular expression, as above, of layers to leave out; a part
             that matches no layer gives a warning, as in PEFT.
         layers_to_transform: numbers of the blocks that get adapters; None for all.
@@ -75,7 +79,8 @@ class TargetedConfig(LayersBesideConfig):
     output_lora: bool = False
     attn_matrices: tuple[str, ...] = field(("q", "v"), Matrices())
     leave_out: tuple[int, ...] = field((), Layers())
-    target_modules: str | tuple[str, ...] | None = field(None, Modules())
+    target_modules: str | tuple[str, ...] | None = field(None, Targets())
+    target_parameters: tuple[str, ...] | None = field(None, Parameters(), ours=True)
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
     layers_to_transform: tuple[int, ...] | None = field(None, Maybe(Layers()))
 
@@ -91,10 +96,17 @@ class TargetedConfig(LayersBesideConfig):
             ConfigError: a value is not legal.
         """
         super().__post_init__()
-        if self.target_modules is None and not self._roles():
+        if self.target_modules == () and not self.target_parameters:
+            raise ConfigError(
+                f"{self._name}(target_modules=[]): nothing is left to adapt, without "
+                f"target_parameters. Write target_modules=['query', 'value']."
+            )
+        names = self.target_modules or self.target_parameters
+        if not names and not self._roles():
             raise ConfigError(
                 f"{self._name}: nothing is left to adapt: selfattn_lora, intermediate_lora and "
-                f"output_lora are off or attn_matrices is empty, and there are no target_modules. "
+                f"output_lora are off or attn_matrices is empty, and there are no target_modules "
+                f"or target_parameters. "
                 f"Write target_modules='all-linear' or selfattn_lora=True."
             )
 
@@ -107,15 +119,17 @@ class TargetedConfig(LayersBesideConfig):
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
         """
-        if not anatomy.blocks and self.target_modules in (None, ALL_LINEAR):
+        by_role = self.target_modules is None and self.target_parameters is None
+        if not anatomy.blocks and (by_role or self.target_modules == ALL_LINEAR):
             raise SiteError(
                 f"{self._name}: this model has no transformer blocks: {anatomy.reason}. Write "
                 f"target_modules=[…], with the names of the layers to adapt."
             )
-        if self.target_modules is None:
+        if by_role:
             sites: Iterable[Site] = self._by_role(anatomy)
         else:
-            sites = self._by_name(anatomy, self.target_modules)
+            layers = [*self._by_name(anatomy, self.target_modules)] if self.target_modules else []
+            sites = [*layers, *self._by_parameter(anatomy, layers)]
         kept = [site for site in sites if self._wants(site)]
         if not kept:
             raise SiteError(
@@ -156,14 +170,39 @@ class TargetedConfig(LayersBesideConfig):
             )
         yield from matching
 
+    def _by_parameter(self, anatomy: Anatomy, beside: Sequence[Site]) -> Iterator[Site]:
+        """Yield the sites of the parameters, none of which is the weight of a layer beside."""
+        wanted, weights = self.target_parameters or (), anatomy.weights()
+        call = f"{self._name}(target_parameters={[*wanted]!r})"
+        missing = [n for n in wanted if not any(matches(name, (n,)) for name in weights)]
+        if missing:
+            known = {".".join(n.split(".")[-2:]) for n, site in weights.items() if site.parameter}
+            raise SiteError(
+                f"{call}: no parameter with two or three dimensions matches {listing(missing)}. "
+                f"Such parameters in this model, beside the weights of its layers: "
+                f"{listing(sorted(known))}. Write some of them, or names of layers in "
+                f"target_modules=[…]."
+            )
+        for name, site in weights.items():
+            if not matches(name, wanted):
+                continue
+            if site in beside:
+                raise SiteError(
+                    f"{call}: target_modules={self.target_modules!r} has the layer at "
+                    f"{site.path!r} too. Leave it out of one of them."
+                )
+            yield site
+
     def _wants(self, site: Site) -> bool:
-        excluded = self.exclude_modules is not None and matches(site.path, self.exclude_modules)
+        excluded = self.exclude_modules is not None and any(
+            matches(path, self.exclude_modules) for path in (site.path, site.name)
+        )
         return self._in_layers(site.layer) and not excluded
 
     def _warn_of_idle(self, anatomy: Anatomy) -> None:
         """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
         excluded = self.exclude_modules or ()
-        if idle := _unmatched(excluded, [*anatomy]):
+        if idle := _unmatched(excluded, [*anatomy, *anatomy.parameters]):
             warnings.warn(
                 f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}, so "
                 f"it excludes nothing. Names of layers in this model: {_names(anatomy)}. Write "
@@ -180,11 +219,20 @@ class TargetedConfig(LayersBesideConfig):
         return type(self).__name__
 
 
+def fields_at(sites: Iterable[Site]) -> dict[str, Any]:
+    """Return the fields that name whole layers and parameters, parts of layers by their layer."""
+    listed = [*sites]
+    layers = dict.fromkeys(site.path for site in listed if site.parameter is None)
+    parameters = dict.fromkeys(site.name for site in listed if site.parameter is not None)
+    return {"target_modules": tuple(layers), "target_parameters": tuple(parameters) or None}
+
+
 def _unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]:
     """Return the parts of a field that match no layer."""
     # a string is one pattern, a list holds endings
     parts = {wanted: wanted} if isinstance(wanted, str) else {name: (name,) for name in wanted}
-    return [n for n, part in parts.items() if not any(matches(s.path, part) for s in sites)]
+    paths = {path for site in sites for path in (site.path, site.name)}
+    return [n for n, part in parts.items() if not any(matches(path, part) for path in paths)]
 
 
 def _names(sites: Iterable[Site]) -> str:

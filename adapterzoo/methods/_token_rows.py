@@ -1,7 +1,8 @@
 """Rows of the table of tokens, one set for each adapter: `trainable_token_indices`.
 
 E'(t) = R[i] for the i-th token of the list, E(t) for all others; the rows R `[tokens, d]` start as
-those of the table E. An output layer that is tied to the table scores these tokens with R as well:
+those of the table E. The padding token of the embedding gets no gradient there, as in torch. An
+output layer that is tied to the table scores these tokens with R as well:
 logits[t] = h · R[i] + b[t].
 
 Differs from PEFT: the table is not copied in each forward; a bias of the output layer is kept;
@@ -26,7 +27,7 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
 from adapterzoo.errors import SiteError, listing
 
 from ._init import DTYPES
-from ._patterns import matches
+from ._token_tables import tables_in
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
@@ -54,34 +55,31 @@ class TokenRowsConfig(AdapterConfig):
         Raises:
             SiteError: there is no such table, or it has fewer tokens.
         """
-        tables = {site.path: site for site in anatomy if site.kind == "embedding"}
-        own = anatomy.own_table
-        if self.table is None:
-            found = [own] if own in tables else []
-        else:
-            found = [path for path in tables if matches(path, (self.table,))]
-        if not found:
-            what = "no table of tokens" if self.table is None else f"no embedding {self.table!r}"
-            raise SiteError(
-                f"trainable_token_indices: this model has {what}; embeddings: "
-                f"{listing(tables) or 'none'}. Write {{'name of an embedding': [ids]}}."
-            )
-        tied = {path: group for group in anatomy.shared_tables for path in group}
-        paths = dict.fromkeys(p for path in found for p in tied.get(str(path), (str(path),)))
-        if len({tied.get(path, (path,)) for path in paths}) > 1:
+        name = None if self.table is None else (self.table,)
+        found = tables_in(anatomy, name, "{'name of an embedding': [ids]}")
+        if len(found) > 1:
+            paths = [path for group in found for path in group]
             raise SiteError(
                 f"trainable_token_indices={{{self.table!r}: …}}: several embeddings have this "
                 f"name, {listing(paths)}. Write the whole path of one."
             )
-        size = tables[next(iter(paths))].d_in
+        return self.at(found[0], anatomy)
+
+    def at(self, group: Sequence[str], anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each path of embeddings that share a table.
+
+        Raises:
+            SiteError: the table has fewer tokens.
+        """
+        tables = {site.path: site for site in anatomy if site.kind == "embedding"}
+        size = tables[group[0]].d_in
         if outside := [token for token in self.tokens if token >= size]:
             raise SiteError(
-                f"trainable_token_indices has {listing(outside)}, and the table at "
-                f"{next(iter(paths))!r} has the tokens 0 to {size - 1}. Write "
-                f"model.resize_token_embeddings({max(outside) + 1}) first if they are new, or "
-                f"smaller numbers."
+                f"there are no tokens {listing(outside)}: the table at {group[0]!r} has the tokens "
+                f"0 to {size - 1}. Write model.resize_token_embeddings({max(outside) + 1}) first "
+                f"if they are new, or smaller numbers."
             )
-        return [Placement(tables[path], self, ROWS) for path in paths]
+        return [Placement(tables[path], self, ROWS) for path in group]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
         """Return a fresh adapter for the site."""
@@ -138,7 +136,9 @@ class TokenRows(WeightAdapter):
         y, plain = base(x), base.original(x)
         ids = x.to(self.tokens.dtype).contiguous()
         at = torch.searchsorted(self.tokens, ids).clamp(max=len(self.tokens) - 1)  # [*batch]
-        own = embedding(at, self.rows)  # [*batch, d]
+        padding = base.padding_idx
+        still = self.ids.index(padding) if padding in self.ids else None
+        own = embedding(at, self.rows, still)  # [*batch, d]
         scale = base.scale
         if isinstance(scale, Tensor):
             # cast like the families that have such a scale

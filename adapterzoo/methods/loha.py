@@ -90,7 +90,7 @@ class LoHa(Lycoris):
             ConfigError: the site cannot have the adapter, or its dropout.
         """
         super().__init__(config, site)
-        rank, dtype = config.rank_at(site.path), config.dtype_at(dtype)
+        rank, dtype = config.rank_at(site.name), config.dtype_at(dtype)
         lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
 

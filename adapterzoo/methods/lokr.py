@@ -103,7 +103,7 @@ class LoKr(Lycoris):
         """
         super().__init__(config, site)
         self.rescales = config.rank_dropout_scale
-        r, dtype = config.rank_at(site.path), config.dtype_at(dtype)
+        r, dtype = config.rank_at(site.name), config.dtype_at(dtype)
         (p, q), (m, n) = (
             divided(width, config.decompose_factor) for width in (self.d_out, self.d_in)
         )

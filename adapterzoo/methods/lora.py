@@ -2,7 +2,7 @@
 
 Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3; rsLoRA: Kalajdzievski 2023, arXiv:2312.03732.
 y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
-alpha / √rank with `use_rslora`.
+alpha / √rank with `use_rslora`. With `alora_invocation_tokens` it is aLoRA (`_invocation`).
 
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: parameters
 live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
@@ -41,9 +41,9 @@ from adapterzoo.spelling import spelled
 from . import _adalora_spelling, _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
+from ._invocation import InvokedConfig, invoked, invoked_rows
 from ._rows import features, gated, restored
 from ._started import Started
-from ._started_config import StartedConfig
 from ._starts import equals_weight
 
 
@@ -52,8 +52,8 @@ from ._starts import equals_weight
 @change_forms.register("lora")
 @spelled(_lora_spelling.adapterhub, _lora_spelling.peft, _adalora_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig(StartedConfig):
-    """Config of LoRA; `TargetedConfig` chooses the layers, `StartedConfig` sizes and start.
+class LoRAConfig(InvokedConfig):
+    """Config of LoRA; `TargetedConfig` chooses the layers, `InvokedConfig` the rest.
 
     Attributes:
         use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
@@ -97,12 +97,6 @@ class LoRA(Started):
     ) -> None:
         """Make the parameters.
 
-        Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
-
         Raises:
             ConfigError: the site cannot have the bias, the gate or the dropout.
         """
@@ -116,23 +110,26 @@ class LoRA(Started):
         self.lora_B_bias: nn.Parameter | None = None
         if config.lora_bias:
             self.lora_B_bias = drawn((site.d_out,), constant(0.0), device, dtype)
+        self.invocation = config.invocation
+        self.reads_call = self.reads_ids = self.invocation is not None
         self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
             self.gate = Gate(site, config.convention, source, device, dtype)
-            self.reads_call = self.gate.reads_call
+            self.reads_call |= self.gate.reads_call
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
         y, b = base(x), self.lora_B
         if self.looks_up:
-            update = self.looked_up(x, base) @ b.T  # [*batch, d_out]
-            return y + (update * (self.scaling * base.scale)).to(y.dtype)
+            t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
+            return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
         t = base.from_input(self, x)  # [*batch, rank]
         if self.gate is None and self.lora_B_bias is None and self.start is None:
-            return expand(y, t, b, self.scaling)
+            return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
         update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
+        update = invoked(update, self.invocation, x, base)
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
@@ -141,7 +138,7 @@ class LoRA(Started):
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they are of the same dtype, dropout and options, on features."""
         kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
-        options = {(a.gate is None, a.lora_B_bias is None) for a in adapters}
+        options = {(a.gate is None, a.lora_B_bias is None, a.invocation is None) for a in adapters}
         alone = any(a.looks_up or a.start is not None for a in adapters)
         return len(kinds) == len(options) == 1 and not alone
 
@@ -155,7 +152,7 @@ class LoRA(Started):
         scaling = [each.scaling for each in adapters]
         gates = [each.gate for each in adapters if each.gate is not None]
         biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
-        if not (gates or biases) or not groups.rows:
+        if not (gates or biases or one.invocation) or not groups.rows:
             return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
         stack = stacked(a, b, scaling)
         t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
@@ -165,6 +162,7 @@ class LoRA(Started):
         update = grouped_expand(onto.expand(y.shape), t, stack.b, ones, groups)
         each_scaling = groups.row_scales(stack.scaling, t.device, t.dtype)  # [rows]
         update = update * each_scaling.view(-1, *(1 for _ in y.shape[1:]))
+        update = invoked_rows(update, [each.invocation for each in adapters], groups, x, base)
         if gates:
             update = update * gated(gates, groups, x, base)
         return restored(y + update.to(y.dtype), y, groups)
@@ -190,9 +188,10 @@ class LoRA(Started):
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""
-        if self.gate is not None:
-            raise StateError("use_gating=True depends on its input. Keep it active instead.")
-        return w + self.delta(w.dtype)
+        if self.reads_ids or self.gate is not None:
+            name = "alora_invocation_tokens=[…]" if self.reads_ids else "use_gating=True"
+            raise StateError(f"{name} depends on its input. Keep it active instead.")
+        return self.added(w)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b + s · B's bias, `[d_out]`."""

@@ -1,7 +1,9 @@
 """What PEFT trains beside an adapter: whole modules, rows of embeddings and biases.
 
 A copy of a module has the keys of the module itself, and so has a bias; rows are a tensor
-`<embedding>.token_adapter.trainable_tokens_delta` in the order of the tokens in the config.
+`<embedding>.token_adapter.trainable_tokens_delta` in the order of the tokens in the config, or
+`<embedding>.trainable_tokens_delta` of a method that trains nothing else. That one repeats them for
+every module that shares the table.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from adapterzoo.fields import checks
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftSpelling
 
-from .config import CONFIG, PeftConfig
+from .config import CONFIG, TOKENS, PeftConfig
 from .patterns import exactly, short_names
 
-_DELTA = ".token_adapter.trainable_tokens_delta"
-_TABLE = ".token_adapter.base_layer.weight"
+_DELTA, _TABLE = "trainable_tokens_delta", "base_layer.weight"
 # of placements → PEFT's fields
 FIELD_AT = {
     "modules_to_save": "modules_to_save",
@@ -74,17 +75,22 @@ def read(
     """
     beside, left = Beside(), dict(rest)
     can = _fields(theirs.spelling)
+    start = _start(theirs.spelling)
+    delta, kept = start + _DELTA, start + _TABLE
+    copies: list[str] = []
     anatomy = info.anatomy
     sites = {s.path: s for s in (*anatomy.others, *anatomy) if s.parameter is None}
     tables: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in rest.items():
-        if key.endswith(_DELTA) and "trainable_token_indices" in can:
-            named = key.removesuffix(_DELTA)
+        if key.endswith(delta) and TOKENS in can:
+            named = key.removesuffix(delta)
             if (path := find(named, sites)) is not None:
                 beside.rows[path] = _rows(theirs, named, left.pop(key), sites[path], info)
+            else:
+                copies.append(key)
             continue
-        if key.endswith(_TABLE):
-            named = key.removesuffix(_TABLE)
+        if key.endswith(kept):
+            named = key.removesuffix(kept)
             if (path := find(named, sites)) is not None:
                 tables[path] = key, tensor
             continue
@@ -101,12 +107,23 @@ def read(
         if path in beside.rows and _is_same(table, path, beside.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
             del left[key]
+    tables_of_rows = {key for key in rest if key.endswith(delta) and key not in copies}
+    for key in copies if theirs.spelling.rows_field else ():
+        # a tied output layer, which follows the table here
+        if any(torch.equal(rest[other], rest[key]) for other in tables_of_rows):
+            del left[key]
     return beside, left
+
+
+def _start(spelling: PeftSpelling) -> str:
+    """Return what is between the path of an embedding and the name of its tensors."""
+    return "." if spelling.rows_field else ".token_adapter."
 
 
 def _fields(spelling: PeftSpelling) -> frozenset[str]:
     """Return the fields that both PEFT's method and ours have; PEFT saves modules with all."""
-    return spelling.beside | ({"modules_to_save"} & checks(spelling.config).keys())
+    rows = {TOKENS} if spelling.rows_field else set()
+    return spelling.beside | rows | ({"modules_to_save"} & checks(spelling.config).keys())
 
 
 def _plain(key: str) -> str:
@@ -160,7 +177,7 @@ def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> b
     return torch.equal(own.detach().cpu()[kept], table[kept].to(own.dtype))
 
 
-def fields_of(beside: Beside, anatomy: Anatomy) -> Fields:
+def fields_of(beside: Beside, spelling: PeftSpelling, anatomy: Anatomy) -> Fields:
     """Return the fields of our config; `bias` is one of each config of a union."""
     found: Fields = {}
     if beside.copies:
@@ -172,8 +189,12 @@ def fields_of(beside: Beside, anatomy: Anatomy) -> Fields:
         table = anatomy.own_table
         alike = next((group for group in anatomy.shared_tables if table in group), (table,))
         tokens = {path: list(ids) for path, (ids, _) in beside.rows.items()}
-        alone = len(tokens) == 1 and next(iter(tokens)) in alike
-        found["trainable_token_indices"] = next(iter(tokens.values())) if alone else tokens
+        first, is_own = next(iter(tokens.values())), {*tokens} <= {*alike}
+        if spelling.rows_field:
+            targets = None if is_own else exactly(tokens)
+            found |= {spelling.rows_field: first, "target_modules": targets}
+        else:
+            found[TOKENS] = first if is_own and len(tokens) == 1 else tokens
     if beside.kind != "none":
         found["bias"] = beside.kind
     return found
@@ -190,10 +211,10 @@ def keyed(
     Args:
         config: of the adapter.
         beside: what it has beside its adapters.
-        layers: path of a layer → the tensors of its adapter.
+        layers: `Site.name` → the tensors of its adapter.
         anatomy: of the model.
     """
-    if not (beside.copies or beside.biases or beside.rows):
+    if not (beside.copies or beside.biases or beside.rows) and not _has_parameters(config):
         return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
     tied = {path: group for group in anatomy.shared_tables for path in group}
     rows = {
@@ -208,12 +229,16 @@ def keyed(
             values = {f"layer.{name}": t for name, t in beside.copies.get(path, {}).items()}
         elif kind == "bias":
             values = {"own": beside.biases[path]} if path in beside.biases else {}
-        elif kind == "trainable_token_indices":
+        elif kind == TOKENS:
             values = rows.get(path, {})
         else:
-            values = dict(layers.get(path, {}))
+            values = dict(layers.get(place.placement.site.name, {}))
         found |= {place.key(name): tensor for name, tensor in values.items()}
     return found
+
+
+def _has_parameters(config: AdapterConfig) -> bool:
+    return any(member.to_dict().get("target_parameters") for member in config.members)
 
 
 # --- write ---
@@ -225,6 +250,7 @@ def write(
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
     path_in_task: Callable[[str], str],
+    info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
 
@@ -234,6 +260,7 @@ def write(
         adapted: paths of the adapted layers, here and in the task class.
         modules: of the task class.
         path_in_task: path here → path in the task class.
+        info: of the model.
 
     Raises:
         CheckpointError: PEFT's method has no such field.
@@ -261,18 +288,43 @@ def write(
             fields["bias"] = "all" if config["paths"] is None else ADAPTED_BIASES
         elif (key := id(place.placement.config)) not in tokens:
             tokens[key] = config["table"], path, list(config["tokens"])
-            tensors[f"{path}{_DELTA}"] = values["rows"]
+            tensors[path + _start(spelling) + _DELTA] = values["rows"]
+            for layer in _sharing(place.path, modules, info) if spelling.rows_field else ():
+                # each has a tensor of its own in the file
+                tensors.setdefault(f"{layer}.{_DELTA}", values["rows"].clone())
     if saved:
         names = short_names(saved, modules)
         if names is None or any(_ends_wrongly(name, saved, modules) for name in names):
             names = tuple(sorted(saved))
         fields["modules_to_save"] = list(names)
-    if tokens:
+    if tokens and spelling.rows_field:
+        fields |= _rows_alone(spelling, list(tokens.values()))
+    elif tokens:
         found = list(tokens.values())
         alone = len(found) == 1 and found[0][0] is None
         listed = {path: ids for _, path, ids in found}
-        fields["trainable_token_indices"] = found[0][2] if alone else listed
+        fields[TOKENS] = found[0][2] if alone else listed
     return fields, tensors
+
+
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
+    """Return the paths in the task class of all modules with the table at a path."""
+    own = _own(path, "weight", info)
+    weights = [name for name, tensors in modules.items() if "weight" in tensors]
+    return [name for name in weights if info.tensor(f"{name}.weight") is own]
+
+
+def _rows_alone(
+    spelling: PeftSpelling, found: Sequence[tuple[str | None, str, list[int]]]
+) -> Fields:
+    """Return the fields of a method that only trains rows, which are the same in each table."""
+    lists = [ids for _, _, ids in found]
+    if lists != [lists[0]] * len(lists):
+        raise CheckpointError(
+            f"the tables have rows of different tokens, and PEFT's {spelling.peft_type} has one "
+            f"list for all. Write {argument('format', 'native')}."
+        )
+    return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
 
 
 def _ends_wrongly(name: str, saved: Sequence[str], modules: Mapping[str, Any]) -> bool:

@@ -17,11 +17,13 @@ from adapterzoo.fields import Check, Text
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"
+TOKENS = "trainable_token_indices"
 # a hint for every adapter that PEFT can merge
 MERGE = (
     "Merge the adapter with PEFT, and load the merged model: "
     "peft_model.merge_and_unload().save_pretrained(…)."
 )
+_PARAMETERS = "target_parameters"
 _INERT = """
     auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
     layers_pattern layers_to_transform modules_to_save peft_type peft_version revision
@@ -40,6 +42,7 @@ class PeftConfig:
         task_type: PEFT's name of the task; None if unknown.
         base_class: the class of the model, if PEFT did not know the task.
         modules_to_save: ends of the names of modules that the file has whole.
+        target_parameters: ends of the names of parameters that it adapts.
         trainable_token_indices: the tokens whose rows it has, as in the file.
         bias: which biases it has.
     """
@@ -50,6 +53,7 @@ class PeftConfig:
     task_type: str | None
     base_class: str | None
     modules_to_save: Sequence[str] = ()
+    target_parameters: Sequence[str] = ()
     trainable_token_indices: Any = None
     bias: str = "none"
 
@@ -80,7 +84,8 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     known = {*_INERT.split()}
     for each in peft_readable():
         known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
-        known |= {*each.optional.values()}
+        known |= {*each.optional.values(), *([_PARAMETERS] if each.of_parameters else ())}
+        known |= {each.rows_field}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "
@@ -89,8 +94,9 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         )
     mapping = metadata.get("auto_mapping")
     base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    saved = _listed(metadata, "modules_to_save")
+    parameters = _listed(metadata, _PARAMETERS) if spelling.of_parameters else []
     asked = {**spelling.fields, **{flag: PeftField(False) for flag in spelling.optional.values()}}
-    _check_names(metadata)
     return PeftConfig(
         spelling=spelling,
         fields={name: _value(metadata, name, f.default, f.check) for name, f in asked.items()},
@@ -100,8 +106,9 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         },
         task_type=_value(metadata, "task_type", None, Text()),
         base_class=base_class if isinstance(base_class, str) else None,
-        modules_to_save=metadata.get("modules_to_save") or (),
-        trainable_token_indices=_tokens(metadata),
+        modules_to_save=saved,
+        target_parameters=parameters,
+        trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
         bias=_value(metadata, "bias", "none", Text()),
     )
 
@@ -123,23 +130,22 @@ def _pattern(metadata: Mapping[str, Any], name: str, field: PeftField) -> Mappin
     return value
 
 
-def _check_names(metadata: Mapping[str, Any]) -> None:
-    value = metadata.get("modules_to_save")
+def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
+    value = metadata.get(field)
     names = [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise _wrong("modules_to_save", value, "a list of names or null", None)
+        raise _wrong(field, value, "a list of names or null", None)
+    return names
 
 
-def _tokens(metadata: Mapping[str, Any]) -> Any:
+def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
     """Return the tokens of each table, checked."""
-    value = metadata.get("trainable_token_indices")
+    value = metadata.get(name)
     lists = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
     for ids in lists:
         legal = isinstance(ids, list) and all(type(n) is int and n >= 0 for n in ids)
         if not legal or len({*ids}) < len(ids):
-            raise _wrong(
-                "trainable_token_indices", value, "a list of different token numbers from 0", None
-            )
+            raise _wrong(name, value, "a list of different token numbers from 0", None)
     return value
 
 

@@ -25,7 +25,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, listing
 from adapterzoo.fields import checks
 from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_readable
 
-from . import beside
+from . import beside, parameters
 from .config import CONFIG, PeftConfig
 from .patterns import by_name, exactly, most_common, short_names, values_at
 
@@ -57,7 +57,7 @@ def read_adapter(
             theirs.fields, shared, [*layers.values()], info.anatomy
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
-        more = beside.fields_of(held, info.anatomy)
+        more = beside.fields_of(held, spelling, info.anatomy)
         configs = [
             spelling.config.from_dict({**own, **member, **fields, **_once(more, number)})
             for number, member in enumerate(_members(theirs, layers, info) or [{}])
@@ -95,6 +95,10 @@ def _sorted(
     spelled = [s for s in peft_readable() if not s.of_norms]
     stems = {f".{end.partition('_')[0]}_" for s in spelled for end in _ends(s)}
     sites = {site.path: site for site in _sites(spelling, info)}
+    modules: dict[str, list[Site]] = {}
+    for site in info.anatomy.weights().values() if theirs.target_parameters else ():
+        modules.setdefault(site.path, []).append(site)
+    wrapped: dict[str, list[Site]] = {}
     layers: dict[str, PeftLayer] = {}
     shared: Tensors = {}
     rest: dict[str, Tensor] = {}
@@ -114,31 +118,39 @@ def _sorted(
                 )
             rest[place] = tensor
             continue
-        path = _here(named, sites, info)
-        if path is None:
+        module, depth = parameters.unwrapped(named) if modules else (named, 0)
+        path = _here(module, {**sites, **modules}, info)
+        own = parameters.adapted(module, modules.get(path or "", ()), theirs.target_parameters)
+        if path is None or not (own or (path in sites and not depth)):
             lost.add(named)
             continue
-        weight = functools.partial(_weight, sites[path], info)
-        layer = layers.setdefault(path, PeftLayer(named, sites[path], theirs.fields, weight))
+        site = parameters.at_depth(module, depth, own) if own else sites[path]
+        if own:
+            wrapped[module], named = own, f"{module}.{parameters.parameter_of(site)}"
+        weight = functools.partial(_weight, site, info)
+        fresh = PeftLayer(named, site, theirs.fields, weight, is_parameter=bool(own))
+        layer = layers.setdefault(site.name, fresh)
         if parameter in layer.tensors:
             raise CheckpointError(
-                f"the file has two tensors {parameter!r} for {path!r}. Save the adapter again, "
-                f"alone."
+                f"the file has two tensors {parameter!r} for {site.name!r}. Save the adapter "
+                f"again, alone."
             )
         layer.tensors[parameter] = tensor
     if lost:
         names = listing(sorted({path.rpartition(".")[2] for path in sites}), limit=30)
+        also = "" if not modules else f" (target_parameters={theirs.target_parameters!r})"
         raise CheckpointError(
-            f"the file has adapters at {listing(sorted(lost))}, where this {info.model_class} has "
-            f"no layers that can have adapters. Its base model has layers named {names}; layers of "
-            f"heads and convolutions have no adapters. Load the file into the model that it was "
-            f"trained on."
+            f"the file has adapters at {listing(sorted(lost))}{also}, where this "
+            f"{info.model_class} has no layers that can have adapters. Its base model has layers "
+            f"named {names}; layers of heads and convolutions have no adapters. Load the file into "
+            f"the model that it was trained on."
         )
-    if not layers and not shared:
+    if not layers and not shared and not spelling.rows_field:
         raise CheckpointError(
             f"the file holds no tensors of {spelling.peft_type} "
             f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
         )
+    parameters.check_all(wrapped, layers)
     for name in theirs.patterns:
         _resolve(name, theirs, layers)
     return layers, shared, rest
@@ -175,7 +187,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
     return place, None
 
 
-def _here(named: str, sites: Mapping[str, Site], info: ModelInfo) -> str | None:
+def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
     """Return the path in this model of a layer in the file."""
     # the file may come from another release of transformers
     for name in (named, info.renamed(named)):
@@ -274,10 +286,20 @@ def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[s
             name: _names([p for p in paths if among(layers[p].tensors)], paths)
             for name, among in subsets.items()
         }
-        sites = (site.path for site in _sites(theirs.spelling, info))
-        targets = _names([*paths], sites)
-        members.append({**alike, **numbers, **chosen, "target_modules": targets})
+        targets = _targets([layers[path].site for path in paths], theirs, info)
+        members.append({**alike, **numbers, **chosen, **targets})
     return members
+
+
+def _targets(chosen: Sequence[Site], theirs: PeftConfig, info: ModelInfo) -> dict[str, Any]:
+    """Return the fields of our config that select some sites."""
+    modules = [site.path for site in chosen if site.parameter is None]
+    weights = [site.name for site in chosen if site.parameter is not None]
+    names = _names(modules, (site.path for site in _sites(theirs.spelling, info)))
+    if not weights:
+        return {"target_modules": names}
+    ends = short_names(weights, info.anatomy.weights()) or weights
+    return {"target_modules": names or [], "target_parameters": list(ends)}
 
 
 def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:

@@ -14,7 +14,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
-from . import beside
+from . import beside, parameters
 from .heads import TASKS, Task
 from .patterns import by_path, most_common, short_names
 
@@ -51,23 +51,32 @@ def encode_adapter(
     if not spelling.has_layers:
         _check_task(spelling, head, task)
         parts = {}
-    layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
-    paths = {path: _path_in_task(path, modules, info, task) for path in layers}
+    layers = {name: _output(name, here, spelling, info) for name, here in parts.items()}
+    sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
+    owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
+    paths = {name: f"{owners[name]}{name.removeprefix(site.path)}" for name, site in sites.items()}
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     head_modules = fields["modules_to_save"] or []
-    fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
-    for path, layer in layers.items():
-        embedded = layer.parts[0].placement.site.kind == "embedding"
-        table = {**spelling.tensors, **(spelling.embedding_tensors if embedded else {})}
-        for name, tensor in layer.tensors.items():
-            tensors[f"{spelling.prefix}{paths[path]}.{table[name][0]}"] = tensor
+    fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
+    depths = parameters.depths(sites.values(), [*info.anatomy.weights()])
+    for name, layer in layers.items():
+        table = dict(spelling.tensors)
+        if sites[name].kind == "embedding":
+            table |= spelling.embedding_tensors
+        owner = parameters.wrapped(owners[name], depths.get(name, 0))
+        for own, tensor in layer.tensors.items():
+            tensors[f"{spelling.prefix}{owner}.{table[own][0]}"] = tensor
     found, also = beside.write(
-        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task)
+        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
     )
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
     tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
-    return {**fields, **found, "modules_to_save": saved or None}, tensors
+    fields |= {**found, "modules_to_save": saved or None}
+    if spelling.rows_field:
+        # not a field of this class; PEFT loads the tensors of a head without it
+        del fields["modules_to_save"]
+    return fields, tensors
 
 
 def _of_model(
@@ -86,9 +95,9 @@ def _of_model(
 def _parts(
     config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
-    """Return the spelling of the method, its adapters by layer path, and what is beside them."""
+    """Return the spelling of the method, its adapters by `Site.name`, and what is beside them."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
-    by_path: dict[str, list[PeftPart]] = {}
+    by_name: dict[str, list[PeftPart]] = {}
     at: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         at.setdefault(key.partition("/")[0], {})[key] = tensor
@@ -112,19 +121,20 @@ def _parts(
                 f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
                 f"Write {argument('format', 'native')}."
             )
-        by_path.setdefault(place.path, []).append(PeftPart(place.placement, own))
+        by_name.setdefault(place.placement.site.name, []).append(PeftPart(place.placement, own))
     if not methods:
-        methods = {config.architecture: peft_spellings[config.architecture]}
+        first = config.members[0].architecture
+        methods = {first: peft_spellings[first]}
     if len(methods) > 1:
         raise CheckpointError(
             f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
             f"PEFT has one. Write {argument('format', 'native')}."
         )
-    return next(iter(methods.values())), by_path, more
+    return next(iter(methods.values())), by_name, more
 
 
 def _output(
-    path: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
+    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
     if len(parts) == 1 and parts[0].placement.site.output_slice is None:
@@ -132,12 +142,12 @@ def _output(
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
         raise CheckpointError(
-            f"at {path!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
+            f"at {name!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
             f"one for the whole layer, which cannot compute the same. Write "
             f"{argument('format', 'native')}, or "
-            f"train with target_modules={[path.rpartition('.')[2]]!r}."
+            f"train with target_modules={[name.rpartition('.')[2]]!r}."
         )
-    key = f"{info.prefix}.{path}.weight".removeprefix(".")
+    key = f"{info.prefix}.{name}.weight".removeprefix(".")
 
     def weight() -> Tensor | None:
         found = info.tensor(key)
@@ -197,13 +207,16 @@ def _target_fields(
     modules: Mapping[str, tuple[str, ...]],
 ) -> Fields:
     """Return the fields that select the adapted layers."""
+    sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
+    weights = [paths[name] for name, site in sites.items() if site.parameter is not None]
+    paths = {name: path for name, path in paths.items() if path not in weights}
     # only whole paths match nothing else
     whole = tuple(sorted(paths.values()))
     targets = short_names(paths.values(), modules)
     if targets is None or any(name in _IN_HEADS.split() for name in targets):
         targets = whole
     chosen = {
-        field: {paths[path] for path, layer in layers.items() if among(layer.tensors)}
+        field: {paths[name] for name in paths if among(layers[name].tensors)}
         for field, among in spelling.subsets.items()
     }
     # PEFT compares the names of a subset with the ends of paths, even within words
@@ -215,9 +228,13 @@ def _target_fields(
         for field, own in chosen.items()
     }
     # not a field of all methods
-    sites = [part.placement.site for layer in layers.values() for part in layer.parts]
-    transposed = {"fan_in_fan_out": True} if any(site.transposed for site in sites) else {}
-    return {**subsets, **transposed, "target_modules": list(targets)}
+    found: Fields = {**subsets, "target_modules": list(targets)}
+    if any(sites[name].transposed for name in paths):
+        found["fan_in_fan_out"] = True
+    if weights:
+        every = [f"{path}.{name}" for path, own in modules.items() for name in own]
+        found["target_parameters"] = [*(short_names(weights, every) or sorted(weights))]
+    return found
 
 
 def _task_fields(

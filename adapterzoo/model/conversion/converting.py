@@ -281,7 +281,7 @@ def _made(
             precision = max(torch.finfo(dtype).eps, max(value.shape) * torch.finfo(value.dtype).eps)
             found = truncated(value, factors, *size, precision)
             kept[change.path, change.parameter, site.output_slice] = found
-            ranks[site.path] = max(ranks.get(site.path, 1), found.a.shape[-2])
+            ranks[site.name] = max(ranks.get(site.name, 1), found.a.shape[-2])
     with undrawn(), torch.random.fork_rng(devices=()):
         record = make(model, cast("AdapterConfig", config.of_ranks(ranks)))
     for path, adapter in record.coming.items():

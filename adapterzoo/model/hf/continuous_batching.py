@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from adapterzoo.composition import ActiveHeads, Composition
 from adapterzoo.errors import StateError, naming
-from adapterzoo.model.state import AdaptedModel, AdapterRecord
+from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 
 # managers → what was active when they were made
 _managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()
@@ -76,8 +76,8 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
     """Refuse an active composition that a manager's thread cannot use.
 
     Raises:
-        StateError: an `AdapterSetup` is active here, or the composition divides the batch or adds
-            tokens to it.
+        StateError: an `AdapterSetup` is active here, or the composition divides the batch, adds
+            tokens to it or needs the ids of whole sequences.
     """
     active = model._active
     held = active.held
@@ -100,6 +100,13 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
             f"{plan.setup!r} adds tokens to each sequence, and continuous batching packs requests "
             f"into one. Write generate(…), or set_active_adapters('a') with another method."
         )
+    for name in () if plan.setup is None else plan.setup.flatten():
+        if any(adapter.reads_ids for _, adapter in modules_of(model, name)):
+            raise StateError(
+                f"{name!r} acts only after alora_invocation_tokens, and continuous batching packs "
+                f"requests into one row, in which they cannot be told apart. Write generate(…), or "
+                f"set_active_adapters('a') with another adapter."
+            )
 
 
 def refuse_names(**given: Any) -> None:

@@ -58,7 +58,7 @@ class GeneratesWithAdapters:
         model._head_strategy.check_generation(kwargs)
         _check_added_tokens(model, given)
         _check_positions(model, given)
-        with model._active.call.generating():
+        with model._active.call.generating(given):
             return cast("Any", super()).generate(*args, **kwargs)
 
     @names_call

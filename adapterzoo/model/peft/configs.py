@@ -22,7 +22,10 @@ from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 _ALL_LINEAR = "all-linear"
 # fields with names of layers
-_NAMING = {"target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"}
+_NAMING = {
+    "target_modules", "target_parameters", "exclude_modules", "modules_to_save", "rank_pattern",
+    "alpha_pattern",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ def is_peft(config: object) -> bool:
 def read(model: AdaptedModel, config: Any) -> FromPeft:
     """Return our config for one of PEFT, which may depend on the model.
 
-    Without `target_modules` the layers are those of the method's default roles, fused ones whole.
+    Without `target_modules` and `target_parameters` the layers are those of the method's default
+    roles, fused ones whole.
 
     Args:
         model: to which the adapter will be added.
@@ -80,7 +84,8 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
         fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
-    if "target_modules" in found.field_names() and not found["target_modules"]:
+    targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
+    if "target_modules" in found.field_names() and not any(targets):
         found = _whole_layers(model, arguments, found)
     FLAG(
         arguments.class_name, "inference_mode", frozen := values.get("inference_mode", False), False
@@ -196,7 +201,7 @@ def _is_expression(text: str) -> bool:
 def _without(prefix: str, name: str) -> str:
     """Return a name or expression without what precedes the base model's paths."""
     for start in (f"^{re.escape(prefix)}", f"^{prefix}", prefix):
-        if prefix and name.startswith(start):
+        if prefix and isinstance(name, str) and name.startswith(start):
             return ("^" if start.startswith("^") else "") + name.removeprefix(start)
     return name
 

@@ -1,0 +1,59 @@
+"""What an attention mask says about single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# a mask adds less to the score of a hidden token: -10,000 in old models, else almost infinite
+_HIDDEN = -5_000.0
+
+
+def members(mask: Any) -> tuple[Any, ...]:
+    """Return the masks for layers of different kinds, or the only one."""
+    masks = tuple(mask.values()) if isinstance(mask, Mapping) else (mask,)
+    return tuple(m for m in masks if m is not None)
+
+
+def attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
+    """Return the tokens some query attends to, `[rows, tokens]` bool; None if unknown.
+
+    Args:
+        mask: `[rows, keys]`, or `[rows or 1, …, keys]`: bool, or added to scores.
+        rows: of the batch.
+        tokens: of the call.
+        cached: tokens of the calls before.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3, 4):
+        return None
+    if mask.shape[0] not in (1, rows) or (mask.dim() > 2 and mask.shape[-2] not in (1, tokens)):
+        return None
+    keys = mask.shape[-1]
+    if keys < tokens or (mask.dim() == 2 and keys != cached + tokens):
+        return None
+    seen = mask > _HIDDEN if mask.is_floating_point() else mask != 0
+    start = min(cached, keys - tokens)
+    if mask.dim() > 2:
+        seen = seen[..., start : start + tokens].flatten(1, -2).any(1)  # [rows or 1, tokens]
+    return seen.expand(rows, -1)[:, -tokens:]  # [rows, tokens]
+
+
+def unreadable(mask: Any, rows: int, tokens: int) -> str:
+    """Return the message for a mask that does not tell which tokens are real."""
+    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    return (
+        f"attention_mask={shown}: an active adapter needs to know which of the "
+        f"{[rows, tokens]} tokens are real. Pass a mask [batch, tokens] of 0 and 1."
+    )
+
+
+def has_values(t: Tensor) -> bool:
+    """Return whether a tensor's values can be read: not during tracing or capture."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or type(t) is not Tensor:
+        return False
+    if t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())

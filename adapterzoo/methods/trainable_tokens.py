@@ -1,0 +1,100 @@
+"""Trainable tokens — some rows of an embedding, trained for each adapter.
+
+No paper; PEFT's method of that name. E'(t) = R[i] for the i-th token of the list, E(t) for all
+others; an output layer that is tied to the table scores these tokens with R as well. It is what
+`trainable_token_indices` of other methods trains, without an adapter beside it.
+
+Differs from PEFT: the table is not copied in each forward; a tied output layer keeps its bias;
+adapters with the same tokens can act in one call.
+Cost: tokens · d parameters, in memory and in files, whatever the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import AdapterConfig, Placement, architectures
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import field
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
+from adapterzoo.spelling import PeftSpelling, spelled
+
+from ._patterns import Modules
+from ._peft_arguments import TARGETS
+from ._token_ids import TokenIds
+from ._token_rows import TokenRows, TokenRowsConfig
+from ._token_tables import tables_in
+
+
+class ListedTokens(TokenIds):
+    """Numbers of tokens; they are sorted."""
+
+    legal = "a list of different token numbers from 0"
+
+    def fits(self, value: object) -> bool:
+        """Return whether there are any numbers, each a whole one from 0 and there once."""
+        return not isinstance(value, Mapping) and super().fits(value)
+
+
+def _peft(config: type[AdapterConfig]) -> PeftSpelling:
+    return PeftSpelling(
+        config=config,
+        peft_type="TRAINABLE_TOKENS",
+        rows_field="token_indices",
+        inert=frozenset({"init_weights"}),
+        arguments=PeftArguments(
+            class_name="TrainableTokensConfig",
+            fields={
+                "token_indices": PeftArgument([], "token_indices"),
+                "target_modules": TARGETS["target_modules"],
+                "init_weights": PeftArgument(
+                    True, hint="rows start as those of the table. Write init_weights=True."
+                ),
+            },
+        ),
+    )
+
+
+@architectures.register("trainable_tokens")
+@spelled(_peft)
+@dataclass(frozen=True, kw_only=True)
+class TrainableTokensConfig(AdapterConfig):
+    """Config of trainable tokens.
+
+    Attributes:
+        token_indices: numbers of the tokens whose rows the adapter has for itself.
+        target_modules: names or last parts of paths of embeddings, or a regular expression for
+            whole paths; None: the model's own table of tokens.
+    """
+
+    architecture: ClassVar[str] = "trainable_tokens"
+
+    token_indices: tuple[int, ...] | None = field(None, ListedTokens())
+    target_modules: str | tuple[str, ...] | None = field(None, Modules())
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each module that has one of the tables.
+
+        Raises:
+            ConfigError: there are no tokens.
+            SiteError: there is no such table, or it has fewer tokens.
+        """
+        tokens = self.token_indices
+        if tokens is None:
+            raise ConfigError(
+                "TrainableTokensConfig(): there are no tokens to train. Write "
+                "token_indices=[…] with their numbers."
+            )
+        found: list[Placement] = []
+        for group in tables_in(anatomy, self.target_modules, "target_modules=['name']"):
+            found += TokenRowsConfig(table=group[0], tokens=tokens).at(group, anatomy)
+        return found
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
+        """Return a fresh adapter for the site."""
+        return TokenRows(self.token_indices or (), site.d_out, device, dtype)
