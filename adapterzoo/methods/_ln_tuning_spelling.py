@@ -12,8 +12,8 @@ _ARGUMENTS = PeftArguments(
     class_name="LNTuningConfig",
     fields={
         "target_modules": TARGETS["target_modules"],
-        **EXCLUDED,
         "modules_to_save": TARGETS["modules_to_save"],
+        **EXCLUDED,
     },
 )
 

@@ -31,8 +31,8 @@ from ._patterns import Modules, matches
 @config_strings.register("ln_tuning")
 @spelled(_ln_tuning_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
-class LNTuningConfig(CopyConfig, BesideConfig):
-    """Config of LN tuning.
+class LNTuningConfig(BesideConfig, CopyConfig):
+    """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
 
     Attributes:
         target_modules: names or last parts of paths of norms, or one regular expression for whole
@@ -42,10 +42,16 @@ class LNTuningConfig(CopyConfig, BesideConfig):
     """
 
     architecture: ClassVar[str] = "ln_tuning"
+    gives_way: ClassVar[bool] = True
 
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
     leave_out: tuple[int, ...] = field((), Layers())
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """All fields, as the norms themselves are compared."""
+        return frozenset(self.field_names())
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each norm.

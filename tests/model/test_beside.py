@@ -158,7 +158,6 @@ def test_every_method_has_them(method, family, tmp_path):
     [
         (SeqBnConfig(modules_to_save=["LayerNorm"]), r"where the method acts itself. Write names"),
         (PromptTuningConfig(trainable_token_indices=[1]), "and the method both change the table"),
-        (LNTuningConfig(modules_to_save=["LayerNorm"]), "where the method acts itself"),
     ],
 )
 def test_a_layer_is_changed_in_one_way(config, message):
