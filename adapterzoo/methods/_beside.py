@@ -6,66 +6,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import Check, Choice, field
+from adapterzoo.fields import Choice, field
 
 from ._own_bias import BiasConfig
 from ._saved_modules import SavingConfig
+from ._token_ids import TokenIds
 from ._token_rows import TokenRowsConfig
 
 BESIDE = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
 """The fields that choose what is trained beside an adapter."""
-
-
-class TokenIds(Check):
-    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
-
-    legal = (
-        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
-    )
-
-    def convert(self, value: object) -> object:
-        """Return sorted tuples."""
-        if isinstance(value, Mapping):
-            return {name: _sorted(ids) for name, ids in value.items()}
-        return _sorted(value)
-
-    def fits(self, value: object) -> bool:
-        """Return whether there are any numbers, each a whole one from 0 and there once."""
-        if value is None:
-            return True
-        if isinstance(value, Mapping):
-            return bool(value) and all(
-                isinstance(name, str) and bool(name) and _are_ids(ids)
-                for name, ids in value.items()
-            )
-        return _are_ids(value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return the legal numbers among them."""
-        ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
-        return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
-
-
-def _sorted(value: object) -> object:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return value
-    listed = tuple(value)
-    return tuple(sorted(listed)) if all(type(n) is int for n in listed) else listed
-
-
-def _are_ids(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(type(n) is int and n >= 0 for n in value)
-        and len({*value}) == len(value)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +31,11 @@ class BesideConfig(SavingConfig):
     Attributes:
         trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
             itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
-        bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
-            of the layers that it adapts; "none".
     """
 
     trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
         None, TokenIds(), ours=True
     )
-    bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
 
     def all_placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of the method, and of what is trained beside it.
@@ -97,17 +50,19 @@ class BesideConfig(SavingConfig):
         for placement in rows:
             path = placement.site.path
             if path in copied or any(p.site.path == path for p in adapted):
-                other = "modules_to_save" if path in copied else "target_modules"
+                method = "target_modules" if self.gives_way else "the method"
+                other = "modules_to_save" if path in copied else method
                 raise ConfigError(
                     f"{type(self).__name__}: trainable_token_indices and {other} both change the "
                     f"table at {path!r}. Leave one of them out there."
                 )
-        biases: list[Placement] = []
-        if self.bias != "none":
-            paths = dict.fromkeys(p.site.path for p in adapted) if self.bias != "all" else None
-            config = BiasConfig(paths=None if paths is None else tuple(paths))
-            biases = [p for p in config.placements(anatomy) if p.site.path not in copied]
-        return [*adapted, *biases, *copies, *rows]
+        return [*adapted, *self._biases(adapted, copied, anatomy), *copies, *rows]
+
+    def _biases(
+        self, adapted: list[Placement], copied: Set[str], anatomy: Anatomy
+    ) -> list[Placement]:
+        """Return the placements of biases."""
+        return []
 
     def _rows(self) -> Iterator[TokenRowsConfig]:
         """Yield a config for each table."""
@@ -117,3 +72,26 @@ class BesideConfig(SavingConfig):
                 yield TokenRowsConfig(table=table, tokens=tokens, dtype=dtype)
         elif given is not None:
             yield TokenRowsConfig(tokens=given, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersBesideConfig(BesideConfig):
+    """Base of the configs of methods at layers, whose biases can be trained too.
+
+    Attributes:
+        bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
+            of the layers that it adapts; "none".
+    """
+
+    gives_way: ClassVar[bool] = True
+
+    bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
+
+    def _biases(
+        self, adapted: list[Placement], copied: Set[str], anatomy: Anatomy
+    ) -> list[Placement]:
+        if self.bias == "none":
+            return []
+        paths = dict.fromkeys(p.site.path for p in adapted) if self.bias != "all" else None
+        config = BiasConfig(paths=None if paths is None else tuple(paths))
+        return [p for p in config.placements(anatomy) if p.site.path not in copied]

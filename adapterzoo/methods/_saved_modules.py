@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import SiteError, listing
+from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import field
 
 from ._layer_copy import CopyConfig
@@ -78,9 +78,12 @@ class SavingConfig(AdapterConfig):
 
     Attributes:
         modules_to_save: names of modules of which the adapter has copies of its own, or a regular
-            expression; names of a module's layers, or of one around them. Such a layer has no
-            other adapter of this name, as in PEFT.
+            expression; names of a module's layers, or of one around them.
+        gives_way: whether the method has no adapter at such a layer, as in PEFT; otherwise it must
+            not be one of the method's own.
     """
+
+    gives_way: ClassVar[bool] = False
 
     modules_to_save: str | tuple[str, ...] | None = field(None, Modules(), ours=True)
 
@@ -88,6 +91,7 @@ class SavingConfig(AdapterConfig):
         """Return the placements of the method, and of what is trained beside it.
 
         Raises:
+            ConfigError: the method is at a layer of its own that has a copy.
             SiteError: a name matches nothing, or nothing is left to adapt.
         """
         adapted, copies = self._adapted(anatomy)
@@ -97,11 +101,18 @@ class SavingConfig(AdapterConfig):
         """Return the placements of the method, and those of copies, which other ones give way to.
 
         Raises:
+            ConfigError: the method is at a layer of its own that has a copy.
             SiteError: a name matches nothing, or nothing is left to adapt.
         """
         own, names = self.placements(anatomy), self.modules_to_save
         copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
         copied = {p.site.path for p in copies}
+        both = [p.site.path for p in own if p.site.path in copied]
+        if both and not self.gives_way:
+            raise ConfigError(
+                f"{type(self).__name__}(modules_to_save={names!r}): the layer at {both[0]!r} is "
+                f"one where the method acts itself. Write names that do not match it."
+            )
         adapted = [p for p in own if p.site.path not in copied]
         if not adapted:
             raise SiteError(

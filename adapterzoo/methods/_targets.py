@@ -17,7 +17,7 @@ from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Layers, Maybe, field
 
-from ._beside import BESIDE, BesideConfig
+from ._beside import BESIDE, LayersBesideConfig
 from ._patterns import ALL_LINEAR, Modules, Parameters, Targets, matches
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
@@ -57,7 +57,7 @@ class Matrices(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetedConfig(BesideConfig):
+class TargetedConfig(LayersBesideConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
