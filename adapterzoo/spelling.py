@@ -266,10 +266,12 @@ class PeftOutput:
     Attributes:
         parts: our adapters there.
         tensors: of the joined adapter, in PEFT's layout, by our parameter names.
+        is_parameter: as in `PeftLayer`.
     """
 
     parts: Sequence[PeftPart]
     tensors: Tensors
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,21 +13,19 @@ import pytest
 import torch
 import transformers
 from families import _MOE, tiny_config
+from peft.utils import transformers_weight_conversion as conversion
 from peft_world import CONFIG, QUIET, TENSORS, change
 from safetensors.torch import load_file, save_file
 from snapshots import snapshot
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import adapterzoo
 import adapterzoo.peft
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig, Parallel, Stack
-from adapterzoo.errors import (
-    CheckpointError,
-    CompositionError,
-    ConfigError,
-    SiteError,
-)
+from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError
+from adapterzoo.model.hf.split_experts import split_experts
 
 pytestmark = [
     pytest.mark.filterwarnings(line)
@@ -180,6 +178,66 @@ def test_a_config_adapts_what_it_adapts_in_peft(family):
         assert sorted(p.numel() for p in own) == sizes
     for each in (made[0], made[1]):
         assert each.adapters_config["a"].target_parameters == tuple(sorted(BOTH)) or BOTH
+
+
+# the names that layers had before transformers 5
+FORMER: dict[str, tuple[str, Any]] = {
+    "all linear": ("qwen3_moe", "all-linear"),
+    "all linear, beside dense layers": ("deepseek_v3", "all-linear"),
+    "all linear, of other types": ("gpt_oss", "all-linear"),
+    "names": ("mixtral", ["q_proj", "w1", "w2", "w3"]),
+    "names of dense layers too": ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"]),
+    "an expression": ("qwen3_moe", r".*\.(q_proj|gate_proj|up_proj)"),
+    "a router": ("mixtral", ["q_proj", "gate"]),
+}
+
+
+@pytest.mark.parametrize("case", FORMER)
+def test_former_names_of_experts_mean_their_parameters_as_in_peft(case, tmp_path):
+    family, targets = FORMER[case]
+    given = {"r": 2, "target_modules": targets}
+    if family != "deepseek_v3":
+        given["rank_pattern"] = {"q_proj": 3}
+    model = theirs(family, **given)
+    model.save_pretrained(tmp_path / "theirs")
+    mine = ours(family, peft.LoraConfig(**given))
+    mine.save_adapter(tmp_path / "ours", "a", format="peft")
+    found, expected = (load_file(tmp_path / n / TENSORS) for n in ("ours", "theirs"))
+    assert {k: t.shape for k, t in found.items()} == {k: t.shape for k, t in expected.items()}
+    near(logits(loaded(family, tmp_path / "theirs")), logits(model))
+    near(in_peft(family, tmp_path / "ours"), logits(mine))
+
+
+def test_the_former_names_are_those_that_peft_knows():
+    types = {*CONFIG_MAPPING_NAMES} & {*conversion._MODEL_TO_CONVERSION_PATTERN}
+    assert {"mixtral", "qwen3_moe", "deepseek_v3"} <= types
+    for kind in types | {"bert", "gpt_oss", "llama4", "qwen2_moe"}:
+        alike = conversion._MODEL_TO_CONVERSION_PATTERN.get(kind)
+        expected = conversion._MOE_TARGET_MODULE_MAPPING.get(alike, {})
+        found = {layer: p for p, layers in split_experts(kind).items() for layer in layers}
+        assert found == expected, kind
+        for parameter, layers in conversion._MOE_FUSED_TARGETS.get(alike, {}).items():
+            assert split_experts(kind)[parameter] == tuple(layers)
+
+
+def test_one_of_two_former_layers_is_not_enough():
+    model = ours("mixtral")
+    with pytest.raises(ConfigError, match=r"\['q_proj', 'w1'\] has 'w1' without 'w3'"):
+        model.add_adapter("a", peft.LoraConfig(target_modules=["w1", "q_proj"]))
+
+
+@pytest.mark.parametrize("name", ["down_proj", "shared_experts.up_proj"])
+def test_layers_whose_names_peft_takes_for_experts_are_written_as_parameters(name, tmp_path):
+    """Under `target_modules` PEFT would adapt the experts instead, or nothing."""
+    config = LoRAConfig(r=2, target_modules=[name, "o_proj"], rank_pattern={name: 3})
+    model = ours("deepseek_v3", config)
+    model.save_adapter(tmp_path, "a", format="peft")
+    near(in_peft("deepseek_v3", tmp_path), logits(model))
+    near(logits(loaded("deepseek_v3", tmp_path)), logits(model))
+    for other in (config.replace(dropout=0.1), DoRAConfig(r=2, target_modules=[name])):
+        model.add_adapter("b", other, overwrite_ok=True)
+        with pytest.raises(CheckpointError, match=name.rpartition(".")[2]):
+            model.save_adapter(tmp_path, "b", format="peft")
 
 
 def test_only_the_parameters_are_adapted_without_names_of_layers():

@@ -89,6 +89,8 @@ class ModelInfo:
         tensor: key of the whole model to the tensor; None where there is none.
         modules: name of a task class of transformers to the paths of all modules of such a model,
             with the names of the tensors that each of them saves.
+        split_experts: names that PEFT takes for the former layers of fused experts, wherever they
+            are.
         output: keys of the output layer of its static head, if that is a language model's.
     """
 
@@ -115,6 +117,7 @@ class ModelInfo:
     renamed: Callable[[str], str]
     tensor: Callable[[str], Tensor | None]
     modules: Callable[[str], Mapping[str, tuple[str, ...]]]
+    split_experts: frozenset[str] = frozenset()
     output: frozenset[str] = frozenset()
 
 

@@ -46,10 +46,12 @@ def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
     sites = [placement.site for placement in config.placements(anatomy)]
     for site in sites:
         if site.output_slice is not None or site.parameter is not None or site.kind == "embedding":
+            instead = f"target_modules={[site.path.rpartition('.')[2]]!r}, or leave the layer out"
+            if site.parameter is not None:
+                instead = "init_weights='lora', or leave the parameter out"
             raise ConfigError(
-                f"init_weights={config.init_weights!r} at {site.path!r}: it is for whole linear "
-                f"layers. Write target_modules={[site.path.rpartition('.')[2]]!r}, or leave the "
-                f"layer out."
+                f"init_weights={config.init_weights!r} at {site.name!r}: it is for whole linear "
+                f"layers. Write {instead}."
             )
     return sites
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from adapterzoo.anatomy import Site
-from adapterzoo.errors import CheckpointError
+from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 _WRAPPED = "base_layer"
 
@@ -78,6 +80,28 @@ def check_all(found: Mapping[str, Iterable[Site]], layers: Iterable[str]) -> Non
                 f"target_parameters names {missing[0]!r} at {named!r} too, and the file has no "
                 f"adapter of it. Copy both files again from where they were saved."
             )
+
+
+def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
+    """Return whether an adapter is written as that of a parameter.
+
+    A layer is too whose name PEFT would take for that of a former layer of experts.
+
+    Raises:
+        CheckpointError: it must be, and PEFT has no such adapter of the method.
+    """
+    if site.parameter is not None:
+        return True
+    name = site.path.rpartition(".")[2]
+    related = {s.peft_type for s in peft_spellings.values() if s.of_parameters}
+    if name not in info.split_experts or spelling.peft_type not in related:
+        return False
+    if not spelling.of_parameters:
+        raise CheckpointError(
+            f"the adapter is at {site.path!r}, and in a {info.model_class} PEFT takes the name "
+            f"{name!r} for a layer of experts. Write {argument('format', 'native')}."
+        )
+    return True
 
 
 def depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int]:

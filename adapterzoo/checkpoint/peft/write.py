@@ -54,7 +54,11 @@ def encode_adapter(
     layers = {name: _output(name, here, spelling, info) for name, here in parts.items()}
     sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
     owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
-    paths = {name: f"{owners[name]}{name.removeprefix(site.path)}" for name, site in sites.items()}
+    paths = {
+        name: f"{owners[name]}.{parameters.parameter_of(sites[name])}" if each.is_parameter
+        else owners[name]
+        for name, each in layers.items()
+    }  # fmt: skip
     fields |= _target_fields(spelling, layers, paths, modules)
     head_modules = fields["modules_to_save"] or []
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
@@ -136,8 +140,10 @@ def _output(
     name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
-    if len(parts) == 1 and parts[0].placement.site.output_slice is None:
-        return PeftOutput(parts, spelling.write(parts[0]))
+    site = parts[0].placement.site
+    is_parameter = parameters.is_written(site, spelling, info)
+    if len(parts) == 1 and site.output_slice is None:
+        return PeftOutput(parts, spelling.write(parts[0]), is_parameter)
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
         raise CheckpointError(
@@ -157,7 +163,7 @@ def _output(
             )
         return found
 
-    return PeftOutput(parts, spelling.join(parts, weight))
+    return PeftOutput(parts, spelling.join(parts, weight), is_parameter)
 
 
 def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:
@@ -206,8 +212,7 @@ def _target_fields(
     modules: Mapping[str, tuple[str, ...]],
 ) -> Fields:
     """Return the fields that select the adapted layers."""
-    sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
-    weights = [paths[name] for name, site in sites.items() if site.parameter is not None]
+    weights = [paths[name] for name, layer in layers.items() if layer.is_parameter]
     paths = {name: path for name, path in paths.items() if path not in weights}
     # only whole paths match nothing else
     whole = tuple(sorted(paths.values()))
@@ -228,7 +233,7 @@ def _target_fields(
     }
     # not a field of all methods
     found: Fields = {**subsets, "target_modules": list(targets)}
-    if any(sites[name].transposed for name in paths):
+    if any(layers[name].parts[0].placement.site.transposed for name in paths):
         found["fan_in_fan_out"] = True
     if weights:
         every = [f"{path}.{name}" for path, own in modules.items() for name in own]

@@ -23,6 +23,7 @@ from adapterzoo.model.sharding import class_name
 from . import task_heads
 from .backbone import describe, text_config
 from .renaming import renamer
+from .split_experts import split_experts
 from .task_classes import from_static, is_task, to_static
 
 
@@ -58,6 +59,9 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         renamed=renamer(model),
         tensor=functools.partial(_tensor_of, model),
         modules=functools.partial(_task_modules, model),
+        split_experts=frozenset(
+            layer for layers in split_experts(config.model_type).values() for layer in layers
+        ),
         output=frozenset(strategy.output_tensors()),
     )
 
@@ -281,6 +285,9 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         config._attn_implementation = "eager"
         with torch.device("meta"):
             inside = {*AutoModel.from_config(config).state_dict()}
+        # a quantized layer has more tensors than a plain one
+        layers = {key.rpartition(".")[0] for key in inside} - {""}
+        inside |= {key for key in own if key.rpartition(".")[0] in layers}
     shared = {id(tensor) for key, tensor in own.items() if key in inside}
     return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
 

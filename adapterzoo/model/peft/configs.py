@@ -20,6 +20,8 @@ from adapterzoo.model.state import AdaptedModel
 from adapterzoo.peft_arguments import COMMON, PeftArguments, classes_of_peft, translated
 from adapterzoo.spelling import PeftSpelling, peft_spellings
 
+from .experts import with_experts
+
 _ALL_LINEAR = "all-linear"
 # fields with names of layers
 _NAMING = {
@@ -78,6 +80,7 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
             f"here. Its fields: {listing(sorted(own), limit=40)}. Leave it out."
         )
     fields = {name: value for name, value in values.items() if name in own}
+    given = fields.get("target_modules")
     for name in fields.keys() & _NAMING:
         fields[name] = _below_base(model, fields[name], spelling.of_norms)
     if saved := fields.get("modules_to_save"):
@@ -85,6 +88,8 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     # of the names of embeddings; a list holds numbers
     if isinstance(rows := fields.get("trainable_token_indices"), Mapping):
         fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
+    if spelling.of_parameters:
+        fields = with_experts(model, fields, given, _prefix(model))
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
@@ -164,7 +169,7 @@ def _below_base(model: AdaptedModel, value: Any, of_norms: bool) -> Any:
         value: of the field.
         of_norms: whether the names are of norms; otherwise they are of layers with a weight matrix.
     """
-    prefix = "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
+    prefix = _prefix(model)
     if isinstance(value, Mapping):
         keys = value if _are_names([*value]) else ()
         return {_without(prefix, key): value[key] for key in keys} or value
@@ -204,6 +209,11 @@ def _is_expression(text: str) -> bool:
     except re.error:
         return False
     return True
+
+
+def _prefix(model: AdaptedModel) -> str:
+    """Return what precedes the base model's paths in the model."""
+    return "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
 
 
 def _without(prefix: str, name: str) -> str:
