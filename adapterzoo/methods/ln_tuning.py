@@ -22,9 +22,9 @@ from adapterzoo.fields import Layers, field
 from adapterzoo.spelling import spelled
 
 from . import _ln_tuning_spelling
-from ._beside import SavingConfig
 from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
+from ._saved_modules import SavingConfig
 
 
 @architectures.register("ln_tuning")
