@@ -1,5 +1,5 @@
 # make quickstart   trains two adapters on a real model and real data, in three minutes
-# make compare      the same for all methods, on more rows
+# make compare      accuracy, parameters, time and memory of all methods on these reviews
 # make test         lint, types, import layers and the quick tests; run before each commit
 # make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page
 # make docs         builds the site offline into build/docs/html; make links checks its links
@@ -35,7 +35,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors figures \
-	docs links tests sweeps coverage devices architectures fuzz mutants format clean
+	docs links tests sweeps coverage devices architectures frames peft-files fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -44,11 +44,12 @@ help:
 
 # threads wait without spinning: on shared cores, spinning takes most of the time
 quickstart compare: export OMP_WAIT_POLICY = PASSIVE
+compare: export OMP_NUM_THREADS = 1
 quickstart: $(VENV)/.quickstart-$(KEY)
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
 compare: $(VENV)/.quickstart-$(KEY)
-	@$(BIN)/python examples/quickstart.py --methods all --train-rows 3000 --test-rows 2000 --output runs/compare $(ARGS)
+	@$(BIN)/python benchmarks/compare.py $(ARGS)
 
 # a wheel with only its declared dependencies
 readme: $(VENV)/.test-$(KEY)
@@ -101,8 +102,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices architectures fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices architectures fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices architectures frames peft-files fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices architectures frames peft-files fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -124,6 +125,14 @@ devices: $(VENV)/.test-$(KEY)
 # ARGS="--types bert" runs that row only, ARGS=--stale those that a new method at linear layers takes
 architectures: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS) $(ARGS)
+
+# writes the table of docs/switching.md that tests/test_frames.py checks; two minutes
+frames: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/frames_table.py
+
+# writes the page that tests/test_peft_table.py checks
+peft-files: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/peft_table.py
 
 # records again, then kills; tests/mutation/__init__.py describes each step
 mutants: $(VENV)/.test-$(KEY)

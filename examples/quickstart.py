@@ -6,8 +6,8 @@ sentence of yours, from then on without training:
 
     make quickstart ARGS='--text "Two hours I will not get back."'
 
-`make compare` does the same for all methods on more rows. With a network, any encoder and data set
-of the Hub:
+`make compare` measures all methods on these reviews. With a network, any encoder and data set of
+the Hub:
 
     python examples/quickstart.py --model answerdotai/ModernBERT-base --dataset stanfordnlp/imdb
 """

@@ -91,17 +91,26 @@ def named(family: str, folder: Path) -> Any:
     return adapterzoo.AutoAdapterModel.from_pretrained(folder).eval()
 
 
-def logits(model: Any, family: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
+def inputs_of(family: str, batch: int = 2) -> dict[str, Tensor]:
+    """The arguments of a call of the model with logits."""
+    inputs = tiny_inputs(family, batch)
+    if family in ("mt5", "t5"):
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
+    return inputs
+
+
+def logits(
+    model: Any, family: str, dtype: torch.dtype | None = torch.float64, **more: Tensor
+) -> Tensor:
     """Of a copy in float64, where two ways to compute the same differ by nothing that shows.
 
     Args:
         model: of either library.
         family: which inputs it takes.
         dtype: in which it computes; `None`, its own.
+        more: further inputs.
     """
-    inputs = tiny_inputs(family)
-    if family in ("mt5", "t5"):
-        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
+    inputs = inputs_of(family) | more
     if dtype is not None:
         model = copy.deepcopy(model).to(dtype)
         inputs = {k: t.to(dtype) if t.is_floating_point() else t for k, t in inputs.items()}

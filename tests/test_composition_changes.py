@@ -95,7 +95,7 @@ def test_a_class_with_ways_of_its_own_does_not_share_with_its_parent():
     model.add_adapter("a", LoRAConfig(attn_matrices=["q", "k"]))
     one, two = [module for _, module in model.adapter_modules("a")][:2]
     two.__class__ = Own
-    family = SharedInput([one, two])
+    family = SharedInput(lambda: [one, two])
     family.from_input(one, torch.randn(1000, 32))
     assert not family._waiting
 

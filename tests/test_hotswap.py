@@ -187,8 +187,9 @@ def test_adapters_of_a_model_become_slots():
         model.enable_peft_hotswap(8)
     with refused(model, ConfigError, "(r=3)", "target_rank=3"):
         model.enable_peft_hotswap(2, check_compiled="ignore")
-    with refused(model, ConfigError, "target_rank=0", "128"):
-        model.enable_peft_hotswap(0)
+    for rank in (0, True, 8.0):
+        with refused(model, ConfigError, f"target_rank={rank}", "128"):
+            model.enable_peft_hotswap(rank)
     with refused(model, ConfigError, "hotswap='always'", "'auto'"):
         model.load_adapter("nowhere", hotswap="always")
     with pytest.warns(UserWarning, match="compiles again"):

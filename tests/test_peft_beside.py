@@ -14,8 +14,8 @@ from peft_world import CONFIG, QUIET, TENSORS, logits, ours, plain, reloaded, tr
 from safetensors.torch import load_file
 from snapshots import refused, same_bits
 
-from adapterzoo import ConfigUnion, LoRAConfig, TrainableTokensConfig
-from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
+from adapterzoo import ConfigUnion, LNTuningConfig, LoRAConfig, TrainableTokensConfig
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, SiteError
 from adapterzoo.model.state import tensors_of
 
 pytestmark = [
@@ -111,6 +111,38 @@ def test_norms_alone(family, tmp_path):
     close(reloaded(family, tmp_path / "back"), expected)
     written = json.loads((tmp_path / "back" / CONFIG).read_text())
     assert written["peft_type"] == "LN_TUNING"
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "saved"),
+    [("bert", ["LayerNorm"], ["pooler", "attention.output.LayerNorm"]),
+     ("llama", ["input_layernorm"], ["mlp", "post_attention_layernorm"]),
+     ("gpt2", ["ln_1"], ["c_fc"])],
+)  # fmt: skip
+def test_norms_and_modules(family, targets, saved, tmp_path):
+    # PEFT adds names of heads to the list
+    fields = {"target_modules": targets, "modules_to_save": [*saved]}
+    config = peft.LNTuningConfig(task_type=TASKS[family], **fields)
+    expected = trained(family, config, tmp_path / "theirs")
+    model = ours(family)
+    before = logits(model, family)
+    name = model.load_adapter(tmp_path / "theirs", set_active=True)
+    close(logits(model, family), expected)
+    model.save_adapter(tmp_path / "back", name, format="peft")
+    close(reloaded(family, tmp_path / "back"), expected)
+    theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
+    assert mine.keys() == theirs.keys()
+    model.delete_adapter(name)
+    assert same_bits(logits(model, family), before)
+    # the same from an object of PEFT
+    model.add_adapter("b", peft.LNTuningConfig(target_modules=targets, modules_to_save=saved))
+    assert {k.partition("/")[0] for k in tensors_of(model, "b")} > {*_norms(model, targets)}
+    with refused(model, SiteError, "all layers", "fewer"):
+        model.add_adapter("c", LNTuningConfig(target_modules=targets, modules_to_save=targets))
+
+
+def _norms(model, names):
+    return [s.path for s in model.anatomy.others if s.path.split(".")[-1] in names]
 
 
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -215,6 +247,68 @@ def test_rows_alone_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"different tokens.*format='native'"):
         model.save_adapter(tmp_path, "two", format="peft")
     model.save_adapter(tmp_path, "two")
+
+
+BESIDE = {
+    "modules_to_save": ["post_attention_layernorm"],
+    "trainable_token_indices": [10, 3],
+}
+BERT = {"modules_to_save": ["LayerNorm"], "trainable_token_indices": [10, 3]}
+SLOTS: dict[str, tuple[Any, Any]] = {
+    "a pattern": (
+        peft.LoraConfig(r=2, lora_alpha=5, target_modules=QV["llama"], **BESIDE),
+        LoRAConfig(
+            target_modules=r".*\.(q|v)_proj", trainable_token_indices={"embed_tokens": [3, 10]},
+            modules_to_save=r".*\.post_attention_layernorm",
+        ),
+    ),
+    "whole paths": (
+        peft.LoraConfig(r=2, use_rslora=True, target_modules=QV["llama"], **BESIDE),
+        LoRAConfig(
+            target_modules=[f"layers.{i}.self_attn.{n}" for i in range(2) for n in QV["llama"]],
+            modules_to_save=[f"layers.{i}.post_attention_layernorm" for i in range(2)],
+            trainable_token_indices=[3, 10],
+        ),
+    ),
+    "norms": (
+        peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+        LNTuningConfig(exclude_modules=["post_attention_layernorm"]),
+    ),
+    "rows": (
+        peft.TrainableTokensConfig(token_indices=[10, 3]),
+        TrainableTokensConfig(token_indices=[3, 10], target_modules=["embed_tokens"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLOTS)
+def test_files_of_peft_go_into_a_slot_that_is_spelled_in_another_way(case, tmp_path):
+    theirs, mine = SLOTS[case]
+    expected = trained("llama", theirs, tmp_path)
+    model = ours("llama")
+    model.add_adapter("slot", mine, set_active=True)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    model.load_adapter(tmp_path, load_as="slot", hotswap=True)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    torch.testing.assert_close(logits(model, "llama"), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"trainable_token_indices": [3, 11]}, ("3, 11", "3, 10", "hotswap=False")),
+        ({"trainable_token_indices": None}, ("word_embeddings", "same layers", "hotswap=False")),
+        ({"modules_to_save": ["output.LayerNorm"]}, ("embeddings.LayerNorm", "same layers")),
+        ({"bias": "all"}, ("output.dense", "hotswap=False")),
+    ],
+)
+def test_files_of_peft_with_something_else_beside_do_not_fit_a_slot(fields, words, tmp_path):
+    theirs = peft.LoraConfig(target_modules=QV["bert"], **BERT)
+    trained("bert", theirs, tmp_path)
+    model = ours("bert")
+    model.add_adapter("slot", LoRAConfig(target_modules=QV["bert"], **{**BERT, **fields}))
+    with refused(model, ConfigError, *words):
+        model.load_adapter(tmp_path, load_as="slot", hotswap=True)
 
 
 def test_new_tokens_do_not_save_the_whole_table(tmp_path):

@@ -470,3 +470,22 @@ def test_biases_beside_a_method_come_and_go(config, tmp_path, monkeypatch):
     model.save_adapter(tmp_path / "ours", "a", format="peft")
     again = peft.PeftModel.from_pretrained(plain("bert"), tmp_path / "ours").eval()
     torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_config_that_peft_has_used_is_taken(tmp_path):
+    """PEFT adds names of heads to it, also of those that the model lacks."""
+    config = peft.LoraConfig(target_modules=["query"], task_type="SEQ_CLS")
+    peft.get_peft_model(plain("bert"), config).save_pretrained(tmp_path)
+    assert {*config.modules_to_save} > {"classifier"}
+    for used in (config, peft.PeftConfig.from_pretrained(str(tmp_path))):
+        model = ours("bert")
+        model.add_adapter("a", used)
+        assert model.adapters_config["a"].modules_to_save is None
+
+
+def test_an_empty_list_scales_the_inputs_of_no_layer():
+    model = ours("llama")
+    for name, cls in (("a", peft.IA3Config), ("b", IA3Config)):
+        model.add_adapter(name, cls(target_modules=["down_proj"], feedforward_modules=[]))
+        assert {module.acts_on for _, module in model.adapter_modules(name)} == {"output"}
+        assert model.adapters_config[name].feedforward_modules == ()

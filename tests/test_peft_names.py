@@ -16,7 +16,7 @@ from peft_world import QUIET, plain
 
 import adapterzoo.peft as library
 from adapterzoo.errors import CheckpointError, ConfigError, FieldError
-from adapterzoo.peft.elsewhere import missing
+from adapterzoo.peft.elsewhere import _HINTS, NOT_MADE, missing
 from adapterzoo.peft.optimizers import create_loraplus_optimizer
 from adapterzoo.peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 
@@ -46,12 +46,25 @@ def test_each_public_name_is_there_or_says_what_to_write(name):
         exec(f"from adapterzoo.peft import {name}")
 
 
+def test_nothing_that_is_there_is_said_to_be_missing():
+    assert not _HINTS.keys() & {*dir(library)}
+    assert _HINTS.keys() | NOT_MADE.keys() <= {*peft.__all__}
+
+
 def test_a_misspelled_name_gets_the_close_one():
     with pytest.raises(ImportError, match=r"has no 'get_peft_modle'; its names: 'get_peft_model'"):
         from adapterzoo.peft import get_peft_modle  # noqa: F401
-    assert "'LoraConfig'" in missing("AdaLoraConfig", ["LoraConfig"])
+    assert "'LoraConfig'" in missing("XLoraConfig", ["LoraConfig"])
     # modules below it are found
     assert importlib.import_module("adapterzoo.peft.auto")
+
+
+@pytest.mark.parametrize("name", NOT_MADE)
+def test_classes_that_scripts_only_import_are_refused_where_they_are_called(name):
+    exec(f"from adapterzoo.peft import {name}")
+    assert name in peft.__all__
+    with pytest.raises(FieldError, match=rf"{name}\(…\): .*[Ww]rite \w+\("):
+        getattr(library, name)(task_type="CAUSAL_LM")
 
 
 def test_enums_are_those_of_peft():
@@ -59,6 +72,7 @@ def test_enums_are_those_of_peft():
         mine, theirs = getattr(library, name), getattr(peft, name)
         assert all(member.value == theirs[member.name].value for member in mine), name
     assert library.LoraConfig().peft_type == library.PeftType.LORA == peft.PeftType.LORA
+    assert library.LoraConfig().peft_type.value == "LORA"
     config = library.PromptTuningConfig(
         num_virtual_tokens=3, prompt_tuning_init=library.PromptTuningInit.RANDOM
     )
@@ -135,6 +149,8 @@ def test_an_adapter_is_injected_into_a_model_that_keeps_its_methods():
     other = transformers.LlamaForCausalLM(tiny_config("llama"))
     with pytest.raises(ConfigError, match="layer_replication"):
         library.inject_adapter_in_model(library.LoraConfig(layer_replication=[[0, 1]]), other)
+    with pytest.raises(ConfigError, match=r"inject_adapter_in_model.*low_cpu_mem_usage=True"):
+        library.inject_adapter_in_model(library.LoraConfig(), other, low_cpu_mem_usage=True)
     assert type(other) is transformers.LlamaForCausalLM
 
 

@@ -138,7 +138,7 @@ def adapters():
 def test_each_gets_its_part_once_and_for_the_very_tensor(adapters, monkeypatch):
     calls = Calls(monkeypatch)
     one, two, three = adapters
-    family = SharedInput(adapters)
+    family = SharedInput(lambda: adapters)
     x, other = torch.randn(2, 4, 32, dtype=torch.float64)
 
     def expect(adapter, source, sizes):
@@ -160,9 +160,9 @@ def test_each_gets_its_part_once_and_for_the_very_tensor(adapters, monkeypatch):
 def test_strangers_and_weights_on_another_device_are_left_out(adapters, monkeypatch):
     calls = Calls(monkeypatch)
     x = torch.randn(4, 32, dtype=torch.float64)
-    SharedInput(adapters[:2]).from_input(adapters[2], x)
+    SharedInput(lambda: adapters[:2]).from_input(adapters[2], x)
     adapters[1].to("meta")
-    SharedInput(adapters).from_input(adapters[0], x)
+    SharedInput(lambda: adapters).from_input(adapters[0], x)
     assert calls.sizes == [1, 2]
 
 

@@ -78,7 +78,9 @@ class Adapted(nn.Module):
         site = plan.sites.get(link.path)
         if site is None:
             return forward(*args, **kwargs)
-        step, adapters = acting(self, site)
+        step, adapters = site.step, site.adapters
+        if adapters is None:
+            adapters = adapters_of(self)
         if isinstance(step, Copies):
             return step.call(adapters, forward, args, kwargs, plan.rows)
         residual = active.call.captures.pop(link.path, None)
@@ -109,19 +111,23 @@ class Adapted(nn.Module):
 
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain forward of a module whose layers read one input."""
-        active = self._link.active
+        call = self._link.active.call
+        outer, call.shared_input = call.shared_input, SharedInput(self._members_of_input)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            call.shared_input = outer
+
+    def _members_of_input(self) -> list[Any]:
+        """Return the active adapters of the module's layers that read one input."""
+        plan = self._link.active.plan
         members = []
         # looked up in each call, because replicas and copies have their own
-        plan = active.plan
         for name, numbers in plan.shared_inputs[self._link.path]:
             layer = below_wrappers(self._modules[name])
             step, adapters = acting(layer, plan.sites[layer._link.path])
             members += [adapters[cast("Chain", step)[i]] for i in numbers]
-        outer, active.call.shared_input = active.call.shared_input, SharedInput(members)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            active.call.shared_input = outer
+        return members
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: loading creates the subclass again."""

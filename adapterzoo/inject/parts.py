@@ -66,9 +66,12 @@ class FusedAdapters(WeightAdapter):
             shown = base if features is None else SlicedLayer(base, features)
             own.combine(children, weights, strategy, shown)
 
+    def _adapters(self) -> list[Adapter]:
+        return [cast("Adapter", adapter) for adapter in self._modules.values()]
+
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        shared = SharedInput([cast("Adapter", adapter) for adapter in self._modules.values()])
+        shared = SharedInput(self._adapters)
         return self._first(len(self.slices), x, base, shared)
 
     def _first(self, count: int, x: Tensor, base: BaseLayer, shared: SharedInput) -> Tensor:

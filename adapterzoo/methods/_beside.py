@@ -129,20 +129,55 @@ def _refuse_shared(site: Site, anatomy: Anatomy) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideConfig(AdapterConfig):
-    """Base of the configs beside whose adapters more can be trained.
+class SavingConfig(AdapterConfig):
+    """Base of the configs beside whose adapters whole modules can be trained.
 
     Attributes:
         modules_to_save: names of modules of which the adapter has copies of its own, or a regular
             expression; names of a module's layers, or of one around them. Such a layer has no
             other adapter of this name, as in PEFT.
+    """
+
+    modules_to_save: str | tuple[str, ...] | None = field(None, Modules(), ours=True)
+
+    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return the placements of the method, and of what is trained beside it.
+
+        Raises:
+            SiteError: a name matches nothing, or nothing is left to adapt.
+        """
+        adapted, copies = self._adapted(anatomy)
+        return [*adapted, *copies]
+
+    def _adapted(self, anatomy: Anatomy) -> tuple[list[Placement], list[Placement]]:
+        """Return the placements of the method, and those of copies, which other ones give way to.
+
+        Raises:
+            SiteError: a name matches nothing, or nothing is left to adapt.
+        """
+        own, names = self.placements(anatomy), self.modules_to_save
+        copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
+        copied = {p.site.path for p in copies}
+        adapted = [p for p in own if p.site.path not in copied]
+        if not adapted:
+            raise SiteError(
+                f"{type(self).__name__}(modules_to_save={self.modules_to_save!r}): these have "
+                f"copies of all layers that the config would adapt. Write fewer."
+            )
+        return adapted, copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideConfig(SavingConfig):
+    """Base of the configs beside whose adapters more can be trained.
+
+    Attributes:
         trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
             itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
         bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
             of the layers that it adapts; "none".
     """
 
-    modules_to_save: str | tuple[str, ...] | None = field(None, Modules(), ours=True)
     trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
         None, TokenIds(), ours=True
     )
@@ -155,16 +190,8 @@ class BesideConfig(AdapterConfig):
             ConfigError: something would be trained in two ways.
             SiteError: a name matches nothing, or tokens are outside of the table.
         """
-        own = self.placements(anatomy)
-        names = self.modules_to_save
-        copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
+        adapted, copies = self._adapted(anatomy)
         copied = {p.site.path for p in copies}
-        adapted = [p for p in own if p.site.path not in copied]
-        if not adapted:
-            raise SiteError(
-                f"{type(self).__name__}(modules_to_save={self.modules_to_save!r}): these have "
-                f"copies of all layers that the config would adapt. Write fewer."
-            )
         rows = [p for config in self._rows() for p in config.placements(anatomy)]
         for placement in rows:
             path = placement.site.path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.peft_arguments import PeftArgument, PeftArguments
+from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling
 
 from ._peft_arguments import EXCLUDED, TARGETS
@@ -12,10 +12,8 @@ _ARGUMENTS = PeftArguments(
     class_name="LNTuningConfig",
     fields={
         "target_modules": TARGETS["target_modules"],
+        "modules_to_save": TARGETS["modules_to_save"],
         **EXCLUDED,
-        "modules_to_save": PeftArgument(
-            hint="only the head of the model is trained beside norms. Leave it out."
-        ),
     },
 )
 

@@ -30,6 +30,8 @@ from ._peft_sites import whole_width
 from ._started_peft import REPRODUCED
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
+# VeLoRA's, which only the backward pass of PEFT reads
+_UNREAD = {"velora_embed": ("lora_velora_embed",)}
 FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),
     "lora_alpha": PeftField(8.0, FACTOR),
@@ -151,13 +153,14 @@ def spelling(
         config=config,
         peft_type="LORA",
         fixed=fixed,
-        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors},
+        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors, **_UNREAD},
+        maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
         patterns=_PATTERNS,
         beside=BESIDE,
         inert=_INERT,
         refuse=_refuse,
-        read=read,
+        read=lambda layer: {k: t for k, t in read(layer).items() if k not in _UNREAD},
         write=lambda part: as_parameter(part.placement.site, part.tensors),
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         **{**_USUAL, "write_layers": write_layers, "unsayable": unsayable, "join": join, **more},

@@ -27,7 +27,7 @@ class Modules(Check):
         return tuple(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
 
     def fits(self, value: object) -> bool:
-        """Return whether none is empty."""
+        """Return whether no name is empty."""
         names = value if isinstance(value, tuple) else (value,)
         return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
 
@@ -47,7 +47,7 @@ class Modules(Check):
 
 
 class Targets(Modules):
-    """The same; an empty list where only parameters are adapted, as PEFT writes it."""
+    """The same, and an empty list, for no layer, as PEFT writes it."""
 
     def fits(self, value: object) -> bool:
         """Return whether no name is empty."""

@@ -16,7 +16,7 @@ from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Layers, Maybe, field
 
-from ._beside import BesideConfig
+from ._beside import BESIDE, BesideConfig
 from ._named_sites import layers_named, names_of, parameters_named, unmatched
 from ._patterns import ALL_LINEAR, Modules, Parameters, Targets, matches
 
@@ -26,6 +26,8 @@ TARGETS = frozenset(
      "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
 """The fields of a config that choose the layers."""
+PLACES = TARGETS | BESIDE
+"""Those that choose all that is trained."""
 
 # keys of `get_adapter`, as in adapters
 _LOCATIONS: dict[Role, str] = {
@@ -86,8 +88,8 @@ class TargetedConfig(BesideConfig):
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The fields that choose the layers, as the layers themselves are compared."""
-        return TARGETS
+        """The fields that choose what is trained, as that itself is compared."""
+        return PLACES
 
     def __post_init__(self) -> None:
         """Check every field.

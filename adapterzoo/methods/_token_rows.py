@@ -12,7 +12,7 @@ Cost: tokens · d parameters, in memory and in files, whatever the size of the v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -24,7 +24,7 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
-from adapterzoo.errors import SiteError, listing
+from adapterzoo.errors import ConfigError, SiteError, listing
 
 from ._init import DTYPES
 from ._token_tables import tables_in
@@ -156,6 +156,19 @@ class TokenRows(WeightAdapter):
         if y is not plain:
             own = own + (y - plain).index_select(-1, self.tokens)
         return y.index_copy(-1, self.tokens, own)
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the rows for a slot of the same tokens.
+
+        Raises:
+            ConfigError: it has rows of others.
+        """
+        if self.ids != slot.ids:
+            raise ConfigError(
+                f"the slot has rows of the tokens {listing(slot.ids)}, and the values are rows of "
+                f"{listing(self.ids)}. Write hotswap=False, overwrite_ok=True."
+            )
+        return super().in_slot(slot)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight, `[d, vocab_size]`."""

@@ -35,7 +35,7 @@ from . import _dora_spelling
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
 from ._magnitudes import Magnitudes
-from ._targets import TARGETS
+from ._targets import PLACES
 
 
 @architectures.register("dora")
@@ -57,7 +57,7 @@ class DoRAConfig(LowRankConfig):
     @property
     def slot_fields(self) -> frozenset[str]:
         """No other scaling where the norm leaves it out."""
-        return TARGETS if self.convention == "adapterhub" else super().slot_fields
+        return PLACES if self.convention == "adapterhub" else super().slot_fields
 
     def of_rank(self, rank: int) -> Self:
         """Return the config of the rank; itself where the norm leaves out the scaling."""

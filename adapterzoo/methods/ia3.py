@@ -29,7 +29,7 @@ from adapterzoo.spelling import spelled
 
 from . import _ia3_spelling
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._patterns import Modules, matches
+from ._patterns import Targets, matches
 from ._rows import features, restored
 from ._targets import TargetedConfig
 
@@ -52,7 +52,7 @@ class IA3Config(TargetedConfig):
             with deviation 0.02; "lora": zeros.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
         feedforward_modules: the layers of `target_modules` whose input is scaled, by names or a
-            regular expression, as in PEFT.
+            regular expression, as in PEFT; an empty list: none.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
@@ -66,7 +66,7 @@ class IA3Config(TargetedConfig):
     init_weights: str = field("ia3", Choice("ia3", "bert", "lora"))
     init_weights_seed: int | None = field(None, SEED)
     convention: str | None = field(None, Maybe(Choice("paper", "adapterhub")))
-    feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules()))
+    feedforward_modules: str | tuple[str, ...] | None = field(None, Targets())
     dtype: str | None = field(None, DTYPE)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from adapterzoo.fields import Layers, field
 from adapterzoo.spelling import spelled
 
 from . import _ln_tuning_spelling
+from ._beside import SavingConfig
 from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
 
@@ -30,8 +31,8 @@ from ._patterns import Modules, matches
 @config_strings.register("ln_tuning")
 @spelled(_ln_tuning_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
-class LNTuningConfig(CopyConfig):
-    """Config of LN tuning.
+class LNTuningConfig(SavingConfig, CopyConfig):
+    """Config of LN tuning; `SavingConfig` adds whole modules to the norms.
 
     Attributes:
         target_modules: names or last parts of paths of norms, or one regular expression for whole
@@ -45,6 +46,11 @@ class LNTuningConfig(CopyConfig):
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
     leave_out: tuple[int, ...] = field((), Layers())
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """All fields, as the norms themselves are compared."""
+        return frozenset(self.field_names())
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each norm.

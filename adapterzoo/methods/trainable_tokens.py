@@ -77,6 +77,11 @@ class TrainableTokensConfig(AdapterConfig):
     token_indices: tuple[int, ...] | None = field(None, ListedTokens())
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
 
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """All fields, as tokens and tables themselves are compared."""
+        return frozenset(self.field_names())
+
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each module that has one of the tables.
 

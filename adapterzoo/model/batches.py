@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
@@ -82,13 +82,17 @@ def plan_of_call(
         tasks = _tasks(model, adapter_names, task_ids)
     if adapter_names is not None:
         plan = _plan_of_names(model, adapter_names, one_head)
-        what = f"adapter_names=… names {len(adapter_names)} rows"
     else:
         plan = model._active.plan
-        what = f"{plan.setup!r} is active"
         if plan.rows is None:
             return plan, 1
     rows = cast("RowMap", plan.rows)
+
+    def what() -> str:
+        if adapter_names is None:
+            return f"{plan.setup!r} is active"
+        return f"adapter_names=… names {len(adapter_names)} rows"
+
     batch = _batch_of(inputs, what)
     count = batch * rows.repeats
     if rows.tasks is not None and len(tasks) != batch:
@@ -99,7 +103,7 @@ def plan_of_call(
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
         raise BatchError(
-            f"{what}: the batch has {batch} rows, legal are {legal}. "
+            f"{what()}: the batch has {batch} rows, legal are {legal}. "
             f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
         )
     # in calls that name rows, or generate, the output has as many rows
@@ -291,12 +295,12 @@ def _rows_of_inputs(inputs: Mapping[str, Any]) -> dict[str, int]:
     return {name: value.shape[0] for name, value in named.items() if value.dim() > 0}
 
 
-def _batch_of(inputs: Mapping[str, Any], what: str) -> int:
+def _batch_of(inputs: Mapping[str, Any], what: Callable[[], str]) -> int:
     rows = _rows_of_inputs(inputs)
     if len(set(rows.values())) > 1:
         shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise CompositionError(
-            f"{what}: the inputs have different numbers of rows "
+            f"{what()}: the inputs have different numbers of rows "
             f"({shown}). Pass inputs with the same number of rows, or activate one adapter."
         )
     return batch_size(inputs)

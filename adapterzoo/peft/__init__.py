@@ -16,6 +16,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from adapterzoo import __version__
+
+from .adding import get_peft_model, inject_adapter_in_model
 from .auto import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
@@ -26,7 +29,7 @@ from .auto import (
     AutoPeftModelForTokenClassification,
 )
 from .configs import PeftConfig, PeftType, TaskType, config_classes, field_classes
-from .elsewhere import missing
+from .elsewhere import NOT_MADE, missing, not_made
 from .functions import (
     cast_mixed_precision_params,
     get_peft_config,
@@ -36,7 +39,7 @@ from .functions import (
     replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
-from .model import PeftModel, get_peft_model, inject_adapter_in_model
+from .model import PeftModel
 
 __all__ = [
     "AutoPeftModel",
@@ -50,6 +53,7 @@ __all__ = [
     "PeftModel",
     "PeftType",
     "TaskType",
+    "__version__",
     "cast_mixed_precision_params",
     "get_peft_config",
     "get_peft_model",
@@ -66,6 +70,8 @@ def __getattr__(name: str) -> Any:
     known = {**config_classes(), **field_classes()}
     if name in known:
         return known[name]
+    if name in NOT_MADE:
+        return not_made(name)
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # `from … import name` would replace the message of an AttributeError
@@ -74,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *config_classes(), *field_classes()})
+    return sorted({*globals(), *config_classes(), *field_classes(), *NOT_MADE})

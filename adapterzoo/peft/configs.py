@@ -17,13 +17,13 @@ from adapterzoo.checkpoint import files
 from adapterzoo.checkpoint.peft.config import CONFIG, checked
 from adapterzoo.errors import FieldError, listing, names_call
 from adapterzoo.peft_arguments import COMMON, TASK_TYPES, PeftArgument, classes_of_peft
-from adapterzoo.spelling import peft_spellings
+from adapterzoo.spelling import peft_readable
 
 TaskType = StrEnum("TaskType", {name: name for name in TASK_TYPES})  # type: ignore[misc]
 """PEFT's names of tasks."""
 
 PeftType = StrEnum(  # type: ignore[misc]
-    "PeftType", {spelling.peft_type: spelling.peft_type for spelling in peft_spellings.values()}
+    "PeftType", {spelling.peft_type: spelling.peft_type for spelling in peft_readable()}
 )
 """PEFT's names of methods, also of those that are only read."""
 
@@ -152,7 +152,7 @@ def config_classes() -> dict[str, type[PeftConfig]]:
             {
                 "__doc__": f"PEFT's `{name}`: its fields as keyword arguments.",
                 "__module__": "adapterzoo.peft",
-                "peft_type": kinds[name],
+                "peft_type": PeftType(kinds[name]),
                 "defaults": own,
             },
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
+from typing import Any, NoReturn
 
-from adapterzoo.errors import listing
+from adapterzoo.errors import FieldError, listing
 
 _PER_LAYER = "Prefixes are made per layer; leave it out"
 _TRAINED = "A prefix is trained from its start. Write PrefixTuningConfig(num_virtual_tokens=…)"
@@ -37,11 +39,21 @@ _HINTS = {
     "initialize_lora_eva_weights": _FROM_DATA,
     "preprocess_loraga": "Write init_lora_weights='eva' or 'corda' and init_data=batches",
     "prompt_embeddings_from_past_key_values": _TRAINED,
-    "replace_lora_weights_loftq": "Write init_lora_weights='pissa' or 'olora'",
     "save_as_lora": f"{_LORA} and model.save_pretrained(folder)",
     "set_base_model_state_dict": "Write model.load_state_dict(tensors) before get_peft_model(…)",
     "shift_tokens_right": "Models of transformers do it. Write model(…, labels=labels)",
 }
+_READ = "such adapters are only read from files. To train one write"
+
+NOT_MADE = {
+    "AdaLoraConfig": f"{_READ} LoraConfig(…)",
+    "CPTConfig": f"{_READ} PromptTuningConfig(…)",
+    "CartridgeConfig": f"{_READ} PrefixTuningConfig(…)",
+    "LoraModel": "layers are not wrapped. Write get_peft_model(model, LoraConfig(…))",
+    "PromptEncoderConfig": f"{_READ} PromptTuningConfig(…)",
+}
+"""Classes that can be imported, as scripts do beside others, and not called → what to write."""
+
 _OF_LAYERS = "Model", "Encoder", "Embedding", "Init", "Type"
 
 
@@ -68,3 +80,21 @@ def missing(name: str, known: Iterable[str]) -> str:
         return f"{start}: layers are not wrapped. Write get_peft_model(model, config)."
     close = difflib.get_close_matches(name, there, 1) or there
     return f"{start}; its names: {listing(close, limit=50)}. Write one of these."
+
+
+@functools.cache
+def not_made(name: str) -> type[Any]:
+    """Return a class that can be imported, but has no instances.
+
+    Args:
+        name: among `NOT_MADE`.
+
+    Raises:
+        FieldError: the class is called.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise FieldError(f"{name}(…): {NOT_MADE[name]}.")
+
+    doc = f"PEFT's `{name}`: {NOT_MADE[name]}."
+    return type(name, (), {"__new__": refuse, "__doc__": doc, "__module__": "adapterzoo.peft"})

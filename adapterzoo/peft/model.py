@@ -15,7 +15,6 @@ from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.inject import set_class
 from adapterzoo.model import AdapterModelMixin, checkpointing, init
 from adapterzoo.model.hf.factory import blank
-from adapterzoo.model.hf.init_data import InitData
 from adapterzoo.model.peft import autocast, in_memory, switching
 
 from . import checkpoints
@@ -86,7 +85,7 @@ class PeftModel:
         Raises:
             ConfigError: a value of the config has no meaning here.
         """
-        _refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
+        refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
         theirs = cast("Any", AdapterModelMixin)
         theirs.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
 
@@ -292,53 +291,12 @@ class PeftModel:
         return _again, made_from, cast("Any", self).__getstate__()
 
 
-def get_peft_model(
-    model: PreTrainedModel,
-    peft_config: Any,
-    adapter_name: str = switching.DEFAULT,
-    autocast_adapter_dtype: bool = True,
-    low_cpu_mem_usage: bool = False,
-    init_data: InitData = None,
-) -> Any:
-    """Add an adapter to a model of transformers, which is changed in place, and train it.
-
-    Args:
-        model: of transformers; its mode does not change.
-        peft_config: a config of PEFT, or of this library.
-        adapter_name: to give it.
-        autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
-            precision, unless its config has a `dtype`. Copies of layers keep their dtype.
-        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
-        init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
-            "corda", which PEFT takes in functions of their own; or the weights before quantization
-            for "loftq", see `add_adapter`.
-
-    Returns:
-        The same object.
+def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
+    """Refuse to add an adapter without values.
 
     Raises:
-        ConfigError: a value of the config has no meaning here, or initial values need data.
-        StateError: the model has no adapters of this library, but layers of PEFT.
+        ConfigError: it was asked for.
     """
-    _refuse_uninitialized(low_cpu_mem_usage)
-    if peft_config is None:
-        raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
-    was_plain = not isinstance(model, AdapterModelMixin)
-    made = as_peft(model)
-    try:
-        made.add_adapter(
-            adapter_name, peft_config, init_data=init_data,
-            autocast_adapter_dtype=autocast_adapter_dtype,
-        )  # fmt: skip
-    except BaseException:
-        if was_plain:
-            made.unload()
-        raise
-    switching.train(made, adapter_name)
-    return made
-
-
-def _refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
     if low_cpu_mem_usage:
         raise ConfigError(
             "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
@@ -352,34 +310,6 @@ def _check_device(device: Any) -> None:
         raise ConfigError(
             f"torch_device={device!r} is not a device. Write 'cpu', or leave it out."
         ) from error
-
-
-@names_call
-def inject_adapter_in_model(
-    peft_config: Any, model: PreTrainedModel, adapter_name: str = switching.DEFAULT
-) -> Any:
-    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
-
-    Args:
-        peft_config: a config of PEFT.
-        model: changed in place.
-        adapter_name: to give it.
-
-    Returns:
-        The same object.
-
-    Raises:
-        ConfigError: a value of the config has no meaning here.
-    """
-    was_plain = not isinstance(model, AdapterModelMixin)
-    made: Any = init(model) if was_plain else model
-    try:
-        made.add_adapter(peft_config, adapter_name=adapter_name)
-    except BaseException:
-        if was_plain:
-            made.unload()
-        raise
-    return made
 
 
 def as_peft(model: Any) -> Any:

@@ -49,7 +49,8 @@ def refused(folder, *words):
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "another method": ({"peft_type": "VBLORA"}, ("'VBLORA'", "LORA", "merge_and_unload")),
+    "another method": ({"peft_type": "VBLORA"}, ("'VBLORA'", "LORA", "convert SRC DST --to lora")),
+    "no change of weights": ({"peft_type": "POLY"}, ("'POLY'", "task_ids", "Use it with PEFT")),
     "no name": ({"peft_type": ["LORA"]}, ("peft_type=['LORA']",)),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, ("base weights", "path_initial_model")),
     "pissa and DoRA": ({"init_lora_weights": "pissa", "use_dora": True}, ("base weights",)),

@@ -188,6 +188,25 @@ def test_a_head_that_only_peft_could_load_is_refused(run, tmp_path):
     assert (tmp_path / "lora/adapter_config.json").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.")
+def test_an_output_layer_that_is_tied_is_not_taken_for_its_table(run, tmp_path):
+    """Merged by PEFT, both change; a LoRA of the table would change the embeddings alone."""
+    plain = transformers.GPT2LMHeadModel(tiny_config("gpt2"))
+    plain.save_pretrained(tmp_path / "base")
+    config = peft.FourierFTConfig(n_frequency=20, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(plain, config)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            if p.requires_grad:
+                p.add_(1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    options = ["--to", "lora", "--model", tmp_path / "base"]
+    said = run("convert", tmp_path / "theirs", tmp_path / "lora", *options, code=1).stderr
+    assert "'lm_head.weight'" in said
+    assert "merge_and_unload" in said
+    assert not (tmp_path / "lora").exists()
+
+
 def test_without_peft_the_message_says_what_to_install(run, tmp_path, monkeypatch):
     plain = transformers.LlamaForCausalLM(tiny_config("llama"))
     plain.save_pretrained(tmp_path / "base")

@@ -19,7 +19,16 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from adapterzoo import AdapterSetup, AutoAdapterModel, BatchSplit, ConfigUnion, LoRAConfig, Stack
+from adapterzoo import (
+    AdapterSetup,
+    AutoAdapterModel,
+    Average,
+    BatchSplit,
+    ConfigUnion,
+    LoRAConfig,
+    Split,
+    Stack,
+)
 from adapterzoo import init as init_model
 from adapterzoo.errors import AdapterZooError, CompositionError, ConfigError, SiteError, StateError
 
@@ -313,10 +322,40 @@ def test_a_stack_adds_the_updates():
         assert (before[:, 0] != model(ids).logits[:, 0]).any()
 
 
-def test_tokens_that_adapters_add_are_not_sought():
-    """A prompt of trained tokens moves the invocation, and `generate` still finds it."""
-    model = model_of(a=ALORA, p="prompt_tuning[prompt_length=3]")
+def test_averages_and_splits():
+    model = model_of(a=ALORA, b=ALORA.replace(alora_invocation_tokens=OTHER))
+    ids = rows()
+    ids[:, 4] = 9
+    base = model.base_model.layers[0].self_attn.q_proj
+    seen = {}
+    base.register_forward_hook(lambda _, __, y: seen.update(y=y))
+    outputs = {}
+    for setup in (None, "a", "b", Average("a", "b"), Split("a", "b", splits=[7, 5])):
+        model.set_active_adapters(setup)
+        model(ids)
+        outputs[str(setup)] = seen["y"].detach()
+    plain, a, b, average, split = outputs.values()
+    close(average, (a + b) / 2)
+    close(split, torch.cat([a[:, :7], b[:, 7:]], 1))
+    assert not torch.equal(a, plain)
+
+
+@pytest.mark.parametrize("prefix", ["prompt_tuning[prompt_length=3]", "prefix_tuning"])
+def test_a_prefix_moves_no_invocation(prefix):
+    model = model_of(a=ALORA, p=prefix)
+    stir(model, "a", std=0.5)
     model.set_active_adapters(Stack("p", "a"))
+    ids = rows()
+    told = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    with torch.no_grad():
+        for step in range(3):
+            whole = model(told[:, : TOKENS + step]).logits[:, -1]
+            assert torch.equal(whole.argmax(-1), told[:, TOKENS + step])
+
+
+def test_tokens_that_adapters_add_are_not_sought():
+    model = model_of(p="prompt_tuning[prompt_length=3]")
+    model.set_active_adapters("p")
     ids = rows()
     filler = model._active.plan.prompts.filler
     model.add_adapter("f", ALORA.replace(alora_invocation_tokens=[filler]))
@@ -325,11 +364,6 @@ def test_tokens_that_adapters_add_are_not_sought():
         found = model(ids).logits
     with AdapterSetup("p"):
         assert same_bits(found, model(ids).logits)
-    with torch.no_grad():
-        told = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
-        for step in range(3):
-            whole = model(told[:, : TOKENS + step]).logits[:, -1]
-            assert torch.equal(whole.argmax(-1), told[:, TOKENS + step])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -462,6 +496,8 @@ def guided(model, ids):
 
 
 def many(model, ids):
+    model.add_adapter("u", ConfigUnion(ALORA, LoRAConfig()))
+    model.set_active_adapters("u")
     model.generate_batch(ids.tolist())
 
 
@@ -591,5 +627,7 @@ def test_named_heads_and_native_files(tmp_path):
     model.load_adapter(tmp_path, load_as="b", set_active=True)
     assert model.adapters_config["b"] == ALORA
     assert torch.equal(model.generate(ids, **given), expected)
+    model.add_adapter("c", "lora[alora_invocation_tokens=[5,6,7]]")
+    assert model.adapters_config["c"].alora_invocation_tokens == CALL
     # files of plain LoRA do not name the field
     assert "alora_invocation_tokens" not in LoRAConfig().to_dict()

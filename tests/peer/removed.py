@@ -10,6 +10,7 @@ import argparse
 import functools
 import importlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def install(hub: Hub) -> None:
     importlib.import_module("transformers.trainer")
     transformers: Any = importlib.import_module("transformers")
     _names_of_four(transformers)
-    _downloads(transformers, hub)
-    _trainer(transformers)
+    downloads(transformers, hub)
+    _adapters(hub)
+    short_trainings(transformers, _SHORT)
     packages.install(transformers)
 
 
@@ -60,28 +62,29 @@ def _names_of_four(transformers: Any) -> None:
         transformers.glue_tasks_num_labels = {"mrpc": 2}
 
 
-def _trainer(transformers: Any) -> None:
+def short_trainings(transformers: Any, short: Mapping[str, Any]) -> None:
+    """Give all `TrainingArguments` these values, and arguments their names of today."""
     arguments = transformers.TrainingArguments
     # scripts read these
     arguments.overwrite_output_dir = True
     arguments.use_legacy_prediction_loop = False
     arguments.logging_dir = property(lambda self: self.output_dir)
     for cls in (arguments, transformers.Seq2SeqTrainingArguments):
-        cls.__init__ = _short(cls.__init__)
+        cls.__init__ = _short(cls.__init__, short)
     trainer = transformers.Trainer
     for cls in (trainer, transformers.Seq2SeqTrainer):
         cls.__init__ = _renamed(_positional(cls.__init__), tokenizer="processing_class")
     trainer.train = _without(trainer.train, "model_path")
 
 
-def _short(init: Any) -> Any:
+def _short(init: Any, values: Mapping[str, Any]) -> Any:
     known = inspect.signature(init).parameters
 
     @functools.wraps(init)
     def short(self: Any, *given: Any, **options: Any) -> None:
         renamed = {_RENAMED.get(name, name): value for name, value in options.items()}
         kept = {name: value for name, value in renamed.items() if name in known}
-        init(self, *given, **(kept | _SHORT))
+        init(self, *given, **{**kept, **values})
 
     return short
 
@@ -120,10 +123,9 @@ def _without(function: Any, *names: str) -> Any:
 # --- downloads ---
 
 
-def _downloads(transformers: Any, hub: Hub) -> None:
+def downloads(transformers: Any, hub: Hub) -> None:
+    """Give models, tokenizers and data sets of a hub for what would be downloaded."""
     import datasets
-
-    from adapterzoo import AdapterModelMixin
 
     auto = importlib.import_module("transformers.models.auto.auto_factory")
     for cls in (transformers.PreTrainedModel, auto._BaseAutoModelClass, transformers.AutoConfig,
@@ -140,6 +142,14 @@ def _downloads(transformers: Any, hub: Hub) -> None:
         return hub.dataset(path, name, **options)
 
     datasets.load_dataset = load
+    hub_client: Any = importlib.import_module("huggingface_hub")
+    hub_client.notebook_login = lambda *_, **__: None
+
+
+def _adapters(hub: Hub) -> None:
+    """Give adapters of a hub for what would be downloaded, and upload none."""
+    from adapterzoo import AdapterModelMixin
+
     load_adapter = AdapterModelMixin.load_adapter
 
     @functools.wraps(load_adapter)
@@ -152,8 +162,6 @@ def _downloads(transformers: Any, hub: Hub) -> None:
     AdapterModelMixin.load_adapter = load_local  # type: ignore[method-assign]
     for name in ("push_adapter_to_hub", "push_adapter_setup_to_hub"):
         setattr(AdapterModelMixin, name, lambda *_, **__: "")
-    hub_client: Any = importlib.import_module("huggingface_hub")
-    hub_client.notebook_login = lambda *_, **__: None
 
 
 def _plain_strings(found: Any) -> Any:

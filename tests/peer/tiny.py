@@ -89,13 +89,23 @@ class NotAtHandError(OSError):
     """A download for which there is nothing tiny."""
 
 
-def kind_of(name: str) -> str | None:
+def kind_of(name: str, types: tuple[tuple[str, str], ...] = TYPES) -> str | None:
     """The type of the model that stands for a name on the Hub, None if it is not known."""
-    return next((kind for part, kind in TYPES if part in name.lower()), None)
+    return next((kind for part, kind in types if part in name.lower()), None)
 
 
 class Hub:
-    """Makes what is asked for by name, once, in a folder."""
+    """Makes what is asked for by name, once, in a folder.
+
+    Attributes:
+        types: what a name on the Hub contains, and the type of the model in its place.
+        columns: of each data set.
+        fields: of the config of each type.
+        layers: of a model.
+        rows: of a data set.
+    """
+
+    types, columns, fields, layers, rows = TYPES, _DATA, _FIELDS, 12, _ROWS
 
     def __init__(self, vocabulary: Path, folder: Path) -> None:
         """Keep the paths: of the vocabulary of all tokenizers, and of a folder for models."""
@@ -109,7 +119,7 @@ class Hub:
         """A folder with the tiny model of a name; what is no name on the Hub stays as it is."""
         if not isinstance(name, str) or Path(name).is_dir():
             return name
-        kind = kind_of(name)
+        kind = kind_of(name, self.types)
         if kind is None:
             raise NotAtHandError(f"{name!r}: there is no tiny model for it")
         return str(self.model(kind))
@@ -122,7 +132,7 @@ class Hub:
         tokenizer.add_special_tokens(
             {"eos_token": "</s>", "bos_token": "<s>", "additional_special_tokens": ["<end>"]}
         )
-        if kind_of(name) != "bert":
+        if kind_of(name, self.types) != "bert":
             tokenizer.model_input_names = ["input_ids", "attention_mask"]
         return tokenizer
 
@@ -134,7 +144,8 @@ class Hub:
 
         folder = self.folder / kind
         tokenizer = self.tokenizer(kind)
-        fields = {"num_hidden_layers": 12, "vocab_size": len(tokenizer)} | _FIELDS[kind]
+        fields = {"num_hidden_layers": self.layers, "vocab_size": len(tokenizer)}
+        fields |= self.fields[kind]
         if kind != "vit":
             fields |= {
                 f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
@@ -202,10 +213,10 @@ class Hub:
         import datasets
 
         keys = (str(name), path.rpartition("/")[2])
-        key = next((known for known in _DATA if any(known in each for each in keys)), None)
+        key = next((known for known in self.columns if any(known in each for each in keys)), None)
         if key is None:
             raise NotAtHandError(f"load_dataset({path!r}, {name!r}): there is nothing tiny for it")
-        columns = _DATA[key]
+        columns = self.columns[key]
         if split is not None:
             return self._split(columns, 0)
         return datasets.DatasetDict({each: self._split(columns, 1) for each in _SPLITS})
@@ -215,7 +226,7 @@ class Hub:
 
         draw, rows, features = random.Random(seed), [], {}
         words = [w for w in self.vocabulary.read_text(encoding="utf-8").split() if w.isalpha()]
-        for _ in range(_ROWS):
+        for _ in range(self.rows):
             sentence = draw.sample(words, 6)
             row: dict[str, Any] = {}
             for column, kind in columns.items():

@@ -23,6 +23,16 @@ MERGE = (
     "Merge the adapter with PEFT, and load the merged model: "
     "peft_model.merge_and_unload().save_pretrained(…)."
 )
+# methods that only PEFT has, and that are more than a change of weights
+_INEXPRESSIBLE = {
+    "ADAPTION_PROMPT": "adds a gated prompt inside attention",
+    "BEFT": "adds to the outputs of layers",
+    "LILY": "mixes factors by a router that reads the input",
+    "MULTITASK_PROMPT_TUNING": "has a prompt for each of the task_ids that a call gives",
+    "POLY": "mixes adapters by the task_ids that a call gives",
+    "SHADOW": "runs a second model beside the base model",
+    "XLORA": "mixes adapters by a network that reads the input",
+}
 _PARAMETERS = "target_parameters"
 _INERT = """
     auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
@@ -66,12 +76,14 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
             reproduced.
     """
     types = sorted({spelling.peft_type for spelling in peft_readable()})
+    kind = metadata.get("peft_type")
+    named = [s for s in peft_readable() if s.peft_type == kind]
     spelling = method_of(
         metadata,
         "peft_type",
-        [s for s in peft_readable() if s.peft_type == metadata.get("peft_type")],
+        named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else _instead(kind)}",
     )
     for name, reason in spelling.refused.items():
         if metadata.get(name):
@@ -110,6 +122,16 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         target_parameters=parameters,
         trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
         bias=_value(metadata, "bias", "none", Text()),
+    )
+
+
+def _instead(kind: object) -> str:
+    """Return what to do with a file of a method that only PEFT has."""
+    if (reason := _INEXPRESSIBLE.get(str(kind))) is not None:
+        return f"{kind} {reason}, so that it cannot become LoRA. Use it with PEFT."
+    return (
+        "If it changes only weights of layers, convert it through an installed PEFT: write "
+        "adapterzoo convert SRC DST --to lora."
     )
 
 

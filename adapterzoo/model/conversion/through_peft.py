@@ -45,8 +45,8 @@ def changes_by_peft(
             f"there is no {_TENSORS} in {str(folder)!r}. Save the adapter again with PEFT."
         )
     base = copy.deepcopy(plain)
-    # float64, so that the difference of the weights is exact
-    before = {key: p.detach().double() for key, p in plain.named_parameters()}
+    # float64, so that the difference of the weights is exact; a tied table by all its names
+    before = {key: p.detach().double() for key, p in plain.named_parameters(remove_duplicate=False)}
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -64,7 +64,7 @@ def changes_by_peft(
             f"({type(error).__name__}: {reason}), so that it cannot be converted. Load it with "
             f"PEFT into the model that it was trained on."
         ) from error
-    after = dict(merged.named_parameters())
+    after = dict(merged.named_parameters(remove_duplicate=False))
     changes = {
         key: p.detach().double() - before[key]
         for key, p in after.items()

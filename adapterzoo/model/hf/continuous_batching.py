@@ -12,6 +12,7 @@ import weakref
 from typing import Any, NamedTuple, cast
 
 from adapterzoo.composition import ActiveHeads, Composition
+from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 
@@ -101,7 +102,8 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
             f"into one. Write generate(…), or set_active_adapters('a') with another method."
         )
     for name in () if plan.setup is None else plan.setup.flatten():
-        if any(adapter.reads_ids for _, adapter in modules_of(model, name)):
+        parts = (part for _, adapter in modules_of(model, name) for part in adapter.modules())
+        if any(isinstance(part, Adapter) and part.reads_ids for part in parts):
             raise StateError(
                 f"{name!r} acts only after alora_invocation_tokens, and continuous batching packs "
                 f"requests into one row, in which they cannot be told apart. Write generate(…), or "

@@ -285,6 +285,9 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         config._attn_implementation = "eager"
         with torch.device("meta"):
             inside = {*AutoModel.from_config(config).state_dict()}
+        # a quantized layer has more tensors than a plain one
+        layers = {key.rpartition(".")[0] for key in inside} - {""}
+        inside |= {key for key in own if key.rpartition(".")[0] in layers}
     shared = {id(tensor) for key, tensor in own.items() if key in inside}
     return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
 

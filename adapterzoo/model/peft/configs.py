@@ -29,6 +29,9 @@ _NAMING = {
     "alpha_pattern",
 }  # fmt: skip
 
+# names of heads that PEFT adds to a config by itself, whether the model has them or not
+_ADDED = {"classifier", "score", "qa_outputs"}
+
 
 @dataclass(frozen=True, slots=True)
 class FromPeft:
@@ -142,11 +145,16 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
         return names
     head = layers_of(model)
     base = [path for path, _ in model._backbone.named_modules()]
+    in_head = {
+        n
+        for n in names
+        if n in _ADDED
+        or any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
+    }
     kept = [
         n
         for n in names
-        if any(path == n or path.endswith(f".{n}") for path in base)
-        or not any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
+        if n not in in_head or any(path == n or path.endswith(f".{n}") for path in base)
     ]
     return kept or None
 

@@ -90,7 +90,7 @@ def enable(model: AdaptedModel, rank: int, check_compiled: str) -> None:
         ConfigError: an argument is not legal, or the rank of an adapter is larger.
         StateError: the model has adapters, or one of them is in use.
     """
-    if not isinstance(rank, int) or rank < 1:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ConfigError(f"target_rank={rank!r} is not a rank. Write target_rank=128.")
     if check_compiled not in ("error", "warn", "ignore"):
         raise ConfigError(
