@@ -22,10 +22,11 @@ from adapterzoo.errors import CompositionError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
 
 from ._init import DTYPE, DTYPES
+from ._named_sites import fields_at
 from ._patterns import Patterns, check_keys, matching
 from ._slots import refuse_larger
 from ._starts import DRAWN
-from ._targets import TARGETS, TargetedConfig, fields_at
+from ._targets import TARGETS, TargetedConfig
 
 _RANK = Range(1, MAX_WIDTH)
 _SIZES = frozenset({"r", "alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
