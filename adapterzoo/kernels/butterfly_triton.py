@@ -71,7 +71,8 @@ def rotate_kernel(
     ).to(x.dtype.element_ty)
     column = chunk * width + k
     x_columns = x + expert * x_expert + column.to(tl.int64)[None, :] * x_col
-    total = chunks.to(tl.int64) * width
+    # chunks is a number at compile time if it is 1
+    total = tl.cast(chunks, tl.int64) * width
     y_columns = y + expert * rows * total + column[None, :]
     for first in range(p * part, min(rows, (p + 1) * part), ROWS):
         row = first + tl.arange(0, ROWS)
@@ -106,7 +107,7 @@ def rotate_backward_kernel(
     column = chunk * width + k
     x_columns = x + expert * x_expert + column.to(tl.int64)[None, :] * x_col
     dy_columns = dy + expert * dy_expert + column.to(tl.int64)[None, :] * dy_col
-    total = chunks.to(tl.int64) * width
+    total = tl.cast(chunks, tl.int64) * width
     dx_columns = dx + expert * rows * total + column[None, :]
     acc = tl.zeros((COLUMNS, COLUMNS), tl.float32)
     for first in range(p * part, min(rows, (p + 1) * part), ROWS):

@@ -2,8 +2,8 @@
 
 A script, run in a process of its own because Triton decides at import whether it interprets.
 `python tests/kernels/aot.py low_rank` prints one JSON list, a row for each kernel, configuration
-and architecture of that operator, with what ptxas made of it; without a name it writes the table
-of all to docs/kernels.md.
+and architecture of that operator, with what ptxas made of it; `aot.py ones` prints which kernels do
+not compile for integers of 1; without a name it writes the table of all to docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ FACTORS = {"a", "b", "t", "dt", "down", "down_bias", "up", "up_bias", "h"}
 WIDE = {"da", "db", "gain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
 WIDE |= {"du", "dup", "dup_bias", "scales"}
 NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64", "plan": "*i32"}
-# numbers that are no multiples of 16
-ODD = {"rows", "threshold", "scale", "scaling", "batch", "tokens", "n", "parts"}
 
 
 @dataclass
@@ -72,6 +70,11 @@ class Case:
     constants: dict[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
+
+    @property
+    def name(self):
+        """For the table."""
+        return self.kernel.fn.__name__.removesuffix("_kernel") + self.label
 
 
 def low_rank_cases():
@@ -182,9 +185,11 @@ def grouped_cases():
             yield Case(third, kind, made, ", scaled", {"DROPS": False}, scaled)
 
 
-def compiled(case, architecture):
-    """What ptxas makes of a kernel: one row of the table."""
+def made_for(case, architecture, ones=False):
+    """The compiled kernel; with `ones` that of a call whose integers are all 1."""
     kernel, tile, missing = case.kernel, case.tile, case.missing
+    # Triton makes a constant of an integer that is 1, and uses multiples of 16, but not of these
+    general = {p.name for p in kernel.params if p.do_not_specialize}
     activation, factor, _ = KINDS[case.kind]
     types = {**dict.fromkeys(ACTIVATIONS, activation), **dict.fromkeys(FACTORS, factor)}
     types |= {**dict.fromkeys(WIDE, "*fp32"), **NUMBERS}
@@ -200,7 +205,9 @@ def compiled(case, architecture):
             signature[name], constants[name] = "constexpr", None if name in missing else 1
         else:
             signature[name] = types.get(name, "i32")
-            if name not in ODD:
+            if ones and signature[name] == "i32" and name not in general:
+                signature[name], constants[name] = "constexpr", 1
+            elif signature[name] != "fp32" and name not in general:
                 aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=kernel,
@@ -208,18 +215,23 @@ def compiled(case, architecture):
         constexprs={k: v for k, v in constants.items() if k in signature},
         attrs=aligned,
     )
-    made = triton.compile(
+    return triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
+
+
+def compiled(case, architecture):
+    """What ptxas makes of a kernel: one row of the table."""
+    made, tile = made_for(case, architecture), case.tile
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         tool = [TOOLS / "cuobjdump", "-res-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     return {
-        "kernel": kernel.fn.__name__.removesuffix("_kernel") + case.label,
+        "kernel": case.name,
         "kind": case.kind,
         "tile": f"{tile.rows} × {tile.columns}{f' × {tile.rank}' if tile.rank else ''}, "
         f"{tile.warps} warps, {tile.stages} stages",
@@ -270,9 +282,24 @@ def rows_of(name):
     ]
 
 
+def ones():
+    """Each kernel and kind of operands → why it does not compile for integers of 1, or ""."""
+    found = {}
+    for case in (case for cases in CASES.values() for case in cases()):
+        key = f"{case.name}, {case.kind}"
+        if key not in found:
+            found[key] = ""
+            try:
+                made_for(case, 90, ones=True)
+            except Exception as error:  # noqa: BLE001  Triton's errors have no common class
+                found[key] = str(error)[-300:]
+    return found
+
+
 def main():
     if len(sys.argv) > 1:
-        json.dump(rows_of(sys.argv[1]), sys.stdout)
+        asked = sys.argv[1]
+        json.dump(ones() if asked == "ones" else rows_of(asked), sys.stdout)
     else:
         PAGE.write_text(table([row for name in CASES for row in rows_of(name)]), encoding="utf-8")
 

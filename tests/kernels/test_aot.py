@@ -31,17 +31,28 @@ def shown():
     return [line for line in lines if line.startswith("| ")][2:]
 
 
+def printed(asked):
+    """What the script prints."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, asked], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_compiles_for_integers_of_one():
+    found = printed("ones")
+    assert {name: error for name, error in found.items() if error} == {}
+    assert len({name.partition(",")[0] for name in found}) == 14
+
+
 # one test for each operator: it takes long, and a second process can share the work
 @pytest.mark.parametrize(
     "name", [n if n == "row_norm" else pytest.param(n, marks=pytest.mark.sweep) for n in COUNTS]
 )
 def test_every_configuration_compiles_well(name):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, name], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(done.stdout)
+    rows = printed(name)
     assert [row for row in rows if row["spilled"]] == []
     assert [row for row in rows if row["shared"] > SHARED[row["sm"]]] == []
     # products run on the newest matrix unit; less than 64 rows fill no warp group of it
