@@ -13,6 +13,8 @@ from torch import Tensor
 
 # probabilities are rounded to multiples of 2⁻¹⁶; the scale uses the multiple, to keep the mean
 PLANES = 16
+# the low 32 bits of a number
+_LOW = 0xFFFFFFFF
 
 
 def threshold(p: float) -> int:
@@ -62,11 +64,41 @@ def bits(x: Tensor, p: float) -> Tensor:
     return dropped.bitwise_not().view(torch.uint8)  # [8 · words]
 
 
-def mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the mask that `bits` drew for an `x` of this shape, in uint8 zeros and ones."""
-    byte = torch.arange(256, device=packed.device).unsqueeze(1)  # [256, 1]
-    bit = torch.arange(8, device=packed.device)
+def mask(noise: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
+    """Return the mask of an `x` of this shape, in uint8 zeros and ones.
+
+    Args:
+        noise: what `bits` or `seed` returned. A seed is for Triton; only the gradient of a gradient
+            needs its mask here.
+        shape: `[*batch, d_in]`.
+        p: probability that a feature is dropped.
+    """
+    if noise.dtype is torch.int64:
+        return _mask_of_seed(noise, shape, p)
+    byte = torch.arange(256, device=noise.device).unsqueeze(1)  # [256, 1]
+    bit = torch.arange(8, device=noise.device)
     unpacked = (byte >> bit & 1).to(torch.uint8)  # [256, 8]
     # look up the eight features of a byte as one number of eight bytes
-    found = unpacked.view(torch.int64).flatten().index_select(0, packed.int())  # [bytes]
+    found = unpacked.view(torch.int64).flatten().index_select(0, noise.int())  # [bytes]
     return found.view(torch.uint8)[: math.prod(shape)].view(shape)  # [*batch, d_in]
+
+
+def _mask_of_seed(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
+    """Return the mask that the Triton kernels compute from a seed; see `_tiles_triton.keep`."""
+    width = shape[-1]
+    groups = -(-width // 8)
+    column = torch.arange(groups, device=seed.device)
+    row = torch.arange(math.prod(shape[:-1]), device=seed.device).unsqueeze(1)  # [rows, 1]
+    zero = torch.zeros_like(row * column)  # [rows, groups]
+    a, b, c, d = row + zero, column + zero, zero, zero
+    left, right = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(7):
+        # a product may wrap into the sign; only its bits are used
+        first, third = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b = ((third >> 32) & _LOW) ^ b ^ left, third & _LOW
+        c, d = ((first >> 32) & _LOW) ^ d ^ right, first & _LOW
+        left, right = (left + 0x9E3779B9) & _LOW, (right + 0xBB67AE85) & _LOW
+    words = torch.stack((a, c, b, d), -1)  # [rows, groups, 4]
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # [rows, groups, 4, 2]
+    kept = (halves.flatten(1) >= threshold(p))[:, :width]  # [rows, d_in]
+    return kept.to(torch.uint8).view(shape)

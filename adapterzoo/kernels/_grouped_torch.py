@@ -100,7 +100,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups)
     """
     if noise is None:
         return _project(x.to(a.dtype), a.mT, groups)
-    kept = _dropout.mask(noise, x.shape).to(a.dtype).mul_(x)  # [batch, *tokens, d_in]
+    kept = _dropout.mask(noise, x.shape, p).to(a.dtype).mul_(x)  # [batch, *tokens, d_in]
     return _project(kept, a.mT, groups).mul_(_dropout.kept_scale(p))
 
 
@@ -116,7 +116,7 @@ def shrink_backward(
     kept = x
     if noise is not None:
         dt = dt * _dropout.kept_scale(p)  # [batch, *tokens, rank]
-        kept = _dropout.mask(noise, (*dt.shape[:-1], a.shape[-1])).to(a.dtype)
+        kept = _dropout.mask(noise, (*dt.shape[:-1], a.shape[-1]), p).to(a.dtype)
     if needs_x:
         dx = _project(dt, a, groups)  # [batch, *tokens, d_in]
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)

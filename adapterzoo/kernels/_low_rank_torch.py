@@ -25,7 +25,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    kept = x if noise is None else _dropout.mask(noise, x.shape).to(a.dtype).mul_(x)
+    kept = x if noise is None else _dropout.mask(noise, x.shape, p).to(a.dtype).mul_(x)
     kept = kept.to(a.dtype)  # [*batch, d_in]
     t = linear(kept, a) if is_small(x) else _transposed(a @ rows_of(kept).T, x)  # [*batch, rank]
     return t if noise is None else t * _dropout.kept_scale(p)
@@ -45,7 +45,7 @@ def shrink_backward(
     kept = x
     if noise is not None:
         flat = flat * _dropout.kept_scale(p)  # [rows, rank]
-        kept = _dropout.mask(noise, shape).to(a.dtype)
+        kept = _dropout.mask(noise, shape, p).to(a.dtype)
     if needs_x:
         dx = (flat @ a).view(shape)  # [*batch, d_in]
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hostile import LAYOUTS, arranged, drawn, edged, far, near
+from hostile import LAYOUTS, arranged, drawn, edged, far, near, second_gradients
 from low_rank_cases import kept
 
 from adapterzoo import kernels
@@ -187,6 +187,7 @@ def module():
             y, x, *factors = own
             args = (y, x, factors[:3], factors[3:], SCALING, groups)
             out = grouped.grouped_low_rank(*args, p, training=True)
+            again = second_gradients(out, own)
             out.square().sum().backward()
         torch.manual_seed(3)
         seed = torch.randint(2**63 - 1, (1,))
@@ -194,12 +195,14 @@ def module():
         mask = kept(x.shape, p, seed) * _dropout.kept_scale(p) if p else 1.0
         args = (y, x * mask, factors[:3], factors[3:], SCALING, groups)
         truth = grouped.grouped_low_rank_reference(*args)
+        second = second_gradients(truth, values)
         truth.square().sum().backward()
         near("out", out.detach(), truth.detach(), 1e-6, torch.float32)
         for i, (got, wide) in enumerate(zip(own, values, strict=True)):
             # an adapter without rows: zeros here, nothing there
             expected = torch.zeros_like(wide) if wide.grad is None else wide.grad
             near(f"gradient {i}", got.grad, expected, 1e-6, torch.float32)
+            near(f"second gradient {i}", again[i], second[i], 2e-6, torch.float32)
 
 
 def cases():

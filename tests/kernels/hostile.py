@@ -41,6 +41,15 @@ def arranged(layout, rows, width, dtype=torch.float32):
     }[layout]
 
 
+def second_gradients(out, values):
+    """Those of the squares of the gradients of the squares of `out`."""
+    first = torch.autograd.grad(
+        out.square().sum(), values, create_graph=True, materialize_grads=True
+    )
+    total = sum(g.square().sum() for g in first)
+    return torch.autograd.grad(total, values, retain_graph=True, materialize_grads=True)
+
+
 def far(rows, width):
     """Rows 2²⁸ elements apart: row · stride passes 2³¹; only what is touched takes memory."""
     apart = 1 << 28

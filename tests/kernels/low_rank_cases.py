@@ -1,7 +1,7 @@
 """The low-rank update in the interpreter; `interpreted.py` runs it."""
 
 import torch
-from hostile import LAYOUTS, arranged, drawn, edged, far, near
+from hostile import LAYOUTS, arranged, drawn, edged, far, near, second_gradients
 
 from adapterzoo import kernels
 from adapterzoo.kernels import _dropout, low_rank, low_rank_triton
@@ -112,16 +112,21 @@ def module():
         own = [v.float().requires_grad_() for v in values]
         with kernels.use("triton"):
             out = low_rank.low_rank(*own, S, p, training=True)
-            out.square().sum().backward()
         torch.manual_seed(3)
         seed = torch.randint(2**63 - 1, (1,))
         y, x, a, b = (v.requires_grad_() for v in values)
         mask = kept(x.shape, p, seed) * _dropout.kept_scale(p) if p else 1.0
         truth = y + S * (x * mask) @ a.T @ b.T
+        with kernels.use("triton"):
+            again = second_gradients(out, own)
+            out.square().sum().backward()
+        expected = second_gradients(truth, values)
         truth.square().sum().backward()
         near("out", out.detach(), truth.detach(), 1e-6, torch.float32)
         for name, got, wide in zip("yxab", own, values, strict=True):
             near(f"d{name}", got.grad, wide.grad, 1e-6, torch.float32)
+        for name, got, wide in zip("yxab", again, expected, strict=True):
+            near(f"the second gradient of {name}", got, wide, 2e-6, torch.float32)
 
 
 def cases():

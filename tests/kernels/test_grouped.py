@@ -220,7 +220,7 @@ def test_only_what_needs_a_gradient_gets_one(needed):
     index = [2, None, 0]
     y, x, a, b = drawn(index, (2,))
     noise = _dropout.bits(x, 0.4)
-    mask = _dropout.mask(noise, x.shape).double() * _dropout.kept_scale(0.4)
+    mask = _dropout.mask(noise, x.shape, 0.4).double() * _dropout.kept_scale(0.4)
     expected = truth(y, x, a, b, SCALING, index, mask)[1:]
     values = [y, x, *a, *b]
     for i, value in enumerate(values):
@@ -244,7 +244,7 @@ def test_dropout_is_that_of_one_adapter_and_repeated_in_the_backward(dtype):
     out = grouped_low_rank(y, x, a, b, SCALING, groups, dropout=0.3, training=True)
     got = results(out, y, x, a, b)
     torch.manual_seed(1)
-    mask = _dropout.mask(_dropout.bits(x, 0.3), x.shape).double()
+    mask = _dropout.mask(_dropout.bits(x, 0.3), x.shape, 0.3).double()
     assert 0 < mask.sum() < mask.numel()
     expected = truth(y, x, a, b, SCALING, index, mask * _dropout.kept_scale(0.3))
     for value, wanted in zip(got, expected, strict=True):

@@ -2,6 +2,7 @@
 
 import math
 
+import low_rank_cases
 import pytest
 import torch
 from measured import (
@@ -123,7 +124,7 @@ def test_gradients_and_their_gradients_are_those_of_differences(shape):
 def test_only_what_needs_a_gradient_gets_one():
     values = drawn((2, 3), 5, 4, 2)
     noise = _dropout.bits(values[1], 0.4)
-    mask = _dropout.mask(noise, values[1].shape).double() * _dropout.kept_scale(0.4)
+    mask = _dropout.mask(noise, values[1].shape, 0.4).double() * _dropout.kept_scale(0.4)
 
     def run(y, x, a, b):
         return low_rank._expand(y, low_rank._shrink(x, a, 0.4, noise), b, S)
@@ -135,7 +136,7 @@ def test_only_what_needs_a_gradient_gets_one():
 def test_as_many_features_drop_as_were_asked(p):
     torch.manual_seed(0)
     x = torch.empty(1000, 1001)
-    mask = _dropout.mask(_dropout.bits(x, p), x.shape)
+    mask = _dropout.mask(_dropout.bits(x, p), x.shape, p)
     assert mask.shape == x.shape
     assert set(mask.unique().tolist()) <= {0, 1}
     dropped = 1 - mask.double()
@@ -148,9 +149,17 @@ def test_as_many_features_drop_as_were_asked(p):
     assert _dropout.kept_scale(p) == pytest.approx(1 / (1 - p), rel=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7, 45), (0, 5), (300, 64)])
+def test_the_mask_of_a_seed_is_that_of_the_triton_kernels(shape):
+    seed = torch.tensor([(123 << 32) + 77])
+    assert torch.equal(
+        _dropout.mask(seed, shape, 0.3).double(), low_rank_cases.kept(shape, 0.3, seed)
+    )
+
+
 def test_dropout_of_nothing_and_of_nearly_all():
     x = torch.empty(3, 5)
-    assert bool(_dropout.mask(_dropout.bits(x, 1e-9), x.shape).all())
+    assert bool(_dropout.mask(_dropout.bits(x, 1e-9), x.shape, 1e-9).all())
     assert _dropout.kept_scale(1 - 1e-12) == 2.0**16
     assert _dropout.bits(torch.empty(0, 5), 0.3).numel() == 0
 
@@ -163,7 +172,7 @@ def test_dropout_is_repeated_in_the_backward(dtype):
     got = [out, *torch.autograd.grad(loss(out), values)]
     torch.manual_seed(1)
     x = values[1]
-    mask = _dropout.mask(_dropout.bits(x, 0.3), x.shape).double()
+    mask = _dropout.mask(_dropout.bits(x, 0.3), x.shape, 0.3).double()
     assert 0 < mask.sum() < mask.numel()
     for value, expected in zip(got, truth(*values, mask * _dropout.kept_scale(0.3)), strict=True):
         near(value, expected, 3 * TOLERANCE[dtype])
