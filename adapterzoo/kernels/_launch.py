@@ -22,6 +22,8 @@ from adapterzoo.errors import KernelError, listing
 # read once, like Triton does when a kernel is declared
 INSTALLED = find_spec("triton") is not None
 INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
+# torch calls AMD's GPUs "cuda" too; no kernel has run there, and some do not compile
+ROCM = torch.version.hip is not None
 
 # the interpreter keeps the number of the running program in a global variable
 _INTERPRETER = threading.Lock()
@@ -35,6 +37,8 @@ def obstacle(x: Tensor) -> str | None:
         return None
     if x.device.type != "cuda":
         return f"the operands are on {x.device}, and Triton needs a CUDA device"
+    if ROCM:
+        return f"{x.device} is an AMD GPU, on which the kernels have not been tested"
     if _capability(x.device) < (8, 0):
         return f"{x.device} is older than compute capability 8.0"
     return None

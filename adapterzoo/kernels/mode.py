@@ -46,9 +46,11 @@ def use(mode: str) -> contextlib.ExitStack:
         )
     if mode == "triton" and not _launch.INTERPRETED:
         missing = not _launch.INSTALLED
-        if missing or not torch.cuda.is_available():
-            what = "triton is not installed" if missing else "torch sees no CUDA device"
-            hint = "Install triton" if missing else "Set TRITON_INTERPRET=1 before Python starts"
+        if missing or _launch.ROCM or not torch.cuda.is_available():
+            what = "torch is built for AMD GPUs" if _launch.ROCM else "torch sees no CUDA device"
+            hint = "Set TRITON_INTERPRET=1 before Python starts"
+            if missing:
+                what, hint = "triton is not installed", "Install triton"
             raise KernelError(
                 f"use('triton'): {what}. {hint}, or write use('auto'), which uses torch "
                 f"operations where Triton cannot run."
@@ -80,8 +82,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def may_take_triton(x: Tensor) -> bool:
-    """Return whether to call `takes_triton`: on a CPU only if Triton is requested."""
-    return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda")
+    """Return whether to call `takes_triton`: except on CUDA only if Triton is requested."""
+    return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda" and not _launch.ROCM)
 
 
 def takes_triton(kernel: str, *operands: Tensor) -> bool:

@@ -219,6 +219,31 @@ def test_nothing_runs_on_a_cpu_or_an_old_gpu():
     assert reason == "cuda:0 is older than compute capability 8.0"
 
 
+def test_torch_computes_on_amd_gpus():
+    with (
+        FakeTensorMode(),
+        mock.patch.object(_launch, "ROCM", True),
+        mock.patch.object(_launch, "_capability", return_value=(9, 4)),
+    ):
+        x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda:0")
+        assert _launch.obstacle(x) == (
+            "cuda:0 is an AMD GPU, on which the kernels have not been tested"
+        )
+        assert not mode.takes_triton("shrink", x)
+        # the same operations as on any other device
+        assert mode.is_plain(x)
+        with (
+            mock.patch.object(mode, "_mode", "triton"),
+            pytest.raises(KernelError, match=r"shrink: cuda:0 is an AMD GPU.*use\('auto'\)"),
+        ):
+            mode.takes_triton("shrink", x)
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            pytest.raises(KernelError, match=r"AMD GPUs\. Set TRITON_INTERPRET=1 .*use\('auto'"),
+        ):
+            kernels.use("triton")
+
+
 def test_a_mode_holds_until_its_block_ends():
     with kernels.use("reference"):
         assert mode.is_reference()
