@@ -248,7 +248,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # no short-circuit: each module is told its name
+    # no short-circuit: each module gets its key
     keys: dict[int | None, SharedKey] = {}
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name, keys)]
     record = AdapterRecord(
