@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, Site
+from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap
 from .contracts import Adapter, Prefix, SharedInputAdapter, SharedKey
 from .errors import StateError
 from .kernels import mode
@@ -59,7 +59,7 @@ class Plan:
 
     setup: Composition | None = None
     heads: ActiveHeads = field(default_factory=ActiveHeads)
-    sites: Mapping[str, Site] = field(default_factory=dict)
+    sites: Mapping[str, BoundStep] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_inputs: Mapping[str, SharedLayers] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()

@@ -143,8 +143,8 @@ class CallIds:
     def _whole(self, prompt: PromptIds, rows: int, tokens: int) -> Tensor:
         """Return the ids of the prompt, `[rows, tokens]`, `NO_TOKEN` at padding."""
         given, own = prompt.ids, self.ids
-        if own is not None and (given is None or own.shape[1] >= given.shape[1]):
-            # also with the tokens that adapters add
+        if own is not None and (given is None or own.shape[1] > given.shape[1]):
+            # with the tokens that adapters add
             return _without_padding(own, self._mask(own))
         if given is None or rows % given.shape[0]:
             raise StateError(_no_ids(()))
@@ -156,7 +156,9 @@ class CallIds:
             )
         whole = _without_padding(given, prompt.mask)
         # each prompt has its beams, or returned sequences, one after the other
-        return whole.repeat_interleave(rows // given.shape[0], 0)  # [rows, tokens]
+        whole = whole.repeat_interleave(rows // given.shape[0], 0)  # [rows, tokens]
+        # `generate` makes a mask where none is given
+        return _without_padding(whole, self._mask(whole))
 
     def _mask(self, ids: Tensor) -> Tensor | None:
         """Return the mask of the call's tokens, `[rows, tokens]`; None if it has none."""

@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 from families import tiny_config, tiny_inputs
-from ranks import METHODS
+from ranks import BESIDE, METHODS
 from snapshots import of_adapter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,7 +106,7 @@ def main(rank, world, rendezvous):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     whole = batch(4 * world)
     mine = {key: value[4 * rank : 4 * rank + 4] for key, value in whole.items()}
-    for method in METHODS:
+    for method in (*METHODS, BESIDE):
         alone = build(method)
         expected = train(alone, "a")
         alone(**whole).loss.backward()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 METHODS = ("lora", "dora", "boft", "seq_bn", "par_bn")
+# not all biases: the head does not use the pooler, whose bias would get no gradient
+BESIDE = "lora[modules_to_save=['LayerNorm'],trainable_token_indices=[0,5,8],bias='lora_only']"
 
 
 def run_ranks(script, world, *args):

@@ -370,7 +370,8 @@ def test_a_union_is_read_like_a_mapping():
     assert (union["architecture"], len(union["configs"])) == ("union", 2)
     assert union["1.r"] == union.get("1.r") == 3
     assert union.get("1.reduction_factor", 5) == 5
-    assert [*union][:2] == ["0.architecture", "0.mh_adapter"]
+    assert next(iter(union)) == "0.architecture"
+    assert "0.mh_adapter" in [*union]
     assert len(union) == len(union[0]) + len(union[1])
     assert dict(union)["0.reduction_factor"] == 8
     with pytest.raises(KeyError, match=r"'1\.rr'.*Did you mean '1\.r'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from snapshots import refused, same_bits
 
 from adapterzoo import ConfigUnion, LNTuningConfig, LoRAConfig, TrainableTokensConfig
+from adapterzoo.contracts import CopyAdapter
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, SiteError
 from adapterzoo.model.state import tensors_of
 
@@ -96,6 +98,36 @@ def test_both_libraries_compute_the_same(case, tmp_path):
     model.delete_adapter(name)
     assert model.state_dict().keys() == ours(family).state_dict().keys()
     assert same_bits(logits(model, family), before)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LNTuningConfig(target_modules=["input_layernorm"], modules_to_save=["mlp"]),
+        peft.PromptTuningConfig(num_virtual_tokens=3, modules_to_save=["mlp"]),
+        peft.PrefixTuningConfig(num_virtual_tokens=3, modules_to_save=["mlp", "q_proj"]),
+        peft.IA3Config(
+            target_modules=["k_proj"], feedforward_modules=["k_proj"], modules_to_save=["mlp"]
+        ),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_modules_beside_other_methods(config, tmp_path):
+    config.task_type = "CAUSAL_LM"
+    # PEFT changes the object
+    expected = trained("llama", copy.deepcopy(config), tmp_path / "theirs")
+    model = ours("llama")
+    name = model.load_adapter(tmp_path / "theirs", set_active=True)
+    assert model.adapters_config[name]["modules_to_save"]
+    close(logits(model, "llama"), expected)
+    model.save_adapter(tmp_path / "back", name, format="peft")
+    close(reloaded("llama", tmp_path / "back"), expected)
+    theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
+    assert {key for key in theirs if "mlp" in key} <= mine.keys()
+    # the config object does the same
+    model.add_adapter("b", config)
+    paths = [path for path, m in model.adapter_modules("b") if isinstance(m, CopyAdapter)]
+    assert paths == [p for p, m in model.adapter_modules(name) if isinstance(m, CopyAdapter)]
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])

@@ -201,7 +201,8 @@ def test_no_field_of_theirs_is_ignored(name):
             other = "TEXT" if field == "prompt_tuning_init" else other
             other = "Hi" if field == "prompt_tuning_init_text" else other
             other = ["q_proj"] if field in ("exclude_modules", "feedforward_modules") else other
-            other = ["layers.0.input_layernorm"] if plain_values == NORMS else other
+            if plain_values == NORMS:
+                other = ["mlp"] if field == "modules_to_save" else ["layers.0.input_layernorm"]
             other = {"rho": 3.0} if field == "eva_config" else other
             other = {"corda_method": "kpm"} if field == "corda_config" else other
         changed = {**plain_values, field: other}
@@ -367,7 +368,6 @@ def test_values_without_a_meaning_are_refused_by_name(fields, says):
     [
         (peft.HRAConfig, r"peft_type='HRA'.*'BOFT', 'IA3', .*'LORA'"),
         (lambda: peft.LoraConfig(init_lora_weights=False), "init_lora_weights=False"),
-        (lambda: peft.PromptTuningConfig(modules_to_save=["norm"]), "modules_to_save="),
         (lambda: peft.LoraConfig(layer_replication=[(0, 1)]), "layer_replication="),
         (lambda: peft.LoraConfig(task_type="SEQ_CLS"), r"has 'CAUSAL_LM'. Write task_type='CAUS"),
         (lambda: {"peft_type": "LORA", "r": 4, "speed": 3}, r"speed=3.*there is no such field"),

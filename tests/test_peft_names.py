@@ -176,3 +176,34 @@ def test_the_optimizer_of_loraplus_is_at_peft_s_path():
         adapted(), torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=4.0
     )
     assert {group["lr"] for group in optimizer.param_groups} == {1e-3, 4e-3}
+
+
+def seq2seq(folder: Any, **options: Any) -> Any:
+    return transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
+
+
+def test_no_feed_forward_module_is_a_choice(tmp_path):
+    torch.manual_seed(0)
+    transformers.T5ForConditionalGeneration(tiny_config("t5")).save_pretrained(tmp_path / "base")
+    config = library.IA3Config(task_type="SEQ_2_SEQ_LM", feedforward_modules=[])
+    model = library.get_peft_model(seq2seq(tmp_path / "base"), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "a")
+    read = peft.PeftModel.from_pretrained(seq2seq(tmp_path / "base"), str(tmp_path / "a"))
+    inputs = tiny_inputs("t5")
+    torch.testing.assert_close(read.eval()(**inputs)[0], model.eval()(**inputs)[0], **EXACT)
+
+
+def test_t5_in_8_bits_is_saved(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    transformers.T5ForConditionalGeneration(tiny_config("t5")).save_pretrained(tmp_path / "base")
+    packed = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    base = seq2seq(tmp_path / "base", quantization_config=packed)
+    config = library.LoraConfig(r=4, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+    model = library.get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "a")
+    keys = library.load_peft_weights(tmp_path / "a")
+    assert keys.keys() == library.get_peft_model_state_dict(model).keys()
+    assert all(".lora_" in key for key in keys)

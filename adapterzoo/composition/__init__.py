@@ -13,6 +13,7 @@ distinct one.
 
 from __future__ import annotations
 
+from ._bound import BoundStep, bound, by_name
 from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
 from ._heads import ActiveHeads, heads_of_rows, parse_heads
@@ -21,7 +22,6 @@ from ._node import Composition
 from ._prefixes import prefix_of
 from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
-from ._sites import Site, bound, by_name
 from ._steps import Chain, Step, evaluate, fold
 from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
@@ -45,6 +45,7 @@ __all__ = [
     "Around",
     "Average",
     "BatchSplit",
+    "BoundStep",
     "Chain",
     "Composition",
     "Copies",
@@ -55,7 +56,6 @@ __all__ = [
     "Parallel",
     "Prompts",
     "RowMap",
-    "Site",
     "Split",
     "Stack",
     "Step",

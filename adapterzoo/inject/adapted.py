@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.call import RecordedCall
-from adapterzoo.composition import Chain, Copies, Site, Step, evaluate, fold
+from adapterzoo.composition import BoundStep, Chain, Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
@@ -43,7 +43,7 @@ class _Link:
     overwritten: bool = False
 
 
-def acting(layer: nn.Module, site: Site) -> tuple[Step, Mapping[str, Any]]:
+def acting(layer: nn.Module, site: BoundStep) -> tuple[Step, Mapping[str, Any]]:
     """Return the step of a site, and the adapters that it names.
 
     Args:
@@ -376,7 +376,7 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     return built[key]
 
 
-def _build(layer: Adapted, parameter: str, plain: Tensor, site: Site) -> Tensor:
+def _build(layer: Adapted, parameter: str, plain: Tensor, site: BoundStep) -> Tensor:
     """Return a parameter with the change of a site's adapters, in the layer's layout."""
     own_weight = matrix(layer, parameter)
     base = base_of(layer, own_weight)

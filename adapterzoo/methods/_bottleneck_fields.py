@@ -31,6 +31,7 @@ from adapterzoo.fields import (
 )
 from adapterzoo.registry import Registry
 
+from ._beside import BesideConfig
 from ._bottleneck_places import PLACES, SITE_CONVENTION
 from ._hypercomplex import HypercomplexFields, projections
 from ._init import DTYPE, DTYPES, generator
@@ -98,7 +99,7 @@ class Reduction(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainFields(AdapterConfig):
+class PlainFields(BesideConfig):
     """The fields of a bottleneck with plain matrices.
 
     h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that

@@ -19,8 +19,13 @@ from ._hypercomplex import HypercomplexFields
 from ._sublayers import LOCATIONS
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
+_OURS = ("dtype", "convention", "site_convention")
 _FIELDS = same(
-    *(name for name in _DEFAULTS if name not in ("dtype", "convention", "site_convention"))
+    *(
+        f.name
+        for f in dataclasses.fields(BottleneckFields)
+        if "ours" not in f.metadata and f.name not in _OURS
+    )
 )
 # without a meaning since adapter-transformers 2.0
 _FORGOTTEN = ("attention_type", "new_attention_norm")

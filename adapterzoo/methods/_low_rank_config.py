@@ -19,10 +19,11 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CompositionError
 from adapterzoo.fields import MAX_WIDTH, Choice, Share, field
 
+from ._named_sites import fields_at
 from ._sizes import SIZES, SizedConfig
 from ._slots import refuse_larger
 from ._starts import DRAWN
-from ._targets import TARGETS, TargetedConfig, fields_at
+from ._targets import TARGETS, TargetedConfig
 
 _SIZES = SIZES | {"use_rslora"}
 _ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of any rank"
@@ -56,8 +57,7 @@ class LowRankConfig(SizedConfig):
         alpha = plain.alpha * rank / plain.r
         if self.use_rslora:
             alpha = plain.alpha * math.sqrt(rank / plain.r)
-        wide = plain.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
-        return cast("Self", wide)
+        return cast("Self", plain.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={}))
 
     @property
     def starts_as_identity(self) -> bool:

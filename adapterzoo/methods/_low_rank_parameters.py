@@ -8,9 +8,10 @@ its module says `is_transposed`; where the module does not say so, A belongs to 
 from __future__ import annotations
 
 from adapterzoo.anatomy import Site
-from adapterzoo.errors import CheckpointError
-from adapterzoo.spelling import PeftLayer, Tensors
+from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.spelling import PeftLayer, PeftOutput, Tensors
 
+from ._low_rank_config import LowRankConfig
 from ._started_peft import REPRODUCED, read_start
 
 
@@ -61,6 +62,21 @@ def as_parameter(site: Site, tensors: Tensors) -> Tensors:
     a = a.flatten(0, 1)  # [experts · rank, d_in]
     b = b.movedim(0, 2).flatten(1)  # [d_out, rank · experts]
     return {**tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
+
+
+def check_parameter(layer: PeftOutput, config: LowRankConfig) -> None:
+    """Check that PEFT can have the adapter, if it must be one of a parameter.
+
+    Raises:
+        CheckpointError: it has dropout or a bias.
+    """
+    site = layer.parts[0].placement.site
+    if layer.is_parameter and (config.dropout or "lora_B_bias" in layer.tensors):
+        raise CheckpointError(
+            f"the adapter at {site.name!r} has dropout={config.dropout} or a bias of B, and PEFT "
+            f"can adapt the layer only as a parameter (target_parameters), which has neither. "
+            f"Write {argument('format', 'native')}."
+        )
 
 
 def _is_flipped(site: Site) -> bool:

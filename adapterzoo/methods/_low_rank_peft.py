@@ -25,7 +25,7 @@ from adapterzoo.spelling import (
 from ._beside import BESIDE
 from ._low_rank_arguments import ARGUMENTS, INVOCATION, REFUSED
 from ._low_rank_config import LowRankConfig
-from ._low_rank_parameters import as_parameter, count_of, read
+from ._low_rank_parameters import as_parameter, check_parameter, count_of, read
 from ._peft_sites import whole_width
 from ._started_peft import REPRODUCED
 
@@ -121,12 +121,7 @@ def _write_layer(layer: PeftOutput) -> Fields:
             f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
             f"{argument('format', 'native')}."
         )
-    if layer.is_parameter and (one.dropout or "lora_B_bias" in layer.tensors):
-        raise CheckpointError(
-            f"the adapter at {site.name!r} has dropout={one.dropout} or a bias of B, and PEFT can "
-            f"adapt the layer only as a parameter (target_parameters), which has neither. Write "
-            f"{argument('format', 'native')}."
-        )
+    check_parameter(layer, one)
     alpha = one.alpha_at(site.name)
     if len(parts) > 1:
         alpha = one.scaling_at(site.name) * (rank**0.5 if one.use_rslora else rank)

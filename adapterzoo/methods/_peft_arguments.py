@@ -26,11 +26,7 @@ TOKENS: Mapping[str, PeftArgument] = {
 PROMPT: Mapping[str, PeftArgument] = {
     name: PeftArgument(hint="the model has this number. Leave it out.")
     for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
-} | {
-    "modules_to_save": PeftArgument(
-        hint="only the head of the model is trained beside it. Leave it out."
-    )
-}
+} | {"modules_to_save": PeftArgument(ours="modules_to_save")}
 
 
 def bias(adapted: str | None = None) -> Mapping[str, PeftArgument]:

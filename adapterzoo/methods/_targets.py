@@ -8,16 +8,16 @@ AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Layers, Maybe, field
 
-from ._beside import BESIDE, BesideConfig
+from ._beside import BESIDE, LayersBesideConfig
+from ._named_sites import layers_named, names_of, parameters_named, unmatched
 from ._patterns import ALL_LINEAR, Modules, Parameters, Targets, matches
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
@@ -57,7 +57,7 @@ class Matrices(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetedConfig(BesideConfig):
+class TargetedConfig(LayersBesideConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
@@ -130,8 +130,11 @@ class TargetedConfig(BesideConfig):
         if by_role:
             sites: Iterable[Site] = self._by_role(anatomy)
         else:
-            layers = [*self._by_name(anatomy, self.target_modules)] if self.target_modules else []
-            sites = [*layers, *self._by_parameter(anatomy, layers)]
+            names, parameters = self.target_modules, self.target_parameters
+            layers = layers_named(self._name, names, anatomy) if names else []
+            sites = layers
+            if parameters:
+                sites = [*layers, *parameters_named(self._name, parameters, anatomy, layers)]
         kept = [site for site in sites if self._wants(site)]
         if not kept:
             raise SiteError(
@@ -157,44 +160,6 @@ class TargetedConfig(BesideConfig):
             return ()
         return anatomy.select(*self._roles(), cross=None, layers=layers)
 
-    def _by_name(self, anatomy: Anatomy, wanted: str | tuple[str, ...]) -> Iterator[Site]:
-        if wanted == ALL_LINEAR:
-            yield from (s for s in anatomy.linears() if s.layer >= 0)
-            return
-        sites = [s for s in anatomy if s.parameter is None]
-        matching = [s for s in sites if matches(s.path, wanted)]
-        missing = _unmatched(wanted, sites)
-        if missing or not matching:
-            raise SiteError(
-                f"{self._name}(target_modules={wanted!r}): no layer matches "
-                f"{listing(missing) if matching else repr(wanted)}. Names of layers in this model: "
-                f"{_names(sites)}. Write some of them, or target_modules='all-linear'."
-            )
-        yield from matching
-
-    def _by_parameter(self, anatomy: Anatomy, beside: Sequence[Site]) -> Iterator[Site]:
-        """Yield the sites of the parameters, none of which is the weight of a layer beside."""
-        wanted, weights = self.target_parameters or (), anatomy.weights()
-        call = f"{self._name}(target_parameters={[*wanted]!r})"
-        missing = [n for n in wanted if not any(matches(name, (n,)) for name in weights)]
-        if missing:
-            known = {".".join(n.split(".")[-2:]) for n, site in weights.items() if site.parameter}
-            raise SiteError(
-                f"{call}: no parameter with two or three dimensions matches {listing(missing)}. "
-                f"Such parameters in this model, beside the weights of its layers: "
-                f"{listing(sorted(known))}. Write some of them, or names of layers in "
-                f"target_modules=[…]."
-            )
-        for name, site in weights.items():
-            if not matches(name, wanted):
-                continue
-            if site in beside:
-                raise SiteError(
-                    f"{call}: target_modules={self.target_modules!r} has the layer at "
-                    f"{site.path!r} too. Leave it out of one of them."
-                )
-            yield site
-
     def _wants(self, site: Site) -> bool:
         excluded = self.exclude_modules is not None and any(
             matches(path, self.exclude_modules) for path in (site.path, site.name)
@@ -204,10 +169,10 @@ class TargetedConfig(BesideConfig):
     def _warn_of_idle(self, anatomy: Anatomy) -> None:
         """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
         excluded = self.exclude_modules or ()
-        if idle := _unmatched(excluded, [*anatomy, *anatomy.parameters]):
+        if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
             warnings.warn(
                 f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}, so "
-                f"it excludes nothing. Names of layers in this model: {_names(anatomy)}. Write "
+                f"it excludes nothing. Names of layers in this model: {names_of(anatomy)}. Write "
                 f"some of them, or leave it out.",
                 stacklevel=2,
             )
@@ -219,23 +184,3 @@ class TargetedConfig(BesideConfig):
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-
-def fields_at(sites: Iterable[Site]) -> dict[str, Any]:
-    """Return the fields that name whole layers and parameters, parts of layers by their layer."""
-    listed = [*sites]
-    layers = dict.fromkeys(site.path for site in listed if site.parameter is None)
-    parameters = dict.fromkeys(site.name for site in listed if site.parameter is not None)
-    return {"target_modules": tuple(layers), "target_parameters": tuple(parameters) or None}
-
-
-def _unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]:
-    """Return the parts of a field that match no layer."""
-    # a string is one pattern, a list holds endings
-    parts = {wanted: wanted} if isinstance(wanted, str) else {name: (name,) for name in wanted}
-    paths = {path for site in sites for path in (site.path, site.name)}
-    return [n for n, part in parts.items() if not any(matches(path, part) for path in paths)]
-
-
-def _names(sites: Iterable[Site]) -> str:
-    return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30)

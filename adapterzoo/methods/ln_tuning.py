@@ -22,7 +22,7 @@ from adapterzoo.fields import Layers, field
 from adapterzoo.spelling import spelled
 
 from . import _ln_tuning_spelling
-from ._beside import SavingConfig
+from ._beside import BesideConfig
 from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
 
@@ -31,8 +31,8 @@ from ._patterns import Modules, matches
 @config_strings.register("ln_tuning")
 @spelled(_ln_tuning_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
-class LNTuningConfig(SavingConfig, CopyConfig):
-    """Config of LN tuning; `SavingConfig` adds whole modules to the norms.
+class LNTuningConfig(BesideConfig, CopyConfig):
+    """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
 
     Attributes:
         target_modules: names or last parts of paths of norms, or one regular expression for whole
@@ -42,6 +42,7 @@ class LNTuningConfig(SavingConfig, CopyConfig):
     """
 
     architecture: ClassVar[str] = "ln_tuning"
+    gives_way: ClassVar[bool] = True
 
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())

@@ -12,8 +12,7 @@ tokens; `convention="adapterhub"` computes the same as adapters. Differs from PE
 encoder-decoder has prefixes in all attentions, and tokens keep their positions; PEFT's files load
 with `positions="shifted"`, which numbers tokens from P on, as after a cache.
 Cost: P · 2 · N · H · e parameters for N attentions of H heads of width e; an MLP in training.
-Cannot do: merging; models whose attention computes its scores itself; shifted positions if a model
-counts the tokens itself.
+Cannot do: merging; models that compute attention scores, or count shifted tokens, themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, PositionAdapter, Prefix
 from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
@@ -36,6 +35,7 @@ from adapterzoo.spelling import spelled
 
 from . import _prefix_tuning_peft as _peft
 from . import _prefix_tuning_spelling as _hub
+from ._beside import BesideConfig
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
 from ._prefix_table import PrefixTable, PrefixTables, by_tower
@@ -45,7 +45,7 @@ from ._prefix_table import PrefixTable, PrefixTables, by_tower
 @config_strings.register("prefix_tuning")
 @spelled(_hub.adapterhub, _peft.peft, _peft.cartridge)
 @dataclass(frozen=True, kw_only=True)
-class PrefixTuningConfig(AdapterConfig):
+class PrefixTuningConfig(BesideConfig):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
 
     Attributes:

@@ -34,6 +34,7 @@ from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
 from adapterzoo.spelling import spelled
 
 from . import _prompt_tuning_spelling as _spelling
+from ._beside import BesideConfig
 from ._init import DTYPE, DTYPES, drawn, generator, uniform
 
 _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
@@ -43,7 +44,7 @@ _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 @config_strings.register("prompt_tuning")
 @spelled(_spelling.adapterhub, _spelling.peft, _spelling.p_tuning, _spelling.cpt)
 @dataclass(frozen=True, kw_only=True)
-class PromptTuningConfig(AdapterConfig):
+class PromptTuningConfig(BesideConfig):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.
 
     Attributes:

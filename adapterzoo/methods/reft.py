@@ -26,13 +26,14 @@ from torch.nn.functional import pad
 from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.call import StackCall
-from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Share, field
 from adapterzoo.spelling import spelled
 
 from . import _reft_spelling
+from ._beside import BesideConfig
 from ._init import DTYPE, DTYPES, drawn
 from ._reft_unit import ReftUnit
 from ._sublayers import block_sites
@@ -43,7 +44,7 @@ _COUNT = Range(0, 65_536)
 @architectures.register("reft")
 @spelled(_reft_spelling.adapterhub)
 @dataclass(frozen=True, kw_only=True)
-class ReftConfig(AdapterConfig):
+class ReftConfig(BesideConfig):
     """Config of ReFT; the fields are those of adapters.
 
     Attributes:

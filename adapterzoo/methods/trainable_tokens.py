@@ -24,9 +24,9 @@ from adapterzoo.fields import field
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._beside import TokenIds
 from ._patterns import Modules
 from ._peft_arguments import TARGETS
+from ._token_ids import TokenIds
 from ._token_rows import TokenRows, TokenRowsConfig
 from ._token_tables import tables_in
 

@@ -14,10 +14,10 @@ from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.composition import (
     ActiveHeads,
+    BoundStep,
     Composition,
     Fuse,
     Prompts,
-    Site,
     Stack,
     Step,
     bound,
@@ -144,7 +144,7 @@ def _bound(
     setup: Composition,
     steps: Mapping[str, Step],
     present: Mapping[str, Mapping[str, Adapter]],
-) -> dict[str, Site]:
+) -> dict[str, BoundStep]:
     """Return the sites of a plan, with the adapters of those in the base model."""
     held: dict[str, Mapping[str, Any]] = {**present}
     for fuse in fusions_of(setup):

@@ -218,9 +218,14 @@ def test_new_tokens_are_adapted_where_the_prompt_has_an_invocation(options, padd
 def test_a_prompt_may_be_read_in_parts(options):
     model = model_of()
     model.set_active_adapters("a")
-    ids = rows()
-    given = {**GREEDY, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **given, **options), model.generate(ids, **given))
+    ids, mask = rows(), torch.ones(5, TOKENS, dtype=torch.long)
+    # an invocation in the padding of a row without any other
+    ids[2, :3], mask[2, :3] = torch.tensor(CALL), 0
+    given = {**GREEDY, "attention_mask": mask}
+    found = model.generate(ids, **given, **options)
+    assert torch.equal(found, model.generate(ids, **given))
+    with AdapterSetup(None):
+        assert torch.equal(found[2], model.generate(ids, **given)[2])
 
 
 @pytest.mark.parametrize("known", range(1, TOKENS, 2))

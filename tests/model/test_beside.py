@@ -12,7 +12,19 @@ from snapshots import same_bits
 from torch import nn
 
 import adapterzoo
-from adapterzoo import Average, BatchSplit, ConfigUnion, LNTuningConfig, LoRAConfig, Parallel, Stack
+from adapterzoo import (
+    AdapterConfig,
+    Average,
+    BatchSplit,
+    ConfigUnion,
+    LNTuningConfig,
+    LoRAConfig,
+    Parallel,
+    PromptTuningConfig,
+    SeqBnConfig,
+    Stack,
+)
+from adapterzoo.contracts import CopyAdapter
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError, StateError
 from adapterzoo.model.state import modules_of, parameters_of
 from adapterzoo.testing import report
@@ -97,6 +109,62 @@ def test_merging_writes_the_values_and_reset_restores_every_bit(kind):
     model.reset_adapter()
     assert all(same_bits(t, before[k]) for k, t in model.state_dict().items())
     close(logits(model, family), expected)
+
+
+METHODS = ["seq_bn", "par_bn", "compacter", "prefix_tuning", "prefix_tuning_flat", "prompt_tuning",
+           "loreft", "ln_tuning", "ia3", "boft"]  # fmt: skip
+FIELDS = {
+    "bert": {
+        "modules_to_save": ["attention.self.value", "attention.output.LayerNorm"],
+        "trainable_token_indices": {"token_type_embeddings": [0]},
+    },
+    "llama": {"modules_to_save": ["k_proj", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("family", FIELDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_them(method, family, tmp_path):
+    if (method, family) in {("ln_tuning", "bert"), ("prompt_tuning", "llama")}:
+        pytest.skip("the method is at one of the layers itself")
+    config, fields = AdapterConfig.load(method), FIELDS[family]
+    model = ours(family)
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, config.replace(**fields))
+        changed(model, name, seed)
+    with_them = {name: active(model, family, name) for name in "ab"}
+    # each in its batch's rows, and the base model without
+    found = active(model, family, BatchSplit("a", "b", batch_sizes=[1, len(with_them["a"]) - 1]))
+    close(found[:1], with_them["a"][:1])
+    close(found[1:], with_them["b"][1:])
+    assert same_bits(active(model, family, None), logits(ours(family), family))
+    model.train_adapter("a")
+    assert all(p.requires_grad for p in parameters_of(model, "a"))
+    model.save_adapter(tmp_path, "a", with_head=False)
+    other = ours(family)
+    other.load_adapter(tmp_path, load_as="x")
+    close(active(other, family, "x"), with_them["a"])
+    # they act: with the layer's own values instead, the output is another one
+    for path, module in modules_of(other, "x"):
+        layer = other.base_model.get_submodule(path) if path else None
+        if isinstance(module, CopyAdapter):
+            own = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
+            module.layer.load_state_dict(own)
+    assert not torch.allclose(active(other, family, "x"), with_them["a"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SeqBnConfig(modules_to_save=["LayerNorm"]), r"where the method acts itself. Write names"),
+        (PromptTuningConfig(trainable_token_indices=[1]), "and the method both change the table"),
+    ],
+)
+def test_a_layer_is_changed_in_one_way(config, message):
+    model = ours("bert")
+    with pytest.raises(ConfigError, match=message):
+        model.add_adapter("a", config)
+    assert not model.has_adapters()
 
 
 def test_a_merged_copy_has_the_bits_of_the_adapter():
@@ -281,6 +349,18 @@ def test_adapterhub_cannot_hold_them(kind, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("method", ["seq_bn", "prefix_tuning", "prompt_tuning", "loreft"])
+def test_adapterhub_cannot_hold_them_with_other_methods(method, tmp_path):
+    model = ours("bert")
+    fields = FIELDS["bert"]
+    for field in fields:
+        config = AdapterConfig.load(method).replace(**{field: fields[field]})
+        model.add_adapter(field, config)
+        with pytest.raises(CheckpointError, match=field):
+            model.save_adapter(tmp_path, field, format="adapterhub")
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_an_average_cannot_prune_is_refused():
     model, _ = with_adapters("biases", "a", "b")
     with pytest.raises(CompositionError, match="a bias is not"):
@@ -302,6 +382,7 @@ def test_a_tied_output_layer_cannot_be_merged():
     [
         "lora[bias='lora_only']",
         "lora[modules_to_save=['q_proj']]",
+        "seq_bn[modules_to_save=['q_proj']]",
     ],
 )
 def test_they_do_what_every_method_must(text):

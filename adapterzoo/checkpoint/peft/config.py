@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapterzoo import peft_only
 from adapterzoo.checkpoint.formats import method_of, short
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
@@ -23,16 +24,6 @@ MERGE = (
     "Merge the adapter with PEFT, and load the merged model: "
     "peft_model.merge_and_unload().save_pretrained(…)."
 )
-# methods that only PEFT has, and that are more than a change of weights
-_INEXPRESSIBLE = {
-    "ADAPTION_PROMPT": "adds a gated prompt inside attention",
-    "BEFT": "adds to the outputs of layers",
-    "LILY": "mixes factors by a router that reads the input",
-    "MULTITASK_PROMPT_TUNING": "has a prompt for each of the task_ids that a call gives",
-    "POLY": "mixes adapters by the task_ids that a call gives",
-    "SHADOW": "runs a second model beside the base model",
-    "XLORA": "mixes adapters by a network that reads the input",
-}
 _PARAMETERS = "target_parameters"
 _INERT = """
     auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
@@ -83,7 +74,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else _instead(kind)}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else peft_only.instead(kind)}",
     )
     for name, reason in spelling.refused.items():
         if metadata.get(name):
@@ -122,16 +113,6 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         target_parameters=parameters,
         trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
         bias=_value(metadata, "bias", "none", Text()),
-    )
-
-
-def _instead(kind: object) -> str:
-    """Return what to do with a file of a method that only PEFT has."""
-    if (reason := _INEXPRESSIBLE.get(str(kind))) is not None:
-        return f"{kind} {reason}, so that it cannot become LoRA. Use it with PEFT."
-    return (
-        "If it changes only weights of layers, convert it through an installed PEFT: write "
-        "adapterzoo convert SRC DST --to lora."
     )
 
 

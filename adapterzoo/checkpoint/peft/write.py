@@ -50,7 +50,7 @@ def encode_adapter(
     fields |= _task_fields(head, modules, task, info)
     if not spelling.has_layers:
         _check_task(spelling, head, task)
-        return fields, tensors
+        parts = {}
     layers = {name: _output(name, here, spelling, info) for name, here in parts.items()}
     sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
     owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
@@ -59,7 +59,8 @@ def encode_adapter(
         else owners[name]
         for name, each in layers.items()
     }  # fmt: skip
-    fields |= _target_fields(spelling, layers, paths, modules)
+    if spelling.has_layers:
+        fields |= _target_fields(spelling, layers, paths, modules)
     head_modules = fields["modules_to_save"] or []
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
     depths = parameters.depths(sites.values(), [*info.anatomy.weights()])

@@ -89,7 +89,7 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     if isinstance(rows := fields.get("trainable_token_indices"), Mapping):
         fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
     if spelling.of_parameters:
-        fields = with_experts(model, fields, given, base_prefix(model))
+        fields = with_experts(model, fields, given, base_prefix(model), spelling)
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]

@@ -15,12 +15,17 @@ from adapterzoo.checkpoint.peft.patterns import exactly
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.model.hf.split_experts import split_experts
 from adapterzoo.model.state import AdaptedModel
+from adapterzoo.spelling import PeftSpelling
 
 _ALL_LINEAR = "all-linear"
 
 
 def with_experts(
-    model: AdaptedModel, fields: Mapping[str, Any], targets: Any, prefix: str
+    model: AdaptedModel,
+    fields: Mapping[str, Any],
+    targets: Any,
+    prefix: str,
+    spelling: PeftSpelling,
 ) -> dict[str, Any]:
     """Return the fields of a config with the former layers of experts as parameters.
 
@@ -29,6 +34,7 @@ def with_experts(
         fields: of PEFT's config, with names below the base model.
         targets: `target_modules` as the user gave it.
         prefix: of the base model's paths in expressions.
+        spelling: of the method.
 
     Raises:
         ConfigError: only some layers of a parameter are named.
@@ -59,9 +65,9 @@ def with_experts(
         **{
             pattern: {
                 **(fields.get(pattern) or {}),
-                **{k: n * fields[of] for k, n in doubled.items()},
+                **{k: n * fields.get(of, spelling.fields[of].default) for k, n in doubled.items()},
             }
-            for pattern, of in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+            for pattern, (of, _) in spelling.patterns.items()
         },
     }
 

@@ -17,7 +17,7 @@ from ._steps import Chain, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BoundStep:
     """What a site evaluates; equal to another one if its step has the same names.
 
     Attributes:
@@ -30,17 +30,17 @@ class Site:
     adapters: Mapping[str, Any] | None = field(compare=False, repr=False)
     named: Step
 
-    def by_name(self) -> Site:
+    def by_name(self) -> BoundStep:
         """Return the site for a copy of the layer, which has its own adapters."""
-        return self if self.adapters is None else Site(self.named, None, self.named)
+        return self if self.adapters is None else BoundStep(self.named, None, self.named)
 
 
-def by_name(step: Step) -> Site:
+def by_name(step: Step) -> BoundStep:
     """Return a site whose adapters are looked up at the layer in each call."""
-    return Site(step, None, step)
+    return BoundStep(step, None, step)
 
 
-def bound(step: Step, adapters: Mapping[str, Adapter | Callable[..., Any]]) -> Site:
+def bound(step: Step, adapters: Mapping[str, Adapter | Callable[..., Any]]) -> BoundStep:
     """Return a site that holds its adapters.
 
     Args:
@@ -50,12 +50,12 @@ def bound(step: Step, adapters: Mapping[str, Adapter | Callable[..., Any]]) -> S
     if isinstance(step, tuple) and len(set(step)) == len(step):
         numbers = _numbers(len(step))
         held = dict(zip(numbers, map(adapters.__getitem__, step), strict=True))
-        return Site(numbers, held, step)
+        return BoundStep(numbers, held, step)
     found: dict[str, str] = {}
     numbered = _renamed(step, lambda name: found.setdefault(name, str(len(found))))
     if not found.keys() <= adapters.keys():
         return by_name(step)
-    return Site(numbered, {number: adapters[name] for name, number in found.items()}, step)
+    return BoundStep(numbered, {number: adapters[name] for name, number in found.items()}, step)
 
 
 @functools.cache
