@@ -83,7 +83,7 @@ class StackCall(ABC):
     def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
         """Return which tokens are at or after the last occurrence of a sequence of tokens.
 
-        In `generate` the sequence is sought in the prompt, so that all new tokens are after it.
+        In `generate` only the prompt is searched, so that all new tokens are after the sequence.
 
         Args:
             tokens: the sequence.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -263,8 +263,9 @@ class SharedKey:
 
     def __eq__(self, other: object) -> bool:
         """Return whether the layers of the same adapter share it."""
-        same = isinstance(other, SharedKey) and self.name == other.name
-        return same and self.number == cast("SharedKey", other).number
+        if not isinstance(other, SharedKey):
+            return False
+        return (self.name, self.number) == (other.name, other.number)
 
     def __hash__(self) -> int:
         """Return a hash of name and number."""

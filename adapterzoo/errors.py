@@ -228,6 +228,6 @@ def in_python(text: str, otherwise: str = "") -> str:
 def _shortened(value: Any) -> str:
     text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     if "\n" in text:
-        # of a model, which has a line for each layer
+        # such as a model, which prints a line for each layer
         return type(value).__name__
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

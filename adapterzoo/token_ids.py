@@ -18,7 +18,7 @@ from .masks import has_values
 
 # arguments of a model or layer with the starts and ends of packed sequences
 BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
-# where a row without the sequence begins to follow it
+# the start of the sequence in a row that does not have it
 _NEVER = 1 << 62
 # the id of padding, and of tokens that adapters add
 NO_TOKEN = -1
@@ -74,13 +74,13 @@ class CallIds:
         self._prompt = prompt
         self._found: dict[tuple[int, ...], Tensor] = {}
 
-    def after(self, sought: tuple[int, ...], rows: int, tokens: int) -> Tensor:
+    def after(self, sequence: tuple[int, ...], rows: int, tokens: int) -> Tensor:
         """Return which tokens are at or after the last occurrence of a sequence.
 
-        Computed once in each call. In `generate` the sequence is sought in the prompt only.
+        Computed once in each call. In `generate` only the prompt is searched.
 
         Args:
-            sought: the sequence of tokens.
+            sequence: the sequence of tokens.
             rows: of a call without ids.
             tokens: the same.
 
@@ -90,27 +90,27 @@ class CallIds:
         Raises:
             StateError: the ids are unknown, or do not tell.
         """
-        if sought not in self._found:
+        if sequence not in self._found:
             if self.ids is not None:
                 rows, tokens = self.ids.shape
             if self._prompt is None:
-                first, starts = self._cached, self._starts(sought)
+                first, starts = self._cached, self._starts(sequence)
             else:
                 first = self._first(self._prompt, tokens)
-                if sought not in self._prompt.starts:
+                if sequence not in self._prompt.starts:
                     whole = self._whole(self._prompt, rows, tokens)
-                    self._prompt.starts[sought] = last_start(whole, sought)
-                starts = self._prompt.starts[sought]
+                    self._prompt.starts[sequence] = last_start(whole, sequence)
+                starts = self._prompt.starts[sequence]
             steps = torch.arange(tokens, device=starts.device) + first  # [tokens]
-            self._found[sought] = steps >= starts  # [rows, tokens]
-        return self._found[sought]
+            self._found[sequence] = steps >= starts  # [rows, tokens]
+        return self._found[sequence]
 
-    def _starts(self, sought: tuple[int, ...]) -> Tensor:
+    def _starts(self, sequence: tuple[int, ...]) -> Tensor:
         """Return where the sequence begins in each row of a call outside of `generate`."""
         if self.ids is None:
-            raise StateError(_no_ids(sought))
+            raise StateError(_no_ids(sequence))
         self._refuse_packed()
-        starts = last_start(_without_padding(self.ids, self._mask(self.ids)), sought)
+        starts = last_start(_without_padding(self.ids, self._mask(self.ids)), sequence)
         if not self._cached and self._given.get("cache_params") is None:
             return starts
         # the first tokens of the sequence, which may have the invocation, are unknown
@@ -118,8 +118,8 @@ class CallIds:
         if not has_values(absent) or absent.any():
             where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
             raise StateError(
-                f"alora_invocation_tokens={list(sought)}: the tokens of this call do not have them "
-                f"in rows {where}, and those in past_key_values are unknown. Write "
+                f"alora_invocation_tokens={list(sequence)}: the tokens of this call do not have "
+                f"them in rows {where}, and those in past_key_values are unknown. Write "
                 f"model.generate(…), or pass whole sequences without past_key_values."
             )
         return starts + self._cached
@@ -134,7 +134,7 @@ class CallIds:
         if self._given.get("cache_params") is None:
             raise StateError(
                 f"generate(): the model was called on {tokens} tokens outside of the sequence that "
-                f"is generated, and alora_invocation_tokens are sought in the prompt only. "
+                f"is generated, and alora_invocation_tokens are looked for only in the prompt. "
                 f"Leave out guidance_scale and other options that need such calls."
             )
         # a state that does not count its tokens
@@ -179,24 +179,24 @@ class CallIds:
         if packed:
             raise StateError(
                 "a row of this call holds several sequences (position_ids or cu_seq_lens_q), and "
-                "alora_invocation_tokens are sought once in each row. Pass one sequence in each "
-                "row, with an attention_mask."
+                "alora_invocation_tokens are looked for once in each row. Pass one sequence in "
+                "each row, with an attention_mask."
             )
 
 
-def last_start(ids: Tensor, sought: tuple[int, ...]) -> Tensor:
+def last_start(ids: Tensor, sequence: tuple[int, ...]) -> Tensor:
     """Return where a sequence of tokens begins for the last time in each row, `[rows, 1]`.
 
     Args:
         ids: `[rows, tokens]`.
-        sought: at least one token.
+        sequence: at least one token.
     """
-    count = ids.shape[1] - len(sought) + 1
+    count = ids.shape[1] - len(sequence) + 1
     if count <= 0:
         return ids.new_full((ids.shape[0], 1), _NEVER, dtype=torch.long)
     # token by token: a tensor of them would be copied to the device in each call
-    matches = ids[:, :count] == sought[0]  # [rows, count]
-    for place, token in enumerate(sought[1:], 1):
+    matches = ids[:, :count] == sequence[0]  # [rows, count]
+    for place, token in enumerate(sequence[1:], 1):
         matches = matches & (ids[:, place : place + count] == token)
     steps = torch.arange(count, device=ids.device)
     last = torch.where(matches, steps, NO_TOKEN).amax(1, keepdim=True)  # [rows, 1]
@@ -215,8 +215,8 @@ def _without_padding(ids: Tensor, mask: Tensor | None) -> Tensor:
     return ids.masked_fill(mask.to(ids.device) == 0, NO_TOKEN)
 
 
-def _no_ids(sought: tuple[int, ...]) -> str:
-    shown = f"alora_invocation_tokens={list(sought)}" if sought else "alora_invocation_tokens"
+def _no_ids(sequence: tuple[int, ...]) -> str:
+    shown = f"alora_invocation_tokens={list(sequence)}" if sequence else "alora_invocation_tokens"
     return (
         f"{shown}: the model got inputs_embeds, in which tokens cannot be found, and an active "
         f"adapter acts only after these. Pass input_ids, or activate another adapter."

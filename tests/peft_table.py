@@ -29,7 +29,7 @@ HEAD = f"""# PEFT's files
 Written by `make peft-files`, which runs every cell; `tests/test_peft_table.py` runs them again and
 compares.
 
-Every config class of PEFT {peft.__version__}, and what it can ask for, on tiny models with random
+Every config class of PEFT {peft.__version__}, with its main options, on tiny models with random
 weights. Each cell has two marks. The first: PEFT makes an adapter with random values and saves it,
 and it is loaded here. The second: it is made here from the same config of PEFT with random values
 and saved, and PEFT loads it; also, what was loaded is saved again, and PEFT loads that. The logits
@@ -51,8 +51,8 @@ In both directions they are refused by name. The marks are those of
 [`adapterzoo convert --to lora`](cli.md#to-lora), which converts PEFT's file through an installed
 PEFT: {ok} the LoRA gives PEFT's logits, and the relative error of all weights is below {near:g}
 (PEFT computes these methods in float32), {refused} refused: the adapter is more than a change of
-weights, or PEFT cannot merge it. The third column tells what is never trained here, by decision;
-the others are not methods of this library.
+weights, or PEFT cannot merge it. The third column says which methods will never be trained here,
+by decision; the others cannot be trained here.
 
 """
 

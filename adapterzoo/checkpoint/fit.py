@@ -81,6 +81,15 @@ def check_fit(
         )
 
 
+def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors `path/parameter` of a file as path of a module → parameter → tensor."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        path, _, parameter = key.partition("/")
+        found.setdefault(path, {})[parameter] = tensor
+    return found
+
+
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill a module with the values of a file that fits it, in the dtypes of the module.
 

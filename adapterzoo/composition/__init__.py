@@ -27,9 +27,11 @@ from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
 from .rules import (
     from_json,
+    fused,
     fusions_of,
     last_adapter,
     parse,
+    refuse_merged_part,
     to_json,
     validate_composition,
     without,
@@ -66,6 +68,7 @@ __all__ = [
     "evaluate",
     "fold",
     "from_json",
+    "fused",
     "fusion_key",
     "fusions_of",
     "has_rows",
@@ -81,6 +84,7 @@ __all__ = [
     "parts_of",
     "prefix_of",
     "prompts_of",
+    "refuse_merged_part",
     "rows_of",
     "to_json",
     "validate_composition",

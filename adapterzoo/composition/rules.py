@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from adapterzoo.errors import CompositionError, SetupError
+from adapterzoo.errors import CompositionError, SetupError, StateError, listing
 
 from . import nodes
 from ._node import Child, Node
@@ -58,6 +58,12 @@ def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
         return (setup,)
     children = setup.children if isinstance(setup, Node) else ()
     return tuple(fuse for child in children for fuse in fusions_of(child))
+
+
+def fused(fuse: nodes.Fuse) -> tuple[str, ...]:
+    """Return the adapters whose outputs a fusion weighs."""
+    lasts = (c.last() if isinstance(c, Node) else c for c in fuse.children)
+    return tuple(str(last) for last in lasts)
 
 
 def last_adapter(setup: Child) -> str | None:
@@ -145,3 +151,18 @@ def from_json(values: Any) -> Node | None:
         raise CompositionError(
             f"composition {values!r}: {error}. Write the options that {kind.__name__} takes."
         ) from error
+
+
+def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
+    """Raise if a setup uses a merged adapter, which acts on all inputs, on part of them.
+
+    Raises:
+        StateError: the setup uses a merged adapter on part of its input.
+    """
+    inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
+    stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
+    if inside and not stacked:
+        raise StateError(
+            f"{listing(inside)} is merged and acts on every input, but {setup!r} applies it to a "
+            f"part. Write reset_adapter(), or Stack('a', 'b')."
+        )

@@ -29,13 +29,11 @@ from adapterzoo.runtime import ActiveState
 
 from .adapted import (
     Adapted,
-    AdaptedStack,
     base_of,
     below_wrappers,
     discard,
     plain_class,
     positions_of,
-    recorded,
     restore,
     set_class,
     swap,
@@ -56,6 +54,7 @@ from .entry import close_entry, leave, place_at
 from .languages import AdaptedLanguages
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .positions import AdaptedPositions
+from .stacks import AdaptedStack, recorded
 from .views import matrix, put_slice, stores_transposed, take_slice
 
 __all__ = [

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -18,13 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.call import RecordedCall
 from adapterzoo.composition import BoundStep, Chain, Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.runtime import ActiveState, Frame, SharedInput
+from adapterzoo.runtime import ActiveState, SharedInput
 
-from .containers import adapters_of, shared_of
-from .joining import check_called, entered, ids_in, join, places_in
+from .containers import adapters_of
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
 
@@ -78,9 +75,7 @@ class Adapted(nn.Module):
         site = plan.sites.get(link.path)
         if site is None:
             return forward(*args, **kwargs)
-        step, adapters = site.step, site.adapters
-        if adapters is None:
-            adapters = adapters_of(self)
+        step, adapters = acting(self, site)
         if isinstance(step, Copies):
             return step.call(adapters, forward, args, kwargs, plan.rows)
         residual = active.call.captures.pop(link.path, None)
@@ -99,6 +94,11 @@ class Adapted(nn.Module):
             return base.pack(evaluate(step, adapters, x, base))
         finally:
             active.call.reads.pop()
+
+    @classmethod
+    def name_for(cls, plain: type[nn.Module]) -> str:
+        """Return the name of the class of a layer; `plain` is the layer's own class."""
+        return f"Adapted{plain.__name__}"
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
@@ -146,79 +146,6 @@ class Adapted(nn.Module):
 def _kind_of(layer: Adapted) -> type[Adapted] | None:
     first = type(layer).__mro__[1]
     return None if first is Adapted else cast("type[Adapted]", first)
-
-
-class AdaptedStack(Adapted):
-    """Mixed into the class of an encoder or decoder whose calls adapters read."""
-
-    @classmethod
-    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return a forward with the original signature, which `generate` inspects."""
-
-        @functools.wraps(plain.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return AdaptedStack.forward(self, *args, **kwargs)
-
-        return {"forward": forward}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; its arguments are recorded meanwhile."""
-        link = self._link
-        if link.path not in link.active.plan.stacks:
-            return super().forward(*args, **kwargs)
-        call = recorded(self, self._positions, link.active, link.path, args, kwargs)
-        with call as (values, named):
-            return super().forward(*values, **named)
-
-
-@contextmanager
-def recorded(
-    module: nn.Module,
-    positions: tuple[str, ...],
-    active: ActiveState,
-    path: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    with_head: bool = False,
-) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """Record the arguments of an encoder or decoder for its adapters while it runs.
-
-    The outermost of several such calls makes room for the tokens that adapters add.
-
-    Args:
-        module: that is called.
-        positions: names of the arguments of its forward that can be given by position.
-        active: of the model.
-        path: of the module below the base model.
-        args: of the call.
-        kwargs: of the call.
-        with_head: whether the module is a model around the one at the path.
-
-    Yields:
-        The arguments to call it with.
-    """
-    context, plan = active.call, active.plan
-    given = {**dict(zip(positions, args, strict=False)), **kwargs}
-    joined = context.joined
-    is_first = plan.prompts is not None and joined is None
-    if plan.prompts is not None and joined is None:
-        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
-        if joined is not None:
-            args, kwargs, given = (), changed, changed
-    shared = None if path else functools.partial(shared_of, module)
-    places = None if joined is None else places_in(joined, path)
-    ids = ids_in(given, joined, context)
-    call = RecordedCall(path, given, context.generation, places, ids)
-    context.stacks.append(Frame(call, shared, module, joined))
-    try:
-        if joined is not None and not with_head and given.get("inputs_embeds") is not None:
-            given = entered(module, path, joined, context, given)
-            args, kwargs = (), given
-        yield args, kwargs
-        if is_first and joined is not None:
-            check_called(joined)
-    finally:
-        context.stacks.pop()
 
 
 def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
@@ -346,14 +273,10 @@ def _adapted_class(
                 functools.partial(_changed, parameter=parameter),
                 functools.partial(_set, parameter=parameter),
             )
-        name = f"Adapted{cls.__name__}"
-        if kind is AdaptedStack:
-            # transformers writes the name of a model's class to config.json
-            name, members["__module__"] = cls.__name__, cls.__module__
-        if kind is not None:
-            members |= kind.members(cls)
+        own = kind or Adapted
         bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
-        _classes[key] = cast("type[Adapted]", type(name, bases, members))
+        made = type(own.name_for(cls), bases, members | own.members(cls))
+        _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
 
 

@@ -13,6 +13,7 @@ from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubSpelling, Container, PeftPart, PeftSpelling, Tensors
 
 from . import _low_rank_adapterhub, _low_rank_peft
+from ._peft_sites import row_numbers
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
@@ -69,9 +70,7 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
     """
     site = parts[0].placement.site
     slices = [part.placement.site.output_slice for part in parts]
-    rows = [
-        n for own in slices if own is not None for n in _low_rank_peft.row_numbers(own).tolist()
-    ]
+    rows = [n for own in slices if own is not None for n in row_numbers(own).tolist()]
     if None in slices or len(set(rows)) < len(rows):
         raise CheckpointError(
             f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT's one "

@@ -24,9 +24,8 @@ from adapterzoo.spelling import (
 )
 
 from . import _layer_flags
-from ._low_rank_peft import row_numbers
 from ._peft_arguments import EXCLUDED, STORED, TARGETS, ours
-from ._peft_sites import whole_width
+from ._peft_sites import row_numbers, whole_width
 
 _ARGUMENTS = PeftArguments(
     class_name="IA3Config",

@@ -104,7 +104,7 @@ class Components(InputStatistics):
         found, values = self.components[:rank], self.values[:rank]
         if not whiten:
             return found
-        # rounding of the SVD: no larger value is known to differ from 0
+        # a value up to this may be 0, but for the rounding of the SVD
         least = values[0] * torch.finfo(values.dtype).eps * found.shape[-1]
         if (varying := int((values > least).sum())) < rank:
             raise ConfigError(

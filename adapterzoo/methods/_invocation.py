@@ -1,11 +1,11 @@
-"""aLoRA — Activated LoRA: a LoRA that acts from the last invocation in a row on.
+"""aLoRA — Activated LoRA: acts on each row from its last invocation onward.
 
 Paper: Greenewald et al. 2025, arXiv:2504.12397, §3. The invocation is a sequence of tokens. Tokens
 before it, and rows without it, get the base layer, so that their keys and values are those of the
-base model and need not be computed again; its own tokens and all after it get the update.
+base model and need not be computed again. Its own tokens and all after it get the update.
 
-Differs from the paper: nothing. Differs from PEFT: acts whatever the class of the model, not only
-in a `PeftModelForCausalLM`; padding is never a part of the invocation; `generate` with
+Differs from the paper: nothing. Differs from PEFT: acts in models of every class, not only in a
+`PeftModelForCausalLM`; padding is never a part of the invocation; `generate` with
 `use_cache=False` keeps the place of the invocation, which in PEFT moves on with each new token;
 beam search works; a call that does not show where the invocation is (`inputs_embeds`, a later part
 of a sequence outside of `generate`) is refused instead of left to the base model.
@@ -31,7 +31,7 @@ from adapterzoo.kernels.grouped import Groups
 from ._started_config import StartedConfig
 
 
-class TokenIds(Check):
+class Invocation(Check):
     """The token ids of an invocation."""
 
     legal = "a list of token ids, as tokenizer.encode(text, add_special_tokens=False) returns it"
@@ -50,7 +50,7 @@ class TokenIds(Check):
         return [5, 6]
 
 
-INVOCATION = Maybe(TokenIds(), "an adapter that acts at all tokens")
+INVOCATION = Maybe(Invocation(), "an adapter that acts at all tokens")
 """The legal values of `alora_invocation_tokens`."""
 
 

@@ -19,7 +19,7 @@ from adapterzoo.spelling import (
 )
 
 from . import _low_rank_adapterhub, _low_rank_peft
-from ._invocation import TokenIds
+from ._invocation import Invocation
 from ._low_rank_arguments import ARGUMENTS, FROM_DATA, INVOCATION, REFUSED, unused_options
 from ._peft_arguments import ours
 
@@ -41,7 +41,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         config,
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
-        fields=_low_rank_peft.FIELDS | {INVOCATION: PeftField(None, TokenIds())},
+        fields=_low_rank_peft.FIELDS | {INVOCATION: PeftField(None, Invocation())},
         write_layers=_write_layers,
         refused={name: why for name, why in REFUSED.items() if name != INVOCATION},
         optional={"lora_B_bias": "lora_bias"},

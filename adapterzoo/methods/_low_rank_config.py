@@ -13,72 +13,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
-import torch
-
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CompositionError
-from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
+from adapterzoo.fields import MAX_WIDTH, Choice, Share, field
 
-from ._init import DTYPE, DTYPES
 from ._named_sites import fields_at
-from ._patterns import Patterns, check_keys, matching
+from ._sizes import SIZES, SizedConfig
 from ._slots import refuse_larger
 from ._starts import DRAWN
 from ._targets import TARGETS, TargetedConfig
 
-_RANK = Range(1, MAX_WIDTH)
-_SIZES = frozenset({"r", "alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+_SIZES = SIZES | {"use_rslora"}
 _ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of any rank"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankConfig(TargetedConfig):
-    """Base of the configs with low-rank factors.
+class LowRankConfig(SizedConfig):
+    """Base of the configs with low-rank factors; `SizedConfig` has ranks and scalings.
 
     Attributes:
-        r: rank, 1 to 65,536.
-        alpha: numerator of the scaling.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
             normal with deviation 0.02; "gaussian": B is zero and A normal with deviation 1 / r;
             "orthogonal": neither is zero, but B A is.
-        init_weights_seed: makes the initial values independent of earlier random numbers.
         use_rslora: scale by alpha / √r.
-        rank_pattern: path endings or regular expressions to the rank of the layers they match.
-        alpha_pattern: the same for alpha.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    r: int = field(8, _RANK)
-    alpha: float = field(8, FACTOR)
     dropout: float = field(0.0, Share())
     init_weights: str = field("lora", Choice(*DRAWN))
-    init_weights_seed: int | None = field(None, SEED)
     use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
-    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
-    dtype: str | None = field(None, DTYPE)
-
-    def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each layer that the config names.
-
-        Raises:
-            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
-        """
-        placements = super().placements(anatomy)
-        # a key may match a layer of a block that is left out
-        by_layer = self.leave_out or self.layers_to_transform is not None
-        sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
-        paths = [site.name for site in sites]
-        for name in ("rank_pattern", "alpha_pattern"):
-            check_keys(type(self).__name__, name, getattr(self, name), paths)
-        return placements
 
     @property
     def slot_fields(self) -> frozenset[str]:
-        """The ranks, and the scaling, which B can take over."""
+        """Also how the scaling depends on the rank, as B can take the scaling over."""
         return super().slot_fields | _SIZES
 
     def of_rank(self, rank: int) -> Self:
@@ -88,8 +57,7 @@ class LowRankConfig(TargetedConfig):
         alpha = plain.alpha * rank / plain.r
         if self.use_rslora:
             alpha = plain.alpha * math.sqrt(rank / plain.r)
-        wide = plain.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
-        return cast("Self", wide)
+        return cast("Self", plain.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={}))
 
     @property
     def starts_as_identity(self) -> bool:
@@ -102,18 +70,10 @@ class LowRankConfig(TargetedConfig):
         known = self.init_weights in ("lora", "bert")
         return self if known else self.replace(init_weights="lora")
 
-    def rank_at(self, path: str) -> int:
-        """Return the rank of the adapter at a path, the `Site.name`."""
-        return matching(self.rank_pattern, path, self.r)
-
-    def alpha_at(self, path: str) -> float:
-        """Return the numerator of the scaling of the adapter at a path."""
-        return matching(self.alpha_pattern, path, self.alpha)
-
-    def scaling_at(self, path: str) -> float:
-        """Return the factor s of the adapter at a path."""
-        rank = self.rank_at(path)
-        return self.alpha_at(path) / (math.sqrt(rank) if self.use_rslora else rank)
+    def scaling_at(self, name: str) -> float:
+        """Return the factor s of the adapter at a site, by `Site.name`."""
+        rank = self.rank_at(name)
+        return self.alpha_at(name) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @classmethod
     def combined(
@@ -143,10 +103,6 @@ class LowRankConfig(TargetedConfig):
     def of_ranks(self, ranks: Mapping[str, int]) -> Self:
         """Return the config with the rank of each path, and the scaling 1."""
         return _sized(self, ranks)
-
-    def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the parameters at a layer of the given dtype."""
-        return DTYPES[self.dtype] if self.dtype else dtype
 
 
 _C = TypeVar("_C", bound=LowRankConfig)

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import OutputSlice
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.fields import FACTOR, MAX_WIDTH, AnyValue, Range, Share
@@ -26,7 +25,7 @@ from ._beside import BESIDE
 from ._low_rank_arguments import ARGUMENTS, INVOCATION, REFUSED
 from ._low_rank_config import LowRankConfig
 from ._low_rank_parameters import as_parameter, check_parameter, count_of, read
-from ._peft_sites import whole_width
+from ._peft_sites import row_numbers, whole_width
 from ._started_peft import REPRODUCED
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
@@ -195,9 +194,3 @@ def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tens
             # biases of several adapters at one row add up
             whole[mine] = whole[mine] + tensor
     return as_parameter(parts[0].placement.site, joined)
-
-
-def row_numbers(rows: OutputSlice) -> Tensor:
-    """Return the indices of a part's output features."""
-    every = torch.arange(rows.groups * rows.width)
-    return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)  # [size]

@@ -15,17 +15,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import Placement
+from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Check, Range, Share, field
+from adapterzoo.fields import MAX_WIDTH, Check, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 
-from ._init import DTYPE, DTYPES
-from ._patterns import Patterns, check_keys, matching
+from ._sizes import SizedConfig
 from ._slots import refuse_larger, rescaled
-from ._targets import TargetedConfig
 
 _RANK = Range(1, MAX_WIDTH)
 
@@ -43,37 +40,20 @@ class _Off(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LycorisConfig(TargetedConfig):
-    """Base of the configs of LoHa and LoKr.
+class LycorisConfig(SizedConfig):
+    """Base of the configs of LoHa and LoKr; `SizedConfig` has ranks and scalings.
 
     Attributes:
-        r: rank, 1 to 65,536.
-        alpha: numerator of the scaling.
         rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
         module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
         use_effective_conv2d: must be False; PEFT's decomposition of convolutions.
-        rank_pattern: path endings or regular expressions to the rank of the layers they match.
-        alpha_pattern: the same for alpha.
-        init_weights_seed: makes the initial values independent of earlier random numbers.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
+    training_fields = SizedConfig.training_fields | {"rank_dropout", "module_dropout"}
 
-    r: int = field(8, _RANK)
-    alpha: float = field(8, FACTOR)
     rank_dropout: float = field(0.0, Share())
     module_dropout: float = field(0.0, Share())
     use_effective_conv2d: bool = field(False, _Off())
-    rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
-    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
-    init_weights_seed: int | None = field(None, SEED)
-    dtype: str | None = field(None, DTYPE)
-
-    @property
-    def slot_fields(self) -> frozenset[str]:
-        """The ranks, and the scaling, which one factor can take over."""
-        return super().slot_fields | {"r", "alpha", "rank_pattern", "alpha_pattern"}
 
     def of_rank(self, rank: int) -> Self:
         """Return the config of one rank for all layers, with the scaling of r."""
@@ -81,36 +61,9 @@ class LycorisConfig(TargetedConfig):
         alpha = self.alpha * rank / self.r
         return self.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
-    def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each layer that the config names.
-
-        Raises:
-            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
-        """
-        placements = super().placements(anatomy)
-        # a key may match a layer of a block that is left out
-        by_layer = self.leave_out or self.layers_to_transform is not None
-        sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
-        paths = [site.name for site in sites]
-        for name in ("rank_pattern", "alpha_pattern"):
-            check_keys(type(self).__name__, name, getattr(self, name), paths)
-        return placements
-
-    def rank_at(self, path: str) -> int:
-        """Return the rank of the adapter at a path."""
-        return matching(self.rank_pattern, path, self.r)
-
-    def alpha_at(self, path: str) -> float:
-        """Return the numerator of the scaling of the adapter at a path."""
-        return matching(self.alpha_pattern, path, self.alpha)
-
-    def scaling_at(self, path: str) -> float:
-        """Return the factor s of the adapter at a path."""
-        return self.alpha_at(path) / self.rank_at(path)
-
-    def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the parameters at a layer of the given dtype."""
-        return DTYPES[self.dtype] if self.dtype else dtype
+    def scaling_at(self, name: str) -> float:
+        """Return the factor s of the adapter at a site, by `Site.name`."""
+        return self.alpha_at(name) / self.rank_at(name)
 
 
 class Lycoris(WeightAdapter):

@@ -22,10 +22,9 @@ from adapterzoo.spelling import (
     Tensors,
 )
 
-from ._low_rank_peft import row_numbers
 from ._lycoris import LycorisConfig
 from ._peft_arguments import EXCLUDED, TARGETS, ours
-from ._peft_sites import unsayable
+from ._peft_sites import row_numbers, unsayable
 
 _FIELDS = {
     "r": PeftField(8, Range(1, MAX_WIDTH)),

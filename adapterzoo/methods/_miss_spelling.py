@@ -21,9 +21,8 @@ from adapterzoo.spelling import (
     Tensors,
 )
 
-from ._low_rank_peft import row_numbers
 from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
-from ._peft_sites import unsayable, whole_width
+from ._peft_sites import row_numbers, unsayable, whole_width
 from ._shards import FORMS
 
 _FIELDS = {

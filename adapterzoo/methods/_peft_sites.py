@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from adapterzoo.anatomy import Site
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.configs import Placement
 
 
@@ -26,3 +29,9 @@ def whole_width(site: Site) -> int:
     """Return the output width of the layer to which a part belongs, or of the layer itself."""
     rows = site.output_slice
     return site.d_out if rows is None else rows.groups * rows.width
+
+
+def row_numbers(rows: OutputSlice) -> Tensor:
+    """Return the indices of a part's output features."""
+    every = torch.arange(rows.groups * rows.width)
+    return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)  # [size]

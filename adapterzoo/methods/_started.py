@@ -24,7 +24,7 @@ from ._input_statistics import Components, Covariance
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
 from ._started_config import StartedConfig, joined
-from ._starts import Factors, equals_weight, factors, principal, replaces_weight
+from ._starts import Factors, factors, principal, replaces_weight, starts_from_weight
 
 
 class Start(nn.Module):
@@ -93,7 +93,7 @@ class Started(LowRank):
         self.start: Start | None = None
         self.reads_data = config.init_weights in OPTIONS
         self.options = config.options if self.reads_data else {}
-        if equals_weight(config.init_weights):
+        if starts_from_weight(config.init_weights):
             check_site(config, site)
         if replaces_weight(config.init_weights):
             self.start = Start(config, site, self.lora_A, self.lora_B)
@@ -116,9 +116,9 @@ class Started(LowRank):
             keeps = self.options["corda_method"] == "kpm"
             self._begin(*data.factors(_weight(base), rank, self.scaling, keeps))
         elif isinstance(data, OriginalWeight):
-            self._make_up(data.read(), base)
+            self._compensate(data.read(), base)
 
-    def _make_up(self, original: Tensor, base: BaseLayer) -> None:
+    def _compensate(self, original: Tensor, base: BaseLayer) -> None:
         """Take the principal part of what quantization has removed from the weight."""
         if self.start is not None:
             raise ConfigError(
@@ -163,7 +163,7 @@ def _weight(base: BaseLayer) -> Tensor:
 
 
 def check_site(config: LowRankConfig, site: Site) -> None:
-    """Check that initial values which are singular vectors, or like them, exist at a site.
+    """Check that a site can have initial values which are computed from its weight.
 
     Args:
         config: of LoRA.

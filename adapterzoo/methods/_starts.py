@@ -65,8 +65,8 @@ def replaces_weight(name: str) -> bool:
     return name in ("olora", "corda") or name.startswith("pissa")
 
 
-def equals_weight(name: str) -> bool:
-    """Return whether s · B A starts as a certain matrix, a part of a weight or its error."""
+def starts_from_weight(name: str) -> bool:
+    """Return whether s · B A starts as a part of the weight, or of its error."""
     return replaces_weight(name) or name == FROM_ORIGINAL
 
 

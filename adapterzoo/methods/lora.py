@@ -44,7 +44,7 @@ from ._init import constant, drawn, generator
 from ._invocation import InvokedConfig, invoked, invoked_rows
 from ._rows import features, gated, restored
 from ._started import Started
-from ._starts import equals_weight
+from ._starts import starts_from_weight
 
 
 @architectures.register("lora")
@@ -76,7 +76,7 @@ class LoRAConfig(InvokedConfig):
                 f"{type(self).__name__}(convention={self.convention!r}): has an effect only with "
                 f"use_gating=True. Write convention='paper'."
             )
-        if self.use_gating and equals_weight(self.init_weights):
+        if self.use_gating and starts_from_weight(self.init_weights):
             raise ConfigError(
                 f"{type(self).__name__}(use_gating=True, init_weights={self.init_weights!r}): the "
                 f"gate would scale a part of the weight. Write init_weights='lora'."

@@ -16,19 +16,19 @@ from adapterzoo.composition import (
     ActiveHeads,
     BoundStep,
     Composition,
-    Fuse,
     Prompts,
-    Stack,
     Step,
     bound,
     by_name,
     compile_rows,
+    fused,
     fusion_key,
     fusions_of,
     has_tokens,
     parse,
     parts_of,
     prompts_of,
+    refuse_merged_part,
     without,
 )
 from adapterzoo.contracts import (
@@ -293,12 +293,6 @@ def check_layers(
     return tuple(n for n in numbers if n is not None)
 
 
-def fused(fuse: Fuse) -> tuple[str, ...]:
-    """Return the adapters whose outputs a fusion weighs."""
-    lasts = (c.last() if isinstance(c, Composition) else c for c in fuse.children)
-    return tuple(str(last) for last in lasts)
-
-
 # --- what is refused ---
 
 
@@ -387,21 +381,6 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
                     f"not on the original ones. Write set_active_adapters(None) and merge all of "
                     f"them, or reset_adapter()."
                 )
-
-
-def refuse_merged_part(setup: Composition | None, merged: Iterable[str]) -> None:
-    """Raise if a setup uses a merged adapter, which acts on all inputs, on part of them.
-
-    Raises:
-        StateError: the setup uses a merged adapter on part of its input.
-    """
-    inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
-    stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
-    if inside and not stacked:
-        raise StateError(
-            f"{listing(inside)} is merged and acts on every input, but {setup!r} applies it to a "
-            f"part. Write reset_adapter(), or Stack('a', 'b')."
-        )
 
 
 def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:

@@ -34,15 +34,12 @@ from .activation import check_setup, refuse_taken, refuse_used, replan, set_acti
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.ties import leave_groups, list_ties
+from .hf import guards
 from .hf.continuous_batching import refuse_while_batching
 from .hf.init_data import Collected, InitData, fitted
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
-
-# arguments of `forward` that an inner model would ignore as `**kwargs`
-_RECORDED = "output_adapter_gating_scores", "output_adapter_fusion_attentions"
-_WHOLE = "adapter_names", "task_ids", *_RECORDED
 
 # --- add and delete ---
 
@@ -212,7 +209,7 @@ def make(
         StateError: a model inside this one has its own adapters.
     """
     for _, stack in stacks_of(model):
-        guard = _guard_of(stack)
+        guard = guards.guard_of(stack)
         if "_adapter_state" in vars(stack) or (guard and guard.active is not model._active):
             raise StateError(
                 f"the {type(stack).__name__} in this {type(model).__name__} has adapters of its "
@@ -248,7 +245,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # no short-circuit: each module is told its name
+    # no short-circuit: each module gets its key
     keys: dict[int | None, SharedKey] = {}
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name, keys)]
     record = AdapterRecord(
@@ -268,8 +265,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
     for path, stack in stacks_of(model):
-        if _guard_of(stack) is None:
-            stack.register_forward_pre_hook(_Guard(active), with_kwargs=True)
+        guards.put(stack, active)
         if record.reads_calls:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
@@ -315,7 +311,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
-            _unguard(stack)
+            guards.take(stack)
 
 
 def remove_all(model: AdaptedModel) -> None:
@@ -332,39 +328,6 @@ def remove_all(model: AdaptedModel) -> None:
     state.merged = ()
     state.originals.clear()
     state.head.clear()
-
-
-class _Guard:
-    """A forward pre-hook of inner models: refuses arguments that only the whole model supports."""
-
-    def __init__(self, active: object) -> None:
-        self.active = active
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for name in _WHOLE:
-            given = kwargs.get(name)
-            if given is not None and given is not False:
-                raise StateError(
-                    f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
-                    f"and only the whole model supports this argument. "
-                    f"Write model(…, {name}=…)."
-                )
-
-
-def _guard_of(stack: nn.Module) -> _Guard | None:
-    hooks: Mapping[int, Any] = stack._forward_pre_hooks
-    return next((hook for hook in hooks.values() if isinstance(hook, _Guard)), None)
-
-
-def _unguard(stack: nn.Module) -> None:
-    hooks: dict[int, Any] = stack._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Guard)]:
-        del hooks[key], stack._forward_pre_hooks_with_kwargs[key]
-
-
-def is_inside(model: nn.Module) -> bool:
-    """Return whether a model is part of one that has adapters."""
-    return _guard_of(model) is not None
 
 
 # --- inspect and move ---

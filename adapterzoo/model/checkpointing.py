@@ -1,30 +1,27 @@
-"""Saving and loading of adapters, heads and fusions."""
+"""Saving and loading of adapters, with their heads."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import fit, folders, formats, fusions
+from adapterzoo.checkpoint import fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
-from adapterzoo.composition import Fuse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.inject.building import build, device_of, give_memory, inject_path, layer_at
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.names import check_name
 
-from . import adapters, fusion, sharding
+from . import adapters, sharding
 from .activation import check_layers, refuse_taken
 from .adapterhub import arguments, loaders
 from .heads import checkpoints, tables, ties, token_rows
@@ -35,7 +32,6 @@ from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
     AdapterRecord,
-    fusion_modules,
     modules_of,
     named_tensors,
     tensors_of,
@@ -43,8 +39,6 @@ from .state import (
 )
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
-
-# --- adapters ---
 
 
 def save_adapter(
@@ -290,7 +284,7 @@ def filled(
     record = tables.with_table(model, record, paths, empty)
     skeleton = named_tensors(record.coming, keep_vars=True)
     fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
-    by_path = _by_path(tensors)
+    by_path = fit.by_path(tensors)
     modules: dict[str, Adapter] = {}
     for path, module in record.coming.items():
         if path in paths[1:]:
@@ -314,14 +308,6 @@ def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfi
     return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
 
 
-def _by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        path, _, parameter = key.partition("/")
-        found.setdefault(path, {})[parameter] = tensor
-    return found
-
-
 def _with_memory(
     model: AdaptedModel, adapter: Adapter, path: str, placements: list[Placement]
 ) -> Adapter:
@@ -334,74 +320,3 @@ def _with_memory(
     # a method may draw values in its own way: leave the caller's random state unchanged
     with undrawn(), torch.random.fork_rng(devices=()):
         return build(layer, path, placements, model.dtype)
-
-
-# --- fusions ---
-
-
-def save_fusion(
-    model: AdaptedModel,
-    folder: StrPath,
-    adapter_names: Fuse | Sequence[str] | str,
-    meta: Mapping[str, Any] | None = None,
-    format: str = "native",
-    with_head: bool | str = False,
-) -> None:
-    """Save fusion layers, without their adapters, to a folder."""
-    state = model._adapter_state
-    name = fusion.as_fuse(adapter_names, None).name
-    found = state.find_fusion(name)
-    documents.check_meta(meta)
-    fusions.check_format(format)
-    sharding.reshard(model)
-    document = {
-        **documents.provenance(model, name),
-        "config": found.config.to_dict(),
-        "adapter_names": list(found.adapters),
-        "meta": dict(meta or {}),
-    }
-    stored = Checkpoint(document, named_tensors(dict(fusion_modules(model, name)), keep_vars=True))
-    info = info_of(model)
-    configs = [state.find(adapter).config for adapter in found.adapters]
-    if with_head:
-        # whether it can be written is known before anything is
-        head_name = with_head if isinstance(with_head, str) else name
-        checkpoints.save(model, folder, head_name, format)
-    sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
-
-
-def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
-    """Load fusion layers; the model must have the adapters that they fuse.
-
-    Raises:
-        CheckpointError: the file holds no fusion.
-    """
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    find = model._adapter_state.find
-    stored = fusions.read(Path(folder), info_of(model), lambda name: find(name).config)
-    names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
-    listed = names if isinstance(names, list) else []
-    if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):
-        raise CheckpointError("the checkpoint holds no fusion. Save it again.")
-    name = asked.load_as or str(stored.metadata.get("name"))
-    fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
-    asked, warn = arguments.overwriting(asked, fuse.name, fusion=model._adapter_state.fusions)
-    fusion.check_free(model, fuse.name, bool(asked.overwrite_ok))
-    config = AdapterFusionConfig.load(values)
-    with torch.random.fork_rng(devices=()):
-        made = fusion.make(model, tuple(listed), config)
-    fits = named_tensors(made, keep_vars=True)
-    fit.check_fit(type(model).__name__, stored.adapter, fits, asked.dtype)
-    by_path = _by_path(stored.adapter)
-    for path, layer in made.items():
-        fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
-    enter_head = None
-    if asked.with_head and formats.of(Path(folder), "head") is not None:
-        _, enter_head = checkpoints.fitting(model, folder, asked)
-    fusion.enter(model, fuse, config, made, asked.set_active)
-    if enter_head is not None:
-        enter_head()
-    warn()
-    arguments.report(asked.loading_info)
-    loaders.load(asked, Path(folder), fuse.name)
-    return fuse.name

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
+from adapterzoo.composition import (
+    Composition,
+    Fuse,
+    fused,
+    fusion_key,
+    fusions_of,
+    parse,
+    without,
+)
 from adapterzoo.contracts import FusibleAdapter, InvertibleAdapter
 from adapterzoo.errors import CompositionError, ConfigError, DuplicateNameError, SiteError
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, fused, make_plan, refuse_overridden, set_active
+from .activation import check_setup, make_plan, refuse_overridden, set_active
 from .hf.backbone import text_config
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Stack, parse
+from adapterzoo.composition import Stack, parse, refuse_merged_part
 from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantized import is_quantized
 
-from .activation import refuse_merged, refuse_merged_part, refuse_mixed, refuse_overridden, replan
+from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import token_rows
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded

@@ -36,6 +36,7 @@ from .heads.static import StaticHead
 from .hf import (
     config_entry,
     embedding_files,
+    fusion_files,
     owned,
     publishing,
     recompute,
@@ -1116,7 +1117,7 @@ class AdapterModelMixin:
         """
         chosen = arguments.chosen_format(format, use_safetensors)
         beside = loaders.check(self, custom_weights_loaders)
-        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
+        fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
         loaders.save(beside, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
@@ -1238,7 +1239,7 @@ class AdapterModelMixin:
             dtype=dtype, loading_info=loading_info,
             loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
-        return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
+        return fusion_files.load(self, adapter_fusion_name_or_path, asked)
 
     def push_adapter_to_hub(
         self,

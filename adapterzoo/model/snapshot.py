@@ -24,6 +24,7 @@ from adapterzoo.errors import CheckpointError, listing
 from . import checkpointing
 from .heads import checkpoints as head_files
 from .heads.tables import expand
+from .hf import fusion_files
 from .state import AdaptedModel, fusion_modules, modules_of, named_tensors, own_parameters_of
 
 UNFROZEN = "unfrozen.safetensors"
@@ -60,7 +61,7 @@ def save(model: AdaptedModel, folder: Path) -> None:
     for name in _apart(model):
         head_files.save(model, folder / _folder_of(name), name)
     for name, fusion in state.fusions.items():
-        checkpointing.save_fusion(model, folder / name, Fuse(*fusion.adapters, name=name))
+        fusion_files.save(model, folder / name, Fuse(*fusion.adapters, name=name))
     if tensors := unfrozen(model):
         document = {"format": native.FORMAT, "version": native.VERSION}
         files.write_tensors(folder / UNFROZEN, document, tensors)

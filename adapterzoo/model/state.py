@@ -184,6 +184,11 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
     return cast("nn.Module", model if state.is_base else model.base_model)
 
 
+def base_prefix(model: AdaptedModel) -> str:
+    """Return what precedes the paths of the base model in the model, such as "bert."."""
+    return "" if model._backbone is cast("nn.Module", model) else f"{model.base_model_prefix}."
+
+
 def is_base(model: nn.Module) -> bool:
     """Return whether a model is its own base model, even if a part has the name of its prefix.
 

@@ -11,7 +11,7 @@ from adapterzoo.model import AdapterModelMixin, init
 from adapterzoo.model.hf.init_data import InitData
 from adapterzoo.model.peft import switching
 
-from .model import as_peft, refuse_uninitialized
+from .model import as_peft, plain_on_error, refuse_uninitialized
 
 
 def get_peft_model(
@@ -45,17 +45,12 @@ def get_peft_model(
     refuse_uninitialized(low_cpu_mem_usage)
     if peft_config is None:
         raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
-    was_plain = not isinstance(model, AdapterModelMixin)
-    made = as_peft(model)
-    try:
+    with plain_on_error(model):
+        made = as_peft(model)
         made.add_adapter(
             adapter_name, peft_config, init_data=init_data,
             autocast_adapter_dtype=autocast_adapter_dtype,
         )  # fmt: skip
-    except BaseException:
-        if was_plain:
-            made.unload()
-        raise
     switching.train(made, adapter_name)
     return made
 
@@ -82,12 +77,7 @@ def inject_adapter_in_model(
         ConfigError: a value of the config has no meaning here.
     """
     refuse_uninitialized(low_cpu_mem_usage)
-    was_plain = not isinstance(model, AdapterModelMixin)
-    made: Any = init(model) if was_plain else model
-    try:
+    with plain_on_error(model):
+        made: Any = model if isinstance(model, AdapterModelMixin) else init(model)
         made.add_adapter(peft_config, adapter_name=adapter_name)
-    except BaseException:
-        if was_plain:
-            made.unload()
-        raise
     return made

@@ -52,7 +52,7 @@ NOT_MADE = {
     "LoraModel": "layers are not wrapped. Write get_peft_model(model, LoraConfig(…))",
     "PromptEncoderConfig": f"{_READ} PromptTuningConfig(…)",
 }
-"""Classes that can be imported, as scripts do beside others, and not called → what to write."""
+"""Classes that scripts may import but not call → what to write."""
 
 _OF_LAYERS = "Model", "Encoder", "Embedding", "Init", "Type"
 

@@ -166,7 +166,7 @@ def replace_lora_weights_loftq(
         StateError: the adapter is merged.
         UnknownNameError: the adapter is unknown.
     """
-    original_weights.make_up(
+    original_weights.compensate(
         peft_model,
         adapter_name,
         {"init_weights": "loftq", "init_options": {}},
@@ -199,7 +199,7 @@ def prepare_model_for_kbit_training(
         if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     if use_gradient_checkpointing and getattr(model, "is_quantized", False):
-        # torch's own default, which it asks to be said
+        # torch's own default, without which it warns
         options = {"use_reentrant": True, **(gradient_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
             model.enable_input_require_grads()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -60,14 +61,9 @@ class PeftModel:
             CheckpointError: the adapter does not fit the model; it has no adapter then.
             ConfigError: an argument is not legal.
         """
-        was_plain = not isinstance(model, AdapterModelMixin)
-        made = as_peft(model)
-        try:
+        with plain_on_error(model):
+            made = as_peft(model)
             made.load_adapter(model_id, adapter_name, is_trainable, **kwargs)
-        except BaseException:
-            if was_plain:
-                made.unload()
-            raise
         if not is_trainable:
             made.eval()
             made.requires_grad_(False)
@@ -178,7 +174,7 @@ class PeftModel:
     ) -> None:
         """Save adapters in PEFT's format: "default" in the folder, others in sub-folders.
 
-        If PEFT lacks one of them, none is written.
+        If PEFT's format cannot express one of them, none is written.
 
         Args:
             save_directory: the folder; created if missing.
@@ -289,6 +285,18 @@ class PeftModel:
         """Pickle and copy the model by what its class is made from."""
         made_from = vars(type(self).__mro__[2]).get("_made_from", ())
         return _again, made_from, cast("Any", self).__getstate__()
+
+
+@contextlib.contextmanager
+def plain_on_error(model: Any) -> Iterator[None]:
+    """Make a model that had no adapters a plain one again if the block raises."""
+    was_plain = not isinstance(model, AdapterModelMixin)
+    try:
+        yield
+    except BaseException:
+        if was_plain and isinstance(model, AdapterModelMixin):
+            model.unload()
+        raise
 
 
 def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:

@@ -85,7 +85,7 @@ def check_all(found: Mapping[str, Iterable[Site]], layers: Iterable[str]) -> Non
 def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
     """Return whether an adapter is written as that of a parameter.
 
-    A layer is too whose name PEFT would take for that of a former layer of experts.
+    So is that of a layer whose name PEFT would take for a former layer of experts.
 
     Raises:
         CheckpointError: it must be, and PEFT has no such adapter of the method.

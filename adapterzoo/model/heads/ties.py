@@ -14,7 +14,13 @@ from adapterzoo.configs import MultiTaskConfig
 from adapterzoo.errors import ConfigError, FieldError, StateError, listing
 from adapterzoo.model.activation import refuse_merged, refuse_overridden, replan
 from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import AdaptedModel, modules_of, prefixes_of, shareable_of
+from adapterzoo.model.state import (
+    AdaptedModel,
+    base_prefix,
+    modules_of,
+    prefixes_of,
+    shareable_of,
+)
 
 from . import token_rows
 
@@ -31,9 +37,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 
 def ties(model: AdaptedModel) -> dict[str, str]:
     """Map state-dict keys of shared parameters to the keys of those that they share."""
-    whole = model._backbone is cast("Any", model)
-    start = "" if whole else f"{model.base_model_prefix}."
-    found = {}
+    start, found = base_prefix(model), {}
     for name in model._adapter_state.records:
         if not (paths := tables_of(model, name)):
             continue

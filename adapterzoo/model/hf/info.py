@@ -19,6 +19,7 @@ from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, Stati
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
+from adapterzoo.model.state import base_prefix
 
 from . import task_heads
 from .backbone import describe, text_config
@@ -40,7 +41,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     strategy = model._head_strategy
     return ModelInfo(
         anatomy=model.anatomy,
-        prefix="" if model._backbone is model else model.base_model_prefix,
+        prefix=base_prefix(model).removesuffix("."),
         model_type=config.model_type,
         model_class=class_name(model),
         model_name=getattr(config, "_name_or_path", "") or None,
@@ -303,8 +304,7 @@ def _tensor_of(model: Any, key: str) -> Tensor | None:
         key: as in its state dict.
     """
     path, _, name = key.rpartition(".")
-    prefix = "" if model._backbone is model else f"{model.base_model_prefix}."
-    merged = model._adapter_state.originals.get(path.removeprefix(prefix), {})
+    merged = model._adapter_state.originals.get(path.removeprefix(base_prefix(model)), {})
     if name in merged:
         return cast("Tensor", merged[name])
     try:

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, naming
 from adapterzoo.inject import set_class
-from adapterzoo.model.adapters import is_inside
 from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
 
-from . import adapter_folders, plugin
+from . import adapter_folders, guards, plugin
 from .config_entry import format_of
 from .factory import INTERFACE, own_config, with_adapters
 from .plugin import Interface
@@ -86,7 +85,7 @@ def _refuse_init(model: Any) -> None:
             "adapters are named for a transformers PreTrainedModel. Write "
             "init(AutoModel.from_pretrained(…))."
         )
-    if is_inside(model):
+    if guards.guard_of(model) is not None:
         raise StateError(
             "it is a part of a model that has adapters. Call the methods of that model, or delete "
             "its adapters first."

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import safetensors
 import torch
@@ -18,7 +18,7 @@ from adapterzoo.contracts import OriginalWeight, WeightPlan
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.inject import quantized
 from adapterzoo.inject.building import layer_at
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import AdaptedModel, base_prefix
 
 from .renaming import renamer
 
@@ -48,7 +48,7 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
         )
     found, name = _tensors(model, source)
     renamed = renamer(model)
-    start = "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
+    start = base_prefix(model)
     readers = {}
     for key, read in found:
         path, _, parameter = key.rpartition(".")
@@ -135,7 +135,7 @@ def _files(path: str, revision: str | None) -> list[str]:
         if index := find(utils.SAFE_WEIGHTS_INDEX_NAME):
             return list(get_checkpoint_shard_files(path, index, revision=revision)[0])
     except OSError:
-        # transformers' word for a name that is neither a folder nor a repository
+        # transformers raises it for a name that is neither a folder nor a repository
         return []
     return []
 

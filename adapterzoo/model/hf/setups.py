@@ -19,6 +19,8 @@ from adapterzoo.model.heads import checkpoints as head_files
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.state import AdaptedModel
 
+from . import fusion_files
+
 
 def names_in(adapter_setup: object) -> list[str]:
     """Return the names of the adapters that a user composes.
@@ -57,7 +59,7 @@ def save(
     for name in setup.flatten():
         checkpointing.save_adapter(model, folder / name, name, name in heads, meta, format)
     for fuse in fusions_of(setup):
-        checkpointing.save_fusion(model, folder / fuse.name, fuse, meta, format)
+        fusion_files.save(model, folder / fuse.name, fuse, meta, format)
     for name in names_of(head_setup):
         if name not in setup.flatten():
             head_files.save(model, folder / name, name, format)
@@ -103,7 +105,7 @@ def load(
             enter()
             undo.append(lambda name=name: adapters.delete(model, name))  # type: ignore[misc]
         for name in fused:
-            checkpointing.load_fusion(model, folder / name, LoadOptions())
+            fusion_files.load(model, folder / name, LoadOptions())
             undo.append(lambda name=name: fusion.delete(model, name))  # type: ignore[misc]
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:

@@ -16,7 +16,7 @@ from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import FLAG
 from adapterzoo.model.heads.copies import layers_of
 from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import AdaptedModel, base_prefix
 from adapterzoo.peft_arguments import COMMON, PeftArguments, classes_of_peft, translated
 from adapterzoo.spelling import PeftSpelling, peft_spellings
 
@@ -89,16 +89,15 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     if isinstance(rows := fields.get("trainable_token_indices"), Mapping):
         fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
     if spelling.of_parameters:
-        fields = with_experts(model, fields, given, _prefix(model), spelling)
+        fields = with_experts(model, fields, given, base_prefix(model), spelling)
     made = {**arguments.implied, **translated(spelling.config, fields)}
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
     if "target_modules" in found.field_names() and not any(targets):
         found = _whole_layers(model, arguments, found)
-    FLAG(
-        arguments.class_name, "inference_mode", frozen := values.get("inference_mode", False), False
-    )
-    return FromPeft(found, frozen)
+    is_frozen = values.get("inference_mode", False)
+    FLAG(arguments.class_name, "inference_mode", is_frozen, False)
+    return FromPeft(found, is_frozen)
 
 
 def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
@@ -169,10 +168,11 @@ def _below_base(model: AdaptedModel, value: Any, of_norms: bool) -> Any:
         value: of the field.
         of_norms: whether the names are of norms; otherwise they are of layers with a weight matrix.
     """
-    prefix = _prefix(model)
+    prefix = base_prefix(model)
     if isinstance(value, Mapping):
-        keys = value if _are_names([*value]) else ()
-        return {_without(prefix, key): value[key] for key in keys} or value
+        if not _are_names([*value]):
+            return value
+        return {_without(prefix, key): number for key, number in value.items()}
     if value == _ALL_LINEAR:
         linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
         return _named([site.path for site in linear if site.role != "lm_head"], _layers(model))
@@ -209,11 +209,6 @@ def _is_expression(text: str) -> bool:
     except re.error:
         return False
     return True
-
-
-def _prefix(model: AdaptedModel) -> str:
-    """Return what precedes the base model's paths in the model."""
-    return "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
 
 
 def _without(prefix: str, name: str) -> str:

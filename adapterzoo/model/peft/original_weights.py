@@ -13,10 +13,10 @@ from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.adapters import init_values
 from adapterzoo.model.hf.original_weights import collected
 from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import AdaptedModel, modules_of
+from adapterzoo.model.state import AdaptedModel, base_prefix, modules_of
 
 
-def make_up(
+def compensate(
     model: AdaptedModel,
     name: str,
     fields: Mapping[str, Any],
@@ -46,7 +46,7 @@ def make_up(
         )
     plan = cast("WeightPlan", config.replace(**fields).init_plan(model.anatomy))
     modules: Mapping[str, Any] = dict(modules_of(model, name))
-    start = "" if model._backbone is cast("Any", model) else f"{model.base_model_prefix}."
+    start = base_prefix(model)
     for path, weight in collected(model, plan, source).items():
         module = modules[path]
         before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
