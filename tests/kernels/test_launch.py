@@ -47,7 +47,9 @@ def launches(source):
         called = node.func
         if isinstance(called, ast.Subscript):
             name = ast.unparse(called.value)
-            if name.rpartition(".")[2].endswith("kernel") or isinstance(called.slice, ast.Tuple):
+            typed = name in ("dict", "tuple")
+            grid = isinstance(called.slice, ast.Tuple) and not typed
+            if name.rpartition(".")[2].endswith("kernel") or grid:
                 found.append(node.lineno)
         elif isinstance(called, ast.Attribute) and any(k.arg == "grid" for k in node.keywords):
             found.append(node.lineno)
@@ -64,7 +66,7 @@ def test_only_the_helper_launches():
 )
 def test_the_lint_bites(line):
     assert launches(line) == [1]
-    assert launches("table[key](x); LAYOUTS[name](site)") == []
+    assert launches("table[key](x); LAYOUTS[name](site); dict[str, None]()") == []
 
 
 def kernels_of(*modules):
