@@ -199,11 +199,12 @@ def computed(
         else:
             taken = drawn.dtype is torch.int64
         args = args if prepare is None else prepare(taken, args)
+        compute = in_torch
         if taken:
             module = importlib.import_module(f".{triton}", __package__)
-            return getattr(module, in_torch.__name__)(*args)
-        out = in_torch(*args)
-        # the memory layout of the fake outputs
+            compute = getattr(module, in_torch.__name__)
+        out = compute(*args)
+        # the memory layout of the fake outputs; Triton may leave a product to torch
         if isinstance(out, Tensor):
             return out.contiguous()
         return tuple(each.contiguous() for each in out)

@@ -17,6 +17,7 @@ CASES = {
     "rotate": 27,
     "bottleneck": 41,
     "grouped": 35,
+    "opcheck": 97,
 }
 
 
