@@ -54,9 +54,16 @@ def precision(dtype: torch.dtype) -> str:
 
     "tf32x3" adds the products of the rounding errors and differs from float32 in the last two bits.
     """
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return "tf32x3"
-    return "tf32"
+    return "tf32x3" if dtype is torch.float32 and not _is_tf32() else "tf32"
+
+
+def _is_tf32() -> bool:
+    """Return whether torch may round the operands of products in float32 to TF32 on CUDA."""
+    matmul = torch.backends.cuda.matmul
+    # since 2.9 both of torch's ways to set it change this, and the older way to read it may raise
+    if hasattr(matmul, "fp32_precision"):
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
 
 
 def cut(rank: int) -> int:
