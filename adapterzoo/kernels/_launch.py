@@ -76,7 +76,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: o
         kernel[grid](*operands, **constants)
 
 
-@cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+    return _read_capability(device)
+
+
+# compiled code takes the result as a constant: torch.compiler.assume_constant_result would import
+# Triton here
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_read_capability = cache(torch.cuda.get_device_capability)

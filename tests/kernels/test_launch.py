@@ -221,6 +221,16 @@ def test_nothing_runs_on_a_cpu_or_an_old_gpu():
     assert reason == "cuda:0 is older than compute capability 8.0"
 
 
+def test_a_compiler_takes_the_capability_without_a_warning():
+    with mock.patch.object(_launch, "_read_capability", return_value=(9, 0)):
+        assert _launch._capability(torch.device("cuda:0")) == (9, 0)
+        run = torch.compile(
+            lambda x: x * _launch._capability(x.device)[0], backend="eager", fullgraph=True
+        )
+        assert run(torch.ones(1)).item() == 9
+    torch._dynamo.reset()
+
+
 def test_torch_computes_on_amd_gpus():
     with (
         FakeTensorMode(),
