@@ -62,6 +62,10 @@ def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 64, 8, 2)
 
 
+# of the kernel that only drops features, which has no products
+DROP_TILE = Tile(16, 128, 0, 4, 2)
+
+
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def shrink_kernel(
     x, a, seed, t, x_row, x_col, a_row, a_col, rows, width, rank, part, threshold, scale,
@@ -134,6 +138,21 @@ def shrink_backward_kernel(
             if DROPS:
                 acc = tl.where(kept, acc * scale, 0.0)
             tl.store(dx_rows + k[None, :], acc.to(dx.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows", "threshold"])
+def drop_kernel(
+    x, seed, out, x_row, x_col, rows, width, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write out = mask · x."""
+    tiles = tl.cdiv(width, COLUMNS)
+    row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
+    first = (tl.program_id(0) % tiles) * COLUMNS
+    k = first + tl.arange(0, COLUMNS)
+    tile = loaded(x, row, x_row, rows, k, x_col, width)
+    tile = tl.where(keep(tl.load(seed), row, first, COLUMNS, threshold), tile, 0.0)
+    here = out + row.to(tl.int64)[:, None] * width + k[None, :]
+    tl.store(here, tile.to(out.dtype.element_ty), (row < rows)[:, None] & (k < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -227,8 +246,8 @@ def shrink_backward(
     """
     needs_x, needs_a = needs or (True,) * 2
     rank, width = a.shape
-    if noise is None and rank > _WIDEST_RANK:
-        return _low_rank_torch.shrink_backward(dt, x, a, p, noise, needs_x, needs_a)
+    if rank > _WIDEST_RANK:
+        return _shrink_backward_of_wide(dt, x, a, p, noise, needs_x, needs_a)
     left = dt.reshape(-1, rank)  # [rows, rank]
     flat = x.reshape(-1, width) if needs_a else left  # [rows, d_in]
     rows = left.shape[0]
@@ -247,6 +266,40 @@ def shrink_backward(
     if not needs_a:
         return dx, a.new_empty(0)
     return dx, added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)  # [rank, d_in]
+
+
+def _shrink_backward_of_wide(
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, needs_x: bool, needs_a: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `shrink_backward` for a large rank: two products by torch, and dropout's mask.
+
+    With dropout one tensor of the size of x is needed at a time.
+    """
+    if noise is None:
+        return _low_rank_torch.shrink_backward(dt, x, a, p, None, needs_x, needs_a)
+    left, scale = dt.reshape(-1, a.shape[0]).to(a.dtype), _dropout.kept_scale(p)  # [rows, rank]
+    dx, da = x.new_empty(0), a.new_empty(0)
+    # the sum is not read; alpha is applied before the result is rounded
+    none = a.new_empty(1)
+    if needs_x:
+        whole = torch.addmm(none, left, a, beta=0, alpha=scale)  # [rows, d_in]
+        dx = dropped(whole, p, noise, x.dtype).view(*dt.shape[:-1], a.shape[1])  # [*batch, d_in]
+    if needs_a:
+        kept = dropped(x.reshape(-1, a.shape[1]), p, noise, a.dtype)  # [rows, d_in]
+        da = torch.addmm(none, left.T, kept, beta=0, alpha=scale)  # [rank, d_in]
+    return dx, da
+
+
+def dropped(x: Tensor, p: float, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return mask · x of rows `[rows, width]` in a dtype; the kept features are not scaled."""
+    rows, width = x.shape
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    programs = triton.cdiv(rows, DROP_TILE.rows) * triton.cdiv(width, DROP_TILE.columns)
+    launch(
+        drop_kernel, (programs,), x, noise, out, *x.stride(), rows, width, _dropout.threshold(p),
+        **DROP_TILE.settings,
+    )  # fmt: skip
+    return out
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:

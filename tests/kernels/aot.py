@@ -94,6 +94,8 @@ def low_rank_cases():
                     continue
                 yield Case(kernel, kind, made, "", {"DROPS": False}, ("seed",))
                 yield Case(kernel, kind, made, ", dropout")
+    for kind in ("half", "float32"):
+        yield Case(low_rank_triton.drop_kernel, kind, low_rank_triton.DROP_TILE)
 
 
 def compose_cases():

@@ -104,6 +104,19 @@ def dropout():
     against_float64(x, dy, y, a, b, 1e-6, 0.3, seed)
 
 
+def wide_rank():
+    """Where the parts of the fused backward are too many bytes, and torch computes the products."""
+    low_rank_triton._WIDEST_RANK = 4
+    seed = torch.tensor([(123 << 32) + 77])
+    for outer, factor, tolerance in DTYPES.values():
+        x, dy, y = (edged(35, d, outer) for d in (145, 20, 20))
+        a, b = edged(9, 145, factor), edged(20, 9, factor)
+        for p, noise in ((0.0, None), (0.3, seed)):
+            # its products with torch round to a half dtype once more than the kernels
+            against_float64(x, dy, y, a, b, 2 * tolerance, p, noise)
+    low_rank_triton._WIDEST_RANK = 1 << 30
+
+
 def module():
     """Through the operators: gradients in float32 equal those of the torch path in float64."""
     for p in (0.0, 0.25):
@@ -139,4 +152,5 @@ def cases():
         yield name, lambda n=name: layout(n)
     yield "rows far apart", far_rows
     yield "dropout", dropout
+    yield "a wide rank", wide_rank
     yield "through the operators", module

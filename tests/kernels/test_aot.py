@@ -16,7 +16,7 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "TCMMA"}
 # of each operator: configurations, those with products of 64 rows, those without products
 COUNTS = {
-    "low_rank": (126, 72, 0),
+    "low_rank": (132, 72, 6),
     "compose": (66, 24, 18),
     "row_norm": (36, 0, 0),
     "rotate": (84, 39, 0),
@@ -44,7 +44,7 @@ def printed(asked):
 def test_every_kernel_compiles_for_integers_of_one():
     found = printed("ones")
     assert {name: error for name, error in found.items() if error} == {}
-    assert len({name.partition(",")[0] for name in found}) == 14
+    assert len({name.partition(",")[0] for name in found}) == 15
 
 
 # one test for each operator: it takes long, and a second process can share the work
@@ -56,7 +56,7 @@ def test_every_configuration_compiles_well(name):
     assert [row for row in rows if row["spilled"]] == []
     assert [row for row in rows if row["shared"] > SHARED[row["sm"]]] == []
     # products run on the newest matrix unit; less than 64 rows fill no warp group of it
-    products = [row for row in rows if not row["kernel"].endswith("no update")]
+    products = [row for row in rows if not row["kernel"].endswith(("no update", "drop"))]
     tall = [row for row in products if int(row["tile"].partition(" ")[0]) >= 64]
     assert [row for row in tall if MATRIX[row["sm"]] not in row["matrix"].split()] == []
     assert all(row["matrix"] for row in products)

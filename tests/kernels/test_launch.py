@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adapterzoo
 from adapterzoo import kernels
@@ -77,7 +78,7 @@ def kernels_of(*modules):
 def test_every_module_of_kernels_is_recorded():
     files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"_tiles_triton"}
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
-    assert len({name for _, name in kernels_of(*MODULES)}) == 14
+    assert len({name for _, name in kernels_of(*MODULES)}) == 15
 
 
 class Recorder:
@@ -195,6 +196,30 @@ def test_every_kernel_runs_on_the_device_of_its_operands(recorded, run, device, 
     assert {str(v.device) for v in (*made, *grads)} == {device}
     # a grid without programs is an error of CUDA
     assert recorded == [f"{name}_kernel on {device}" for name in names]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes that a result has."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("rank", [16, 64, 384])
+def test_a_backward_needs_no_more_memory_than_two_of_its_inputs(recorded, rank, p):
+    of = functools.partial(torch.empty, device="cuda:0", dtype=torch.bfloat16)
+    x, a, dt = of(8192, 14336), of(rank, 14336), of(8192, rank)
+    seed = torch.empty(1, dtype=torch.int64, device="cuda:0") if p else None
+    with Largest() as seen:
+        low_rank_triton.shrink_backward(dt, x, a, p, seed)
+    # at rank 64 the parts of a's gradient are float32, one for every 128 rows
+    assert seen.bytes <= 2 * x.nbytes
 
 
 def test_a_launch_without_the_guard_is_seen(recorded):
