@@ -98,7 +98,15 @@ class Plan:
 REAL = Plan(
     copy_bytes=4 << 30,
     gemm=8192,
-    gate=Sizes(few=17, many=1003, d_in=517, d_out=389, draws=2),
+    gate=Sizes(
+        few=17,
+        many=1003,
+        d_in=517,
+        d_out=389,
+        draws=2,
+        aligned=(1027, 1152, 896),
+        large=(8192, 4096),
+    ),
     kernel_ranks=3,
     kernel_rows=8192,
     kernel_width=4096,
@@ -118,7 +126,7 @@ REAL = Plan(
 DRY = Plan(
     copy_bytes=1 << 16,
     gemm=64,
-    gate=Sizes(3, 66, 24, 20, 1, ("bfloat16",), 1, 66),
+    gate=Sizes(3, 66, 24, 20, 1, (66, 32, 48), (20, 32), ("bfloat16",), 1, 1, 66),
     kernel_ranks=1,
     kernel_rows=20,
     kernel_width=32,

@@ -52,8 +52,12 @@ class Sizes:
         d_in: odd, so that no tile fits.
         d_out: likewise.
         draws: fresh sets of operands for each case.
+        aligned: rows, d_in and d_out like those of models: Triton compiles other machine code if
+            features and ranks are multiples of 16.
+        large: rows and width of one case of each kernel, with the first of its timed ranks.
         kinds: keys of `KINDS`.
         ranks: how many of a kernel's ranks.
+        aligned_ranks: how many of a kernel's aligned ranks.
         tallest: rows that no case may have more of.
     """
 
@@ -62,16 +66,25 @@ class Sizes:
     d_in: int
     d_out: int
     draws: int
+    aligned: tuple[int, int, int]
+    large: tuple[int, int]
     kinds: tuple[str, ...] = tuple(KINDS)
     ranks: int = 99
+    aligned_ranks: int = 99
     tallest: int = 1 << 20
 
 
 def shapes(kernel: Kernel, sizes: Sizes) -> Iterator[Shape]:
-    """Those at which the kernel takes each of its configurations."""
+    """Those at which the kernel takes each of its configurations, and those of models."""
     tall = [sizes.few, min(max(sizes.many, kernel.few + 3), sizes.tallest)]
     for rows, rank in itertools.product(tall, kernel.ranks[: sizes.ranks]):
         yield Shape(rows, sizes.d_in, sizes.d_out, rank)
+    many, d_in, d_out = sizes.aligned
+    tall = [sizes.few, min(max(many, kernel.few + 3), sizes.tallest)]
+    for rows, rank in itertools.product(tall, kernel.aligned[: sizes.aligned_ranks]):
+        yield Shape(rows, d_in, d_out, rank)
+    rows, width = sizes.large
+    yield Shape(rows, width, width, kernel.timed[0])
 
 
 def tiles(kernel: Kernel, sizes: Sizes) -> set[str]:

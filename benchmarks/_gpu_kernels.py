@@ -99,6 +99,7 @@ class Kernel:
         flops: of the forward.
         tiles: its configurations.
         ranks: at which it is checked.
+        aligned: ranks at which it is checked at sizes like those of models.
         timed: ranks at which it is timed.
         few: rows up to which there is another configuration.
         roundings: how often what is in between is rounded to the kind's dtype: times its limit.
@@ -116,6 +117,7 @@ class Kernel:
     factors: tuple[str, ...] = ("a", "b", "t")
     fixed: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (3, 24, 100)
+    aligned: tuple[int, ...] = (16, 48, 64, 128)
     timed: tuple[int, ...] = (16, 64, 384)
     few: int = 64
     limit: float | None = None
@@ -296,6 +298,7 @@ KERNELS = [
         ),
         fixed=("gain",),
         ranks=(1,),
+        aligned=(1,),
         timed=(1,),
     ),
     Kernel(
@@ -321,6 +324,7 @@ KERNELS = [
         _ROTATE,
         fixed=("blocks",),
         ranks=(16, 32, 64, 128),
+        aligned=(16, 32, 48, 64, 128),
         timed=(16, 32, 64),
     ),
     Kernel(
@@ -340,6 +344,7 @@ KERNELS = [
         (bottleneck_triton.bottleneck_tile, bottleneck_triton.bottleneck_backward_tile),
         factors=("down", "down_bias", "up", "up_bias"),
         ranks=(3, 24, 64, 128, 256),
+        aligned=(16, 48, 64, 128, 256),
         timed=(64, 128, 256),
         roundings=2.0,
     ),
