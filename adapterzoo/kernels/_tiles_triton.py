@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import INTERPRETED
+from . import _launch
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 # rows of a decoding step
 FEW = 64
+# shared memory of a program on an A100; GPUs of sm 86, 89 and 120 have 101,376
+_LARGE = 166_912
 # programs that keep the multiprocessors of a large GPU busy
 _PROGRAMS = 128
 
@@ -64,6 +66,11 @@ def _is_tf32() -> bool:
     if hasattr(matmul, "fp32_precision"):
         return bool(matmul.fp32_precision == "tf32")
     return bool(matmul.allow_tf32)
+
+
+def is_small(x: Tensor) -> bool:
+    """Return whether `x` is on a GPU of sm 86, 89 or 120: less shared memory, sooner spills."""
+    return _launch.shared_memory(x.device) < _LARGE
 
 
 def cut(rank: int) -> int:

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from . import _butterfly_torch
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, precision, product
+from ._tiles_triton import FEW, Tile, added, is_small, precision, product
 
 # wider chunks do not fit the registers; cuBLAS is fast for them
 _WIDEST = 128
 # for the backward in float32, whose products split both operands in two parts
 _WIDEST_FLOAT32 = 32
+# for the forward in float32 on GPUs with little shared memory; see `is_small`
+_WIDEST_SMALL = 64
 # programs that keep the multiprocessors of a large GPU busy, several on each
 _PROGRAMS = 512
 
@@ -128,6 +130,11 @@ def rotate_backward_kernel(
         tl.store(here, acc, square)
 
 
+def widest(x: Tensor) -> int:
+    """Return the widest chunk whose product with `x` the forward takes."""
+    return _WIDEST_SMALL if x.dtype is torch.float32 and is_small(x) else _WIDEST
+
+
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     """Return the product x · blockdiag(blocks).
 
@@ -135,7 +142,7 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     of `x`.
     """
     flat, own = _shaped(x, blocks)
-    if own.shape[-1] > _WIDEST:
+    if own.shape[-1] > widest(x):
         return _butterfly_torch.rotate(x, blocks)
     experts, chunks, width, _ = own.shape
     rows = flat.shape[1]

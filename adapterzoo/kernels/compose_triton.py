@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, cut, loaded, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, is_small, loaded, parted, precision, product
 
 # above this, the parts of dyᵀ t are more bytes than reading dy twice
 _WIDEST_RANK = 64
@@ -41,12 +41,12 @@ def compose_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
 
 
-def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration of the backward; see `compose_tile`."""
+def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
+    """Return the configuration of the backward; see `compose_tile`, and `is_small` for `small`."""
     if not rank:
         return Tile(16 if rows <= FEW else 64, 64, 16, 4, 2)
     if dtype is torch.float32:
-        return Tile(16, 32, 32, 4, 2) if rows <= FEW else Tile(64, 32, 32, 8, 2)
+        return Tile(16, 32, 32, 4, 2) if rows <= FEW else Tile(32 if small else 64, 32, 32, 8, 2)
     if rows <= FEW:
         return Tile(16, 64, cut(rank), 4, 2)
     # few tall blocks: each writes a whole part of dyᵀ t
@@ -237,7 +237,7 @@ def _one_pass(
     rows = flat.shape[0]
     left, rank, dtype = _update(t, b)
     needs_t, needs_b = needs_t and rank > 0, needs_b and rank > 0
-    tile = compose_backward_tile(rows, rank, dtype)
+    tile = compose_backward_tile(rows, rank, dtype, is_small(dy))
     blocks = triton.cdiv(rows, tile.rows)
     programs = blocks * max(triton.cdiv(rank, tile.rank), 1)
     parts, part = parted(width, tile.columns, programs)

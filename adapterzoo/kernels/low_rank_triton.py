@@ -20,37 +20,42 @@ from torch import Tensor
 
 from . import _dropout, _low_rank_torch
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, cut, keep, loaded, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, is_small, keep, loaded, parted, precision, product
 
 # above this, the parts of a factor's gradient are more bytes than reading dy or x twice
 _WIDEST_RANK = 64
 
 
-# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
+# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100, and `small` ones on
+# sm_86, sm_89 and sm_120
 
 
-def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration for a number of rows, a rank and the dtype of the factors."""
+def shrink_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
+    """Return the configuration for a number of rows, a rank and the dtype of the factors.
+
+    `small`: see `is_small`.
+    """
+    warps = 8 if small and rows > FEW else 4
     if dtype is torch.float32:
-        return Tile(16 if rows <= FEW else 64, 32, 32, 4, 3)
-    return Tile(16 if rows <= FEW else 64, 128 if rank <= 16 else 64, cut(rank), 4, 3)
+        return Tile(16 if rows <= FEW else 64, 32, 32, warps, 3)
+    return Tile(16 if rows <= FEW else 64, 128 if rank <= 16 else 64, cut(rank), warps, 3)
 
 
-def expand_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+def expand_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
     """Return the configuration; see `shrink_tile`."""
     if dtype is torch.float32:
-        return Tile(16 if rows <= FEW else 64, 64, 32, 4, 2)
+        return Tile(16 if rows <= FEW else 64, 64, 32, 8 if small and rows > FEW else 4, 2)
     return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
 
 
-def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
     """Return the configuration of the backward; see `shrink_tile`."""
     if dtype is torch.float32:
-        return Tile(64, 32, 32, 8, 2)
+        return Tile(32 if small else 64, 32, 32, 8, 2)
     if rows <= FEW:
         return Tile(16, 64, min(cut(rank), 32), 4, 2)
     # few tall blocks: each writes a whole part of the factor's gradient
-    return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 32, 8, 2)
+    return Tile(256, 32 if small else 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 32, 8, 2)
 
 
 def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
@@ -225,7 +230,7 @@ def shrunk(
 ) -> Tensor:
     """Return `shrink` of rows `[rows, d_in]` in a dtype, with a precision of the products."""
     (rows, width), rank = x.shape, a.shape[0]
-    tile = shrink_tile(rows, rank, a.dtype)
+    tile = shrink_tile(rows, rank, a.dtype, is_small(x))
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
     parts, part = parted(width, tile.columns, programs)
     t = x.new_empty((parts, rows, rank), dtype=dtype if parts == 1 else torch.float32)
@@ -251,7 +256,7 @@ def shrink_backward(
     left = dt.reshape(-1, rank)  # [rows, rank]
     flat = x.reshape(-1, width) if needs_a else left  # [rows, d_in]
     rows = left.shape[0]
-    tile = shrink_backward_tile(rows, rank, a.dtype)
+    tile = shrink_backward_tile(rows, rank, a.dtype, is_small(dt))
     blocks = triton.cdiv(rows, tile.rows)
     parts, part = parted(width, tile.columns, blocks)
     dx = x.new_empty((*dt.shape[:-1], width) if needs_x else 0)
@@ -310,7 +315,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     width, rank = b.shape
     flat, left = y.reshape(-1, width), t.reshape(-1, rank)  # [rows, d_out], [rows, rank]
     rows = flat.shape[0]
-    tile = expand_tile(rows, rank, t.dtype)
+    tile = expand_tile(rows, rank, t.dtype, is_small(y))
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     launch(
         expand_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,

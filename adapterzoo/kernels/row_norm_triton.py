@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles_triton import Tile, product
+from ._tiles_triton import Tile, is_small, product
 from .low_rank_triton import shrunk
 
 # a program cannot keep a larger rank
@@ -31,13 +31,18 @@ _MANY = 4096
 # the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
 
 
-def row_norm_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration for rows of w, the rank and the dtype of the products."""
+def row_norm_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
+    """Return the configuration for rows of w, the rank and the dtype of the products.
+
+    `small`: see `is_small`.
+    """
     # with 64 rows the compiler fails on sm_100, and the kernel is bound by memory anyway
     tall = 32 if rows > _MANY or rank > 16 else 16
     columns = 32 if dtype is torch.float32 else 128 if rank <= 16 else 64
     if 16 < rank <= _WIDEST_RANK:
-        return Tile(16, columns, 64, 4, 2) if columns == 32 else Tile(32, columns, 64, 8, 3)
+        if columns == 32:
+            return Tile(16, columns, 64, 8 if small else 4, 2)
+        return Tile(32, columns, 64, 8, 3)
     return Tile(tall, columns, 16, 4, 3)
 
 
@@ -138,7 +143,7 @@ def _row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         # w is read twice
         inner = torch.add(_product(w, a.to(dtype)), _product(b, gram), alpha=scaling / 2)
         dots = (inner * b).sum(-1)  # [d_out]
-    tile = row_norm_tile(rows, rank, dtype)
+    tile = row_norm_tile(rows, rank, dtype, is_small(w))
     out = torch.empty(rows, dtype=torch.float32, device=w.device)
     launch(
         row_norm_kernel, (triton.cdiv(rows, tile.rows),), w, a, b, gram if fused else None, dots,

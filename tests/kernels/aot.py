@@ -8,6 +8,8 @@ not compile for integers of 1; without a name it writes the table of all to docs
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
 import subprocess
@@ -34,6 +36,8 @@ from adapterzoo.kernels import (
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 ARCHITECTURES = (80, 90, 100)
+# those whose programs may use 101,376 bytes of shared memory
+SMALL = (86, 89, 120)
 # instructions of the matrix units, by generation
 MATRIX = {"HMMA": r"\bmma\.sync", "HGMMA": r"\bwgmma\.mma_async", "TCMMA": r"\btcgen05\.mma"}
 # operands: activations, then factors
@@ -77,7 +81,13 @@ class Case:
         return self.kernel.fn.__name__.removesuffix("_kernel") + self.label
 
 
-def low_rank_cases():
+def fitting(tile, small):
+    """The function of a configuration, for small GPUs where they have their own."""
+    own = small and "small" in inspect.signature(tile).parameters
+    return functools.partial(tile, small=True) if own else tile
+
+
+def low_rank_cases(small=False):
     """Everything that the default configurations give."""
     tiles = {
         low_rank_triton.shrink_kernel: low_rank_triton.shrink_tile,
@@ -88,7 +98,9 @@ def low_rank_cases():
     shapes = [(rows, rank) for rows in (1, 8192) for rank in (16, 64)]
     for kernel, tile in tiles.items():
         for kind, (_, _, dtype) in KINDS.items():
-            for made in dict.fromkeys(tile(rows, rank, dtype) for rows, rank in shapes):
+            for made in dict.fromkeys(
+                fitting(tile, small)(rows, rank, dtype) for rows, rank in shapes
+            ):
                 if "DROPS" not in kernel.arg_names:
                     yield Case(kernel, kind, made)
                     continue
@@ -98,7 +110,7 @@ def low_rank_cases():
         yield Case(low_rank_triton.drop_kernel, kind, low_rank_triton.DROP_TILE)
 
 
-def compose_cases():
+def compose_cases(small=False):
     """DoRA's composition at each rank, and BOFT's, which has no update."""
     tiles = {
         compose_triton.compose_kernel: compose_triton.compose_tile,
@@ -107,7 +119,9 @@ def compose_cases():
     shapes = [(rows, rank) for rows in (1, 8192) for rank in (16, 64)]
     for kernel, tile in tiles.items():
         for kind, (_, _, dtype) in KINDS.items():
-            for made in dict.fromkeys(tile(rows, rank, dtype) for rows, rank in shapes):
+            for made in dict.fromkeys(
+                fitting(tile, small)(rows, rank, dtype) for rows, rank in shapes
+            ):
                 yield Case(kernel, kind, made, "", {"WIDE": dtype is torch.float32})
         plain = {"UPDATES": False, "NEEDS_T": False, "NEEDS_B": False, "WIDE": False}
         for kind in ("half", "float32"):
@@ -115,19 +129,21 @@ def compose_cases():
                 yield Case(kernel, kind, made, ", no update", plain, ("t", "b"))
 
 
-def row_norm_cases():
+def row_norm_cases(small=False):
     """DoRA's norms, with the products inside and, for a wide rank, without."""
     kernel, tile = row_norm_triton.row_norm_kernel, row_norm_triton.row_norm_tile
     for kind, (_, _, dtype) in KINDS.items():
         wide = {"WIDE": dtype is torch.float32}
         for rank in (16, 64):
-            for made in dict.fromkeys(tile(rows, rank, dtype) for rows in (4096, 14336)):
+            for made in dict.fromkeys(
+                fitting(tile, small)(rows, rank, dtype) for rows in (4096, 14336)
+            ):
                 yield Case(kernel, kind, made, "", wide, ("dots",))
-        for made in dict.fromkeys(tile(rows, 384, dtype) for rows in (4096, 14336)):
+        for made in dict.fromkeys(fitting(tile, small)(rows, 384, dtype) for rows in (4096, 14336)):
             yield Case(kernel, kind, made, ", wide rank", {**wide, "FUSED": False}, ("gram",))
 
 
-def rotate_cases():
+def rotate_cases(small=False):
     """BOFT's rotations, at every width that chunks are padded to."""
     tiles = {
         butterfly_triton.rotate_kernel: butterfly_triton.rotate_tile,
@@ -136,12 +152,15 @@ def rotate_cases():
     for kernel, tile in tiles.items():
         for kind, dtype in (("half, float32 factors", torch.bfloat16), ("float32", torch.float32)):
             narrow = dtype is torch.float32 and kernel is butterfly_triton.rotate_backward_kernel
-            for width in (16, 32) if narrow else (16, 32, 64, 128):
+            widths = (16, 32) if narrow else (16, 32, 64, 128)
+            if small and dtype is torch.float32:
+                widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
+            for width in widths:
                 for made in dict.fromkeys(tile(rows, width, dtype) for rows in (1, 8192)):
                     yield Case(kernel, kind, made)
 
 
-def bottleneck_cases():
+def bottleneck_cases(small=False):
     """Bottlenecks of every padded width with the longest activation, the others at one of them."""
     forward = bottleneck_triton.bottleneck_kernel
     tiles = {
@@ -158,12 +177,14 @@ def bottleneck_cases():
     for name in ("relu", "tanh", "gelu_tanh"):
         yield Case(forward, "half", made, f", {name}", {"PHI": name})
     for kind, (_, _, dtype) in KINDS.items():
-        for made in dict.fromkeys(low_rank_triton.expand_tile(8192, w, dtype) for w in (16, 64)):
+        for made in dict.fromkeys(
+            low_rank_triton.expand_tile(8192, w, dtype, small) for w in (16, 64)
+        ):
             kernel = low_rank_triton.expand_kernel
             yield Case(kernel, kind, made, ", b in columns", {}, (), ("b",))
 
 
-def grouped_cases():
+def grouped_cases(small=False):
     """Mixed batches: each product as a forward and as a backward takes it."""
     first, second, third = (
         grouped_triton.grouped_shrink_kernel,
@@ -256,8 +277,9 @@ def table(rows):
         "",
         "Written by `python tests/kernels/aot.py`; a test compiles all kernels again and compares.",
         "No GPU is needed. *Tile* is rows × features × rank of a program. *Spilled* is bytes",
-        "on the stack. *Shared* is bytes per program; the limit is 166,912 on Ampere (sm 80) and",
-        "232,448 on Hopper and Blackwell (sm 90, sm 100). *Matrix* counts instructions of the",
+        "on the stack. *Shared* is bytes per program; the limit is 166,912 on the A100 (sm 80),",
+        "232,448 on Hopper and Blackwell (sm 90, sm 100), and 101,376 on smaller GPUs (sm 86, 89",
+        "and 120), where some kernels have tiles of their own. *Matrix* counts instructions of the",
         "matrix unit.",
         "",
         "| kernel | operands | tile | sm | registers | spilled | shared | matrix |",
@@ -280,7 +302,10 @@ CASES = {
 def rows_of(name):
     """The rows of one operator."""
     return [
-        compiled(case, architecture) for case in CASES[name]() for architecture in ARCHITECTURES
+        compiled(case, architecture)
+        for small, architectures in ((False, ARCHITECTURES), (True, SMALL))
+        for case in CASES[name](small)
+        for architecture in architectures
     ]
 
 

@@ -95,6 +95,7 @@ class Recorder:
             devices = {str(t.device) for t in operands if isinstance(t, torch.Tensor)}
             assert devices == {self._current[-1]}, f"{devices} launched on {self._current[-1]}"
             self._log.append(f"{self.fn.__name__} on {self._current[-1]}")
+            self.constants = constants
 
         return run
 
@@ -116,6 +117,7 @@ def recorded():
             stack.enter_context(mock.patch.object(module, name, recorder))
         stack.enter_context(mock.patch.object(torch.cuda, "device_of", device_of))
         stack.enter_context(mock.patch.object(_launch, "_capability", return_value=(9, 0)))
+        stack.enter_context(mock.patch.object(_launch, "shared_memory", return_value=232_448))
         stack.enter_context(FakeTensorMode())
         yield log
 
@@ -220,6 +222,20 @@ def test_a_backward_needs_no_more_memory_than_two_of_its_inputs(recorded, rank, 
         low_rank_triton.shrink_backward(dt, x, a, p, seed)
     # at rank 64 the parts of a's gradient are float32, one for every 128 rows
     assert seen.bytes <= 2 * x.nbytes
+
+
+def test_tiles_follow_the_shared_memory_of_the_device(recorded):
+    x, blocks, a = (torch.empty(*s, device="cuda:0") for s in ((300, 256), (2, 128, 128), (8, 256)))
+    warps = []
+    for limit, kernels_run in ((232_448, 2), (101_376, 1)):
+        recorded.clear()
+        with mock.patch.object(_launch, "shared_memory", return_value=limit):
+            assert butterfly_triton.rotate(x, blocks).shape == x.shape
+            low_rank_triton.shrink(x, a, 0.0, None)
+        # two tiles of 128 features in float32 need 147,456 bytes: a product for torch
+        assert len(recorded) == kernels_run
+        warps.append(low_rank_triton.shrink_kernel.constants["num_warps"])
+    assert warps == [4, 8]
 
 
 def test_a_launch_without_the_guard_is_seen(recorded):
