@@ -3,7 +3,8 @@
 A script, run in a process of its own because Triton decides at import whether it interprets.
 `python tests/kernels/aot.py low_rank` prints one JSON list, a row for each kernel, configuration
 and architecture of that operator, with what ptxas made of it; `aot.py ones` prints which kernels do
-not compile for integers of 1; without a name it writes the table of all to docs/kernels.md.
+not compile for integers of 1, `aot.py version` Triton's version; without a name it writes the table
+of all to docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -326,7 +327,8 @@ def ones():
 def main():
     if len(sys.argv) > 1:
         asked = sys.argv[1]
-        json.dump(ones() if asked == "ones" else rows_of(asked), sys.stdout)
+        answers = {"ones": ones, "version": lambda: triton.__version__}
+        json.dump(answers[asked]() if asked in answers else rows_of(asked), sys.stdout)
     else:
         PAGE.write_text(table([row for name in CASES for row in rows_of(name)]), encoding="utf-8")
 

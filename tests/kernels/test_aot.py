@@ -31,9 +31,11 @@ def shown():
     return [line for line in lines if line.startswith("| ")][2:]
 
 
-def printed(asked):
-    """What the script prints."""
+def printed(asked, *folders):
+    """What the script prints, with packages of these folders before the installed ones."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if folders:
+        env["PYTHONPATH"] = os.pathsep.join([*folders, env.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, SCRIPT, asked], env=env, capture_output=True, text=True, check=False
     )
@@ -72,6 +74,19 @@ def test_every_configuration_compiles_well(name):
         before = sum(COUNTS[other][0] for other in list(COUNTS)[: list(COUNTS).index(name)])
         there = shown()[before : before + len(own)]
         assert there == own, "write: python tests/kernels/aot.py"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", COUNTS)
+def test_another_triton_compiles_as_well(name):
+    folder = os.environ.get("OTHER_TRITON")
+    if folder is None:
+        pytest.skip(
+            f"Triton {triton.__version__} is the only one here; for another, write "
+            f"pip install --target FOLDER triton==3.6.0 and set OTHER_TRITON=FOLDER"
+        )
+    assert printed("version", folder) != triton.__version__
+    well_compiled(printed(name, folder))
 
 
 def test_the_page_shows_nothing_else():
