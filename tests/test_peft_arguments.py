@@ -195,7 +195,7 @@ def test_adapters_are_saved_all_or_none(tmp_path):
 
 WRONG: list[dict[str, Any]] = [
     {"target_modules": [1]},
-    {"target_modules": {1, "q_proj"}},
+    {"target_modules": frozenset({1})},
     {"target_modules": 5},
     {"target_modules": "("},
     {"exclude_modules": 5},
