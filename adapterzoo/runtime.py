@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap
+from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap, fusions_of
 from .contracts import Adapter, Prefix, SharedInputAdapter, SharedKey
 from .errors import StateError
 from .kernels import mode
@@ -110,7 +110,8 @@ class Held:
 
     Attributes:
         plan: the active plan.
-        gone: an adapter of the plan that has been deleted or replaced; None if all are there.
+        gone: an adapter or fusion of the plan that has been deleted or replaced; None if all are
+            there.
     """
 
     plan: Plan
@@ -359,7 +360,7 @@ class ActiveState(threading.local):
             return None
         if held.gone is not None:
             raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): the adapter {held.gone!r} was deleted or "
+                f"AdapterSetup({held.plan.setup!r}): {held.gone} was deleted or "
                 f"replaced while the block was open. Leave the block, or enter a new one."
             )
         return held.plan
@@ -409,13 +410,16 @@ class ActiveState(threading.local):
     def resumable(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return a function that recreates the current active state in a later call, in any thread.
 
-        Gradient checkpointing computes a block again in the backward pass.
+        Gradient checkpointing computes a block again in the backward pass, before which the default
+        plan may change.
 
         Returns:
-            A function that returns a context to run in; None if only the default plan is active.
+            A function that returns a context to run in; None in compiled code if only the default
+            plan is active.
         """
         plan, stacks = self.held, list(self.call.stacks)
-        if plan is None and not stacks:
+        # compiled code recomputes within its own graph, for which the default plan stays
+        if plan is None and not stacks and torch.compiler.is_compiling():
             return None
         return functools.partial(self._resumed, self.plan, stacks)
 
@@ -470,11 +474,24 @@ class ActiveState(threading.local):
         Args:
             name: of the adapter.
         """
+        self._mark(f"the adapter {name!r}", lambda setup: name in setup.flatten())
+
+    def forget_fusion(self, name: str) -> None:
+        """Mark blocks that use deleted fusion layers.
+
+        Args:
+            name: of the fusion.
+        """
+        self._mark(
+            f"the fusion {name!r}", lambda setup: any(f.name == name for f in fusions_of(setup))
+        )
+
+    def _mark(self, gone: str, uses: Callable[[Composition], bool]) -> None:
         with _blocks_lock:
             for block in self.default.blocks:
                 setup = block.held.plan.setup
-                if setup is not None and name in setup.flatten():
-                    block.held.gone = name
+                if setup is not None and uses(setup):
+                    block.held.gone = gone
 
     def _open_blocks(self) -> list[Block]:
         thread = threading.get_ident()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import peft
+import peft_world
 import torch
 from click.testing import CliRunner
 from peft.tuners.boft import layer as peft_boft
@@ -146,8 +146,7 @@ def reloaded(family: str, folder: Path) -> Tensor:
         CannotError: PEFT cannot.
     """
     with by_peft():
-        model = peft.PeftModel.from_pretrained(plain(family), folder)
-        return logits(model, family)
+        return peft_world.reloaded(family, folder)
 
 
 # --- cells ---

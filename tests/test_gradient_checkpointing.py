@@ -95,6 +95,27 @@ def test_the_backward_pass_recomputes_with_the_setup_of_the_forward(variant, ree
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+def test_the_backward_pass_recomputes_with_what_was_active_in_the_forward(reentrant):
+    model = model_with("llama", "lora")
+    for _, module in model.adapter_modules("b"):
+        module.requires_grad_(True)
+    inputs = tiny_inputs("llama")
+    inputs["labels"] = torch.ones_like(inputs["input_ids"])
+
+    def run():
+        model.zero_grad()
+        model.set_active_adapters("a")
+        loss = model(**inputs).loss
+        model.set_active_adapters("b")
+        (loss + model(**inputs).loss).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = run()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    same(run(), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("method", ["lora", "dora", "boft"])
 def test_fused_experts_are_recomputed(method, reentrant):
     model = model_with("mixtral", f"{method}[intermediate_lora=True,output_lora=True]")

@@ -357,3 +357,18 @@ def test_random_inputs_do_not_depend_on_the_default_device():
         torch.set_default_device(None)
     assert torch.equal(found["input_ids"], expected["input_ids"])
     assert torch.equal(others["pixel_values"], images["pixel_values"])
+
+
+@pytest.mark.filterwarnings("ignore:.*was active")
+def test_the_first_of_the_others_is_active_when_the_active_adapter_is_deleted() -> None:
+    for library in (peft, adapterzoo.peft):
+        config = library.LoraConfig(**LAYERS)
+        model = library.get_peft_model(plain("llama"), config, adapter_name="three")
+        for name in ("two", "one"):
+            model.add_adapter(name, config)
+        model.set_adapter("two")
+        model.delete_adapter("two")
+        assert model.active_adapter == "one"
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert trained
+        assert all(".one." in name for name in trained)

@@ -352,3 +352,19 @@ def test_new_tokens_do_not_save_the_whole_table(tmp_path):
     for file in (tmp_path / "peft" / TENSORS, tmp_path / "own" / "adapter.safetensors"):
         rows = [t for k, t in load_file(file).items() if "lora" not in k and t.dim() == 2]
         assert [t.shape for t in rows] == [(2, width)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("form", ["peft", "native"])
+def test_a_copy_that_still_equals_its_original_is_loaded_and_trained(tmp_path, family, form):
+    config = peft.LoraConfig(r=2, target_modules=QV[family], modules_to_save=["lm_head"])
+    saver = ours(family)
+    saver.add_adapter("a", config)
+    saver.save_adapter(tmp_path, "a", format=form)
+    model = ours(family)
+    model.load_adapter(tmp_path, load_as="a")
+    model.train_adapter("a")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("lm_head" in name for name in trained)
+    # the base model's table stays as it is, although it is tied to the original
+    assert not any("wte" in name or "embed_tokens" in name for name in trained)

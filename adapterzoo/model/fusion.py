@@ -192,6 +192,9 @@ def enter(
 
 
 def _remove(model: AdaptedModel, name: str) -> None:
+    model._active.forget_fusion(name)
+    # plans hold the layers
+    model._adapter_state.plans.clear()
     model._head_strategy.removing(fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(model._backbone.get_submodule(path), fusion_key(name))

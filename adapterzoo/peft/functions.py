@@ -14,6 +14,7 @@ from adapterzoo.checkpoint import peft as format_of_peft
 from adapterzoo.errors import ConfigError, StateError, names_call
 from adapterzoo.inject import quantized
 from adapterzoo.model import AdapterModelMixin
+from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.peft import in_memory, original_weights, switching
 
 from .configs import PeftConfig, from_values
@@ -104,13 +105,11 @@ def load_peft_weights(
 
     Raises:
         CheckpointError: there is no such file.
-        ConfigError: an argument is unknown.
+        FieldError: an argument is unknown.
     """
-    if unknown := sorted(kwargs.keys() - {*hub.OPTIONS}):
-        raise ConfigError(
-            f"{unknown[0]}={kwargs[unknown[0]]!r}: there is no such argument. Leave it out."
-        )
-    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
+    revision = kwargs.pop("revision", None)
+    folder = hub.resolve(model_id, revision, **arguments.of_hub(kwargs))
+    tensors = format_of_peft.tensors_in(folder)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 
 

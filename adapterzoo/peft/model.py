@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -162,6 +163,25 @@ class PeftModel:
         else:
             names = switching.list_of(cast("Any", self), adapter_name)
             switching.train(self, names if len(names) > 1 else names[0], thaws=True)
+
+    @switching.also_named(adapter_names="adapter_name")
+    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Delete adapters; if none is active afterwards, the first of the others is, as in PEFT.
+
+        Args:
+            adapter_name: a name, or several.
+
+        Raises:
+            StateError: one is in use.
+            UnknownNameError: an adapter is unknown.
+        """
+        own = cast("Any", self)
+        was_active = own.active_adapters is not None
+        cast("Any", AdapterModelMixin).delete_adapter(self, adapter_name)
+        if was_active and own.active_adapters is None and own.adapters_config:
+            name = min(own.adapters_config)
+            warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
+            switching.train(self, name, thaws=True)
 
     @names_call
     def save_pretrained(

@@ -320,3 +320,14 @@ def test_refused(saved, tmp_path):
     dense.merge_adapter("merged")
     with refused(dense, StateError, "loftq(LlamaForCausalLM): ", "'merged'", "reset_adapter()"):
         names_of_peft.replace_lora_weights_loftq(dense, adapter_name="merged")
+
+
+@pytest.mark.parametrize(
+    "broken", [lambda t: t * float("nan"), lambda t: t.to("meta")], ids=["nan", "meta"]
+)
+def test_weights_without_finite_values_are_refused(saved, broken):
+    weights = safetensors.torch.load_file(saved() / "model.safetensors")
+    model = adapterzoo.init(base(saved()))
+    config = LoRAConfig(r=4, target_modules=TARGETS["llama"], init_weights="loftq")
+    with refused(model, ConfigError, "not finite", "init_data='folder'"):
+        model.add_adapter("a", config, init_data={k: broken(t) for k, t in weights.items()})

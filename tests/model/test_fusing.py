@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -456,3 +457,44 @@ def test_what_a_fusion_says_is_not_the_last_adapter_s():
     assert not heads & {"a", "b"}
     model.set_active_adapters(Stack("b", "a"))
     assert model.active_head == "a"
+
+
+def test_rows_of_a_batch_do_not_get_deleted_fusion_layers():
+    model = with_fusion()
+    inputs, rows = tiny_inputs("bert"), [AB, None]
+    before = first_output(model(**inputs, adapter_names=rows))
+    model.delete_adapter_fusion(AB)
+    with pytest.raises(StateError, match="no fusion layers"):
+        model(**inputs, adapter_names=rows)
+    model.add_adapter_fusion(AB)
+    fill(model, "a,b", seed=8)
+    after = first_output(model(**inputs, adapter_names=rows))
+    with AdapterSetup(AB):
+        torch.testing.assert_close(after[0], first_output(model(**inputs))[0])
+    assert not torch.allclose(after[0], before[0])
+
+
+def test_a_block_of_another_thread_does_not_get_deleted_fusion_layers():
+    model = with_fusion()
+    inputs, started, deleted = tiny_inputs("bert"), threading.Event(), threading.Event()
+    errors = []
+
+    def run():
+        with AdapterSetup(AB):
+            model(**inputs)
+            started.set()
+            deleted.wait(60)
+            try:
+                model(**inputs)
+            except StateError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert started.wait(60)
+    model.delete_adapter_fusion(AB)
+    model.add_adapter_fusion(AB)
+    deleted.set()
+    thread.join()
+    assert len(errors) == 1
+    assert "the fusion 'a,b' was deleted" in errors[0]

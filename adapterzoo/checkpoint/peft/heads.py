@@ -5,7 +5,7 @@ A PEFT adapter belongs to a task class of transformers, and has the keys of that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
-from adapterzoo.heads import STATIC, head_types
+from adapterzoo.heads import OWN_OUTPUT, STATIC, head_types
 
 from .config import CONFIG, MERGE, PeftConfig
 
@@ -57,14 +57,16 @@ def head_from(
         CheckpointError: a weight of the base model was trained too, or the head has no equivalent.
     """
     head: dict[str, Tensor] = {}
-    trained = []
+    trained, own_output = [], False
     for key, tensor in rest.items():
         if ".original_module." in key:
             continue
         name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         name = name.replace(".base_layer.", ".")
         own = _base_tensor(name, info)
-        if own is None or (name in info.output and _is_other(own, tensor)):
+        is_own = name in info.output and _is_saved(name, theirs.modules_to_save)
+        own_output |= is_own
+        if own is None or is_own or (name in info.output and _is_other(own, tensor)):
             head[name] = tensor
         # PEFT saves adapted embeddings too: ignore them if they equal the model's
         elif _is_other(own, tensor):
@@ -81,9 +83,14 @@ def head_from(
         # tensors that the file lacks do not change
         kept = {key: info.tensor(key) for key in info.static_head() if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
-        return {STATIC: info.model_class}, head
+        return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
     # PEFT's files have no labels: take those of the model
     return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
+
+
+def _is_saved(key: str, names: Iterable[str]) -> bool:
+    path = key.rpartition(".")[0]
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _is_other(own: Tensor, tensor: Tensor) -> bool:

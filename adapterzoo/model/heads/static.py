@@ -19,7 +19,7 @@ from adapterzoo.checkpoint.digest import digest, same_bits
 from adapterzoo.composition import Composition, Step
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
-from adapterzoo.heads import STATIC, next_labels
+from adapterzoo.heads import OWN_OUTPUT, STATIC, next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.hf.info import Tasks, head_tensors
 from adapterzoo.model.hf.owned import disown
@@ -184,6 +184,8 @@ class StaticHead(HeadStrategy):
             "label2id": getattr(config, "label2id", None),
             MODEL_CONFIG: config_fields(config),
         }
+        if copies.output_path(self.model) in copies.layers_with(self.model, name):
+            document[OWN_OUTPUT] = True
         if large and not alone:
             (key,) = large
             document |= {FIELD: digest(large[key]), OUTPUT_KEY: key}
@@ -216,7 +218,10 @@ class StaticHead(HeadStrategy):
             fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
             return lambda: fit.fill(self.model, tensors)
         output = copies.output_tensors(self.model)
-        own_output = any(_differs(output[key], tensors[key]) for key in output if key in tensors)
+        # a copy may still have the values of the original
+        own_output = bool(record.document.get(OWN_OUTPUT)) or any(
+            _differs(output[key], tensors[key]) for key in output if key in tensors
+        )
         if own_output:
             mine |= output
             rest = {key: t for key, t in rest.items() if key not in output}

@@ -84,6 +84,11 @@ def _checked(
             f"{name} has {kind} {list(w.shape)} at {path!r}, where the model has a quantized "
             f"weight {list(shape)}. Write init_data='folder' with the model before quantization."
         )
+    if w.is_meta or not bool(w.isfinite().all()):
+        raise ConfigError(
+            f"{name} has a weight without values, or with values that are not finite. Write "
+            f"init_data='folder' with the model before quantization."
+        )
     return w
 
 
