@@ -92,8 +92,8 @@ def _named(
         return {*every}, [*former]
     if not isinstance(targets, str):
         ends = {str(target).rpartition(".")[2] for target in targets}
-        names = {layer for layer in every if layer in ends}
-        return names, list(dict.fromkeys(every[layer] for layer in names))
+        listed = [layer for layer in every if layer in ends]
+        return {*listed}, list(dict.fromkeys(every[layer] for layer in listed))
     names: set[str] = set()
     found: dict[str, None] = {}
     for name in model.anatomy.weights():
