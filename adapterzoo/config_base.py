@@ -237,14 +237,13 @@ def _example(cls: type[Config]) -> str:
 
 
 def _string_example(name: str, config: Config) -> str:
-    """Return a config string that sets a field, a number if the config has one."""
+    """Return a config string that sets a field: a whole number, another number or a flag."""
     fields = _fields_of(config)
     # a field that a class declares itself is more specific than one that it inherits
     names = [
         n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
     ]
-    plain = [n for n in names if type(fields[n]) in (int, float)]
-    plain += [n for n in names if type(fields[n]) is bool]
+    plain = [n for kind in (int, float, bool) for n in names if type(fields[n]) is kind]
     return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
 
 

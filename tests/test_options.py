@@ -21,6 +21,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig
 
 # other values by the name of the field, where they are not to be guessed from the default
 VALUES: dict[str, Any] = {
+    "alora_invocation_tokens": [5, 6],
     "alpha_pattern": {"query": 3},
     "attn_matrices": ("k",),
     "bias": "lora_only",
@@ -60,6 +61,7 @@ VALUES: dict[str, Any] = {
     "rank_pattern": {"query": 2},
     "reduction_factor": 4,
     "target_modules": ["dense"],
+    "target_parameters": ["intermediate.dense.weight"],
     "task_specific_matrix_type": "linear",
     "tie_word_embeddings": False,
     "trainable_token_indices": [1],
@@ -106,7 +108,7 @@ for _head in ("causal_lm", "seq2seq_lm"):
 for _reft in ("loreft", "noreft", "direft"):
     WITH[_reft, "tied_weights"] = {"suffix_positions": 2}
 # the model where a field is read, if it is not an encoder of text
-READS = {"cross_prefix": "t5", "encoder_prefix": "t5"}
+READS = {"alora_invocation_tokens": "llama", "cross_prefix": "t5", "encoder_prefix": "t5"}
 
 
 def other(field: str, value: Any) -> Any:

@@ -26,7 +26,9 @@ def over_there(hub_client: tuple[Any, Any], tmp_path: Path) -> Callable[..., lis
     hub.repos.clear()
     hub.faults = []
     client.run(
-        "from huggingface_hub import constants; constants.HF_HUB_CACHE = cache",
+        # what packages print when they are imported is not what a command prints
+        "import transformers.modeling_utils; from huggingface_hub import constants; "
+        "constants.HF_HUB_CACHE = cache",
         cache=str(tmp_path / "cache"),
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adapterzoo.composition import ActiveHeads, Composition, Step
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, in_python
 from adapterzoo.heads import PredictionHead, token_places
 
 HeadNames: TypeAlias = "str | list[str] | Composition | None"
@@ -54,7 +54,9 @@ class LoadOptions:
             ConfigError: it is not one.
         """
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise ConfigError(f"dtype={self.dtype!r} is not a dtype. Write dtype=torch.float32.")
+            raise ConfigError(
+                f"dtype={self.dtype!r} is not a dtype{in_python('. Write dtype=torch.float32')}."
+            )
 
 
 class HeadStrategy:

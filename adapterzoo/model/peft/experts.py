@@ -92,9 +92,10 @@ def _named(
         return {*every}, [*former]
     if not isinstance(targets, str):
         ends = {str(target).rpartition(".")[2] for target in targets}
-        names = {layer for layer in every if layer in ends}
-        return names, list(dict.fromkeys(every[layer] for layer in names))
-    names, found = set[str](), dict[str, None]()
+        listed = [layer for layer in every if layer in ends]
+        return {*listed}, list(dict.fromkeys(every[layer] for layer in listed))
+    names: set[str] = set()
+    found: dict[str, None] = {}
     for name in model.anatomy.weights():
         for layer, parameter in every.items():
             if name.endswith(f".{parameter}"):
