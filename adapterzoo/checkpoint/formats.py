@@ -30,6 +30,9 @@ Kind = Literal["adapter", "head"]
 KINDS: tuple[Kind, ...] = ("adapter", "head")
 """The kinds of folders; an adapter, with or without its head, comes before only a head."""
 
+OWN_OUTPUT = "own_output"
+"""The key in a document of a task class: whether the output layer is the adapter's own."""
+
 # names of files with the weights of a whole model
 _WHOLE = ("model.safetensors", "model-", "pytorch_model")
 

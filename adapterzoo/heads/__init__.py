@@ -27,7 +27,7 @@ from .language_modeling import (
 )
 from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
 from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
-from .static import OWN_OUTPUT, STATIC, StaticConfig, TaskHead
+from .static import STATIC, StaticConfig, TaskHead
 from .tagging import TaggingConfig, TaggingHead
 
 # their names in `adapters`, which has a class for each task
@@ -36,7 +36,6 @@ ClassificationHead = ImageClassificationHead = MultiLabelClassificationHead = Po
 
 __all__ = [
     "IGNORED",
-    "OWN_OUTPUT",
     "POOLINGS",
     "STATIC",
     "Backbone",

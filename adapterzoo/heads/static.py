@@ -26,8 +26,6 @@ from ._losses import Count, Logits
 
 STATIC = "static"
 """The type, and the key of a task class in checkpoints of such a class."""
-OWN_OUTPUT = "own_output"
-"""The key in them of whether the output layer onto the vocabulary is the adapter's own."""
 
 
 @head_types.register(STATIC)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
+from adapterzoo.checkpoint.formats import OWN_OUTPUT, Checkpoint, ModelInfo
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
-from adapterzoo.heads import OWN_OUTPUT, STATIC, head_types
+from adapterzoo.heads import STATIC, head_types
 
 from .config import CONFIG, MERGE, PeftConfig
 

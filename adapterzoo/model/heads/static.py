@@ -16,10 +16,11 @@ from transformers.utils.generic import find_labels
 from adapterzoo import inject
 from adapterzoo.checkpoint import fit
 from adapterzoo.checkpoint.digest import digest, same_bits
+from adapterzoo.checkpoint.formats import OWN_OUTPUT
 from adapterzoo.composition import Composition, Step
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
-from adapterzoo.heads import OWN_OUTPUT, STATIC, next_labels
+from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.hf.info import Tasks, head_tensors
 from adapterzoo.model.hf.owned import disown
