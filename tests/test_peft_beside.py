@@ -64,6 +64,20 @@ def close(found, expected):
     torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-10)
 
 
+def there_and_back(family, folder, expected):
+    """PEFT's file loaded here and written again, with PEFT's logits each time.
+
+    Returns the model, the name of the adapter, and the logits without it.
+    """
+    model = ours(family)
+    before = logits(model, family)
+    name = model.load_adapter(folder / "theirs", set_active=True)
+    close(logits(model, family), expected)
+    model.save_adapter(folder / "back", name, format="peft")
+    close(reloaded(family, folder / "back"), expected)
+    return model, name, before
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_both_libraries_compute_the_same(case, tmp_path):
     family, fields = CASES[case]
@@ -71,13 +85,7 @@ def test_both_libraries_compute_the_same(case, tmp_path):
     config = peft.LoraConfig(task_type=TASKS[family], target_modules=QV[family], **fields)
     expected = trained(family, config, tmp_path / "theirs")
     assert not torch.allclose(expected, logits(plain(family), family), atol=1e-3)
-    model = ours(family)
-    before = logits(model, family)
-    name = model.load_adapter(tmp_path / "theirs", set_active=True)
-    close(logits(model, family), expected)
-    # back, with the same tensors and a config that PEFT reads
-    model.save_adapter(tmp_path / "back", name, format="peft")
-    close(reloaded(family, tmp_path / "back"), expected)
+    model, name, before = there_and_back(family, tmp_path, expected)
     theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
     for key, tensor in mine.items():
         assert key in theirs, key
@@ -156,12 +164,7 @@ def test_norms_and_modules(family, targets, saved, tmp_path):
     fields = {"target_modules": targets, "modules_to_save": [*saved]}
     config = peft.LNTuningConfig(task_type=TASKS[family], **fields)
     expected = trained(family, config, tmp_path / "theirs")
-    model = ours(family)
-    before = logits(model, family)
-    name = model.load_adapter(tmp_path / "theirs", set_active=True)
-    close(logits(model, family), expected)
-    model.save_adapter(tmp_path / "back", name, format="peft")
-    close(reloaded(family, tmp_path / "back"), expected)
+    model, name, before = there_and_back(family, tmp_path, expected)
     theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
     assert mine.keys() == theirs.keys()
     model.delete_adapter(name)

@@ -76,16 +76,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: o
         kernel[grid](*operands, **constants)
 
 
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Return how many bytes one program may use on a CUDA device; the interpreter has no limit."""
-    if device.type != "cuda":
-        return 1 << 30
-    from triton.runtime import driver
-
-    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
-
-
 def _capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
     return _read_capability(device)

@@ -8,12 +8,14 @@ Addresses are computed in 64 bits, because row · stride can exceed 2³¹.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from . import _launch
 
@@ -70,7 +72,15 @@ def _is_tf32() -> bool:
 
 def is_small(x: Tensor) -> bool:
     """Return whether `x` is on a GPU of sm 86, 89 or 120: less shared memory, sooner spills."""
-    return _launch.shared_memory(x.device) < _LARGE
+    return shared_memory(x.device) < _LARGE
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes one program may use on a CUDA device; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def cut(rank: int) -> int:

@@ -18,6 +18,7 @@ from adapterzoo import kernels
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import (
     _launch,
+    _tiles_triton,
     bottleneck_triton,
     butterfly_triton,
     compose_triton,
@@ -117,7 +118,7 @@ def recorded():
             stack.enter_context(mock.patch.object(module, name, recorder))
         stack.enter_context(mock.patch.object(torch.cuda, "device_of", device_of))
         stack.enter_context(mock.patch.object(_launch, "_capability", return_value=(9, 0)))
-        stack.enter_context(mock.patch.object(_launch, "shared_memory", return_value=232_448))
+        stack.enter_context(mock.patch.object(_tiles_triton, "shared_memory", return_value=232_448))
         stack.enter_context(FakeTensorMode())
         yield log
 
@@ -229,7 +230,7 @@ def test_tiles_follow_the_shared_memory_of_the_device(recorded):
     warps = []
     for limit, kernels_run in ((232_448, 2), (101_376, 1)):
         recorded.clear()
-        with mock.patch.object(_launch, "shared_memory", return_value=limit):
+        with mock.patch.object(_tiles_triton, "shared_memory", return_value=limit):
             assert butterfly_triton.rotate(x, blocks).shape == x.shape
             low_rank_triton.shrink(x, a, 0.0, None)
         # two tiles of 128 features in float32 need 147,456 bytes: a product for torch
