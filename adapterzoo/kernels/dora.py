@@ -82,7 +82,8 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def _run(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    if not mode.takes_triton("row_norm", w, a, b):
+    # under autocast weights stay float32
+    if not mode.takes_triton("row_norm", w, a, b, single=True):
         return row_norm_reference(w, a, b, scaling)
     from . import row_norm_triton
 

@@ -18,11 +18,11 @@ from adapterzoo.kernels import _launch
 # of one layer: query, key, value, output, gate, up and down; those of one input share its kernel
 SITES, INPUTS = 7, 4
 COUNTS = {
-    "lora": ({"shrink": INPUTS, "expand": SITES}, {"expand_backward": SITES}),
-    "dora": ({"shrink": INPUTS, "compose": SITES}, {"compose_backward": SITES}),
+    "lora": ({"shrink": INPUTS, "compose": SITES}, {"compose_backward": SITES, "finish": SITES}),
+    "dora": ({"shrink": INPUTS, "compose": SITES}, {"compose_backward": SITES, "finish": SITES}),
     "boft": (
         {"rotate": SITES, "compose": SITES},
-        {"rotate_backward": SITES, "compose_backward": SITES},
+        {"rotate_backward": SITES, "compose_backward": SITES, "finish": SITES},
     ),
 }
 # of the backward: x and the gradient of x, without the features that dropout left out
