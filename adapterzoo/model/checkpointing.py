@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
+from adapterzoo.arguments import one_of
 from adapterzoo.checkpoint import fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
@@ -156,7 +157,7 @@ def found(
     hub_options: Mapping[str, Any],
 ) -> tuple[Path, str | None]:
     """Return the folder of an adapter, and its name on the Hub; arguments as of `load_adapter`."""
-    revision = arguments.one_of(version=version, revision=revision)
+    revision = one_of(version=version, revision=revision)
     base = hub_options.get("model_name") or name_of(model)
     folder = hub.resolve(path, revision, source, **{**hub_options, "model_name": base})
     return folder, None if folder == Path(path) else str(path)
