@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import direction_reference, row_norm
+from adapterzoo.kernels.dora import direction_reference, row_norm, weight_norm
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
 
 from ._init import constant, drawn
@@ -89,9 +89,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the magnitudes that change nothing, ‖W‖."""
-        w = base.weight
-        a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
-        return {"m": row_norm(w, a, b, 1.0)}
+        return {"m": weight_norm(base.weight)}
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
