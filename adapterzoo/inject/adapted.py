@@ -135,7 +135,7 @@ class Adapted(nn.Module):
     def _rows_at_input(self) -> list[tuple[object, list[Any]]]:
         """Return the same for the rows of a mixed batch: for each layer, who acts on which rows."""
         plan = self._link.active.plan
-        members = []
+        members: list[tuple[object, list[Any]]] = []
         for name, _ in plan.shared_inputs[self._link.path]:
             layer = below_wrappers(self._modules[name])
             step, adapters = acting(layer, plan.sites[layer._link.path])

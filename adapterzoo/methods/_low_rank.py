@@ -109,7 +109,9 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         factors = [[each.lora_A for each in adapters] for adapters in members]
         A = kept_down(members[0], factors, base)  # [n, sum of ranks, d_in]
         t = grouped_shrink(x, A, groups, one.dropout, one.training)
-        return t.split([max(len(a) for a in each) for each in factors], -1)
+        widths = [max(len(a) for a in each) for each in factors]
+        parts: tuple[Tensor, ...] = t.split(widths, -1)
+        return parts
 
     def looked_up(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return a of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.
