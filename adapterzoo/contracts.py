@@ -215,6 +215,10 @@ class InputPlan(ABC):
         """Return the fields of the config that the inputs decide, with their values."""
 
 
+# values that a module keeps as they are
+_PLAIN = frozenset((bool, int, float, str, tuple, dict, type(None)))
+
+
 class Contained(nn.Module):
     """A module that a layer, or the base model, keeps under the name of an adapter or fusion.
 
@@ -226,6 +230,20 @@ class Contained(nn.Module):
 
     container: str = "adapters"
     prefix: ClassVar[str] = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a number, text or flag without the checks of `nn.Module`, which take longer."""
+        own = vars(self)
+        if (
+            type(value) in _PLAIN
+            and "_modules" in own
+            and not (
+                name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"]
+            )
+        ):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
 
 class SharedModules(nn.ModuleDict, Contained):
