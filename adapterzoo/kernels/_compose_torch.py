@@ -9,6 +9,9 @@ from torch.nn.functional import hardshrink, linear
 from . import mode
 from ._low_rank_torch import is_small, rows_of
 
+# rows that are multiplied at a time
+_SLICE = 128
+
 
 def compose(
     y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
@@ -52,8 +55,7 @@ def compose_backward(
     if needs_y:
         of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
     if needs_gain:
-        before = rows_of(kept) if bias is None else rows_of(kept) - bias
-        of_gain = (before * wide).sum(0)
+        of_gain = _dots(rows_of(kept), wide, bias)
         of_gain = of_gain / divisor(gain, kept.dtype, bias is not None) if tells else of_gain
     if needs_bias and bias is not None:
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
@@ -89,3 +91,15 @@ def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
     # rounding errors of the bias, or products that underflow
     least = info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
     return hardshrink(gain, least)
+
+
+def _dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
+    """Return Σ (kept − bias) ∘ dy over the rows, `[d_out]`."""
+    plain = kept.is_cpu and kept.dtype is dy.dtype and not torch.is_grad_enabled()
+    if not plain or kept.shape[0] <= _SLICE:
+        return ((kept if bias is None else kept - bias) * dy).sum(0)
+    # slices stay in the cache, unlike a product as large as dy
+    sums = dy.new_zeros(_SLICE, dy.shape[1])
+    for own, of_own in zip(kept.split(_SLICE), dy.split(_SLICE), strict=True):
+        sums[: len(own)].addcmul_(own if bias is None else own - bias, of_own)
+    return sums.sum(0)

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import direction_reference, row_norm, weight_norm
+from adapterzoo.kernels.dora import (
+    direction_reference,
+    divided,
+    row_gain,
+    row_norm,
+    weight_norm,
+)
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink
 
@@ -79,13 +85,10 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def gain_of(self, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return g for the untouched weight and the factors of the update."""
-        # the norm of adapters leaves out s and is differentiated; the paper's is a constant
-        with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
-            s = 1.0 if self.adapterhub else self.scaling
-            norm = row_norm(w, a, b, s)  # [*experts, d_out]
-        # a row of zeros has no direction to change: it stays as it is
-        zero = norm == 0
-        return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
+        if not self.adapterhub:
+            return row_gain(w, a, b, self.m, self.scaling)  # [*experts, d_out]
+        # the norm of adapters leaves out s and is differentiated
+        return divided(self.m, row_norm(w, a, b, 1.0))
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""

@@ -26,13 +26,14 @@ COUNTS = {
         {"shrink": INPUTS, "compose": SITES},
         {"compose_backward": SITES, "shrink_backward": INPUTS},
     ),
+    # and in training one kernel for all rotations of an input
     "boft": (
         {"rotate": SITES, "compose": SITES},
-        {"rotate_backward": SITES, "compose_backward": SITES},
+        {"rotate_backward": SITES, "compose_backward": SITES, "cayley_fold_backward": INPUTS},
     ),
 }
-# in training alone: the norms, for which a aᵀ is made by the kernel of x aᵀ
-NORMS = {"dora": {"row_norm": SITES, "shrink": SITES}}
+# in training alone: the norms, for which a aᵀ is made by the kernel of x aᵀ; the rotations
+NORMS = {"dora": {"row_norm": SITES, "shrink": SITES}, "boft": {"cayley_fold": INPUTS}}
 METHODS = {
     "lora": "lora[r=4]",
     "lora + dropout": "lora[r=4,dropout=0.1]",
@@ -145,10 +146,11 @@ def test_a_layer_launches_once_for_each_site_or_input(log, method):
     model.train_adapter("a")
     model.train()
     log.clear()
-    forward, backward = COUNTS[method.partition(" ")[0].rstrip(",")]
+    name = method.partition(" ")[0].rstrip(",")
+    forward, backward = COUNTS[name]
     embeds = torch.randn(2, 7, 32, requires_grad=True)
     out = model(inputs_embeds=embeds, use_cache=False)[0]
-    norms = Counter(NORMS.get(method.partition(" ")[0], {}))
+    norms = Counter(NORMS.get(name, {}))
     assert log == Counter(forward) + norms
     log.clear()
     out.sum().backward()
