@@ -7,10 +7,9 @@ The backward reads dy and y once and computes all five gradients: the program of
 writes dy ∘ gain and its parts of dt and of the sums over rows. A second kernel adds the parts and
 makes the gradients of them. There are no atomics: the same operands give the same bits.
 
-It needs the layer's output y from before the gain, not the result: nothing is divided by the gain,
-so that a gain of zero is not a special case and the host need not wait for the GPU to exclude it.
-The share of t bᵀ in the gain's gradient follows from dyᵀ t, which b needs anyway:
-Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
+It reads the output, from which the gain's gradient follows by a division, or, where a gain is too
+small for that, y from before the gain. Then the share of t bᵀ in the gain's gradient follows from
+dyᵀ t, which b needs anyway: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
 
 The gain, sums and intermediate values are float32; products are in the wider dtype of the factors.
 """
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compose_torch import least_gain
 from ._launch import launch
 from ._tiles_triton import (
     FEW,
@@ -180,7 +180,7 @@ def compose_backward_kernel(
 @triton.jit(do_not_specialize=["parts_of_t", "parts_of_b", "parts_of_sums"])
 def finish_kernel(
     of_t, of_b, dots, sums, gain, b, dt, db, dgain, dbias, b_row, b_col, numbers, width, rank,
-    parts_of_t, parts_of_b, parts_of_sums, scaling,
+    parts_of_t, parts_of_b, parts_of_sums, scaling, least,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, TELLS: tl.constexpr, HIDDEN: tl.constexpr,
     NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, NEEDS_DOTS: tl.constexpr,
@@ -189,8 +189,8 @@ def finish_kernel(
     """Add the parts: the first programs write some numbers of dt, the others some rows of the rest.
 
     dt = Σ of_t, db = scaling · gain ∘ Σ of_b, dbias = (1 − gain) ∘ Σ sums (scaling · Σ sums without
-    a gain), and dgain = Σ dots, divided by the gain if it TELLS; HIDDEN: + scaling · rowsum(Σ of_b
-    ∘ b). `parts_of_sums` are those of dots and sums.
+    a gain), and dgain = Σ dots; HIDDEN: + scaling · rowsum(Σ of_b ∘ b); TELLS: divided by the gain,
+    or by 0 up to `least`. `parts_of_sums` are those of dots and sums.
     """
     flat = 0
     if NEEDS_T:
@@ -245,7 +245,7 @@ def finish_kernel(
                 tl.store(here, total.to(db.dtype.element_ty), within)
     if NEEDS_DOTS:
         if TELLS:
-            dot /= factors
+            dot /= tl.where(tl.abs(factors) > least, factors, 0.0)
         tl.store(dgain + n, dot, there)
     if NEEDS_SUMS:
         own *= 1.0 - factors if SCALES else scaling
@@ -350,6 +350,7 @@ def compose_backward(
     launch(
         finish_kernel, (programs,), of_t, of_b, dots, sums, _contiguous(gain), b, dt, db, dgain,
         dbias, *_strides(b), dt.numel(), width, rank, of_t.shape[0], of_b.shape[0], blocks, scaling,
+        least_gain(dy.dtype, bias is not None),
         NUMBERS=_NUMBERS, SCALES=gain is not None, TELLS=tells, HIDDEN=hidden, NEEDS_T=needs_t,
         NEEDS_B=needs_b, NEEDS_DOTS=needs_gain, NEEDS_SUMS=needs_bias, **tile.pipelined,
     )  # fmt: skip

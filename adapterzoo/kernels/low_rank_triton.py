@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 
 from . import _dropout, _low_rank_torch, compose_triton
 from ._launch import launch
@@ -95,9 +94,11 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
+    flat = x.reshape(-1, x.shape[-1])  # [rows, d_in]
     if noise is None and a.shape[0] > _WIDEST_RANK and x.dtype is a.dtype:
-        return linear(x, a)
-    t = shrunk(x.reshape(-1, x.shape[-1]), a, p, noise, a.dtype, precision(a.dtype))
+        t = flat @ a.T
+    else:
+        t = shrunk(flat, a, p, noise, a.dtype, precision(a.dtype))
     return t.view(*x.shape[:-1], a.shape[0])  # [*batch, rank]
 
 

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from adapterzoo.kernels import (
     bottleneck_triton,
     butterfly_triton,
+    cayley_fold_triton,
     compose_triton,
     grouped_triton,
     low_rank_triton,
@@ -60,12 +61,16 @@ MATRIX = {"HMMA": r"\bmma\.sync", "HGMMA": r"\bwgmma\.mma_async", "TCMMA": r"\bt
 KINDS = {
     "half": ("*bf16", "*bf16", torch.bfloat16),
     "half, float32 factors": ("*bf16", "*fp32", torch.float32),
+    "float32": ("*fp32", "*fp32", torch.float32),
 }
+# operands that are all float32 are left to torch, except weights
+HALF = {kind: of for kind, of in KINDS.items() if kind != "float32"}
 ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "dbias", "w", "to"}
 FACTORS = {"a", "b", "t", "dt", "db", "down", "down_bias", "up", "up_bias", "h"}
 WIDE = {"da", "gain", "dgain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
-WIDE |= {"scales"}
-NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64", "plan": "*i32"}
+WIDE |= {"scales", "m", "inverse", "parameters", "factors", "whole", "grad", "dR"}
+NUMBERS = {"scale": "fp32", "scaling": "fp32", "least": "fp32", "seed": "*i64", "plan": "*i32"}
+NUMBERS |= {"dropped": "*i1"}
 
 
 @dataclass
@@ -105,7 +110,7 @@ def fitting(tile, small):
 def low_rank_cases(small=False):
     """Everything that the default configurations give."""
     kernel, tile = low_rank_triton.shrink_kernel, fitting(low_rank_triton.shrink_tile, small)
-    for kind, (_, _, dtype) in KINDS.items():
+    for kind, (_, _, dtype) in HALF.items():
         for made in dict.fromkeys(tile(n, rank, dtype) for n in (1, 8192) for rank in (16, 64)):
             yield Case(kernel, kind, made, "", {"DROPS": False}, ("seed",))
             yield Case(kernel, kind, made, ", dropout")
@@ -118,7 +123,7 @@ def compose_cases(small=False):
     tile, last = fitting(compose_triton.compose_tile, small), compose_triton.finish_kernel
     none = {"SCALES": False, "BIASED": False}
     few = {**none, "NEEDS_Y": False, "NEEDS_DOTS": False}
-    for kind, (_, _, dtype) in KINDS.items():
+    for kind, (_, _, dtype) in HALF.items():
         wide = {"WIDE": dtype is torch.float32}
         for made in dict.fromkeys(
             tile(n, rank, dtype) for n in (1, 8192) for rank in (16, 64, 128)
@@ -152,27 +157,49 @@ def row_norm_cases(small=False):
             for made in dict.fromkeys(
                 fitting(tile, small)(rows, rank, dtype) for rows in (4096, 14336)
             ):
-                yield Case(kernel, kind, made, "", wide, ("dots",))
+                plain = {**wide, "DIVIDES": False}
+                yield Case(kernel, kind, made, "", plain, ("dots", "m", "inverse"))
+                yield Case(kernel, kind, made, ", gain", wide, ("dots",))
         for made in dict.fromkeys(fitting(tile, small)(rows, 384, dtype) for rows in (4096, 14336)):
             yield Case(kernel, kind, made, ", wide rank", {**wide, "FUSED": False}, ("gram",))
 
 
 def rotate_cases(small=False):
-    """BOFT's rotations, at every width that chunks are padded to."""
+    """BOFT's rotations, at every width that tiles have."""
     tiles = {
         butterfly_triton.rotate_kernel: butterfly_triton.rotate_tile,
         butterfly_triton.rotate_backward_kernel: butterfly_triton.rotate_backward_tile,
     }
     for kernel, tile in tiles.items():
-        for width in (16, 32, 64, 128):
+        for width in (64, 128):
             for made in dict.fromkeys(tile(rows, width, torch.bfloat16) for rows in (1, 8192)):
-                yield Case(kernel, "half, float32 factors", made)
+                yield Case(kernel, "half, float32 factors", made, "", {"ALONE": True})
+                if width <= 64:
+                    yield Case(kernel, "half, float32 factors", made, ", narrow", {"ALONE": False})
+
+
+def cayley_fold_cases(small=False):
+    """BOFT's and OFT's rotations, at every width that tiles have, narrow and wide blocks."""
+    for kernel in (
+        cayley_fold_triton.cayley_fold_kernel,
+        cayley_fold_triton.cayley_fold_backward_kernel,
+    ):
+        for b, m in ((4, 1), (8, 2), (2, 4), (32, 1), (16, 2), (4, 4), (64, 1)):
+            chunk = b << (m - 1)
+            if small and chunk > cayley_fold_triton._WIDEST_SMALL:
+                continue
+            tile = cayley_fold_triton.cayley_fold_tile(chunk)
+            sizes = {"B": b, "M": m, "USED": tile.columns // chunk * chunk}
+            label = f", b = {b}, m = {m}"
+            yield Case(kernel, "float32", tile, label, {**sizes, "DROPS": False}, ("dropped",))
+            if b == 8:
+                yield Case(kernel, "float32", tile, f"{label}, dropout", sizes)
 
 
 def bottleneck_cases(small=False):
     """Bottlenecks of every padded width with the longest activation, the others at one of them."""
     kernel, tile = bottleneck_triton.bottleneck_kernel, bottleneck_triton.bottleneck_tile
-    for kind, (_, _, dtype) in KINDS.items():
+    for kind, (_, _, dtype) in HALF.items():
         widths = (16, 64) if dtype is torch.float32 else (16, 64, 128, 256)
         for made in dict.fromkeys(tile(n, width, dtype) for width in widths for n in (1, 8192)):
             yield Case(kernel, kind, made, ", gelu", {"PHI": "gelu"})
@@ -180,7 +207,7 @@ def bottleneck_cases(small=False):
     for name in ("relu", "tanh", "gelu_tanh"):
         yield Case(kernel, "half", made, f", {name}", {"PHI": name})
     none = {"SCALES": False, "BIASED": False}
-    for kind, (_, _, dtype) in KINDS.items():
+    for kind, (_, _, dtype) in HALF.items():
         for made in dict.fromkeys(
             compose_triton.compose_tile(8192, w, dtype, small) for w in (16, 64, 128)
         ):
@@ -198,7 +225,7 @@ def grouped_cases(small=False):
         grouped_triton.grouped_outer_kernel,
     )
     plain, scaled = ("scales", "seed"), ("seed",)
-    for kind, (_, _, dtype) in KINDS.items():
+    for kind, (_, _, dtype) in HALF.items():
         shapes = [(rows, rank, dtype) for rows in (16, 64) for rank in (16, 64)]
         for made in dict.fromkeys(grouped_triton.shrink_tile(*shape) for shape in shapes):
             none = {"DROPS": False, "SCALES": False}
@@ -381,6 +408,7 @@ CASES = {
     "compose": compose_cases,
     "row_norm": row_norm_cases,
     "rotate": rotate_cases,
+    "cayley_fold": cayley_fold_cases,
     "bottleneck": bottleneck_cases,
     "grouped": grouped_cases,
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +37,9 @@ CACHED = ("finish", "grouped_expand, dropout")
 COUNTS = {
     "low_rank": (78, 36, 6),
     "compose": (204, 72, 60),
-    "row_norm": (48, 0, 0),
-    "rotate": (96, 48, 0),
+    "row_norm": (126, 0, 0),
+    "rotate": (126, 60, 0),
+    "cayley_fold": (90, 3, 15),
     "bottleneck": (114, 78, 0),
     "grouped": (216, 126, 0),
 }
@@ -68,6 +70,8 @@ def well_compiled(rows):
     # products run on the newest matrix unit; less than 64 rows fill no warp group of it
     without = ("no update", "drop", "finish")
     products = [row for row in rows if not row["kernel"].endswith(without)]
+    # a single factor is not multiplied
+    products = [row for row in products if not re.match(r"cayley_fold,.*m = 1$", row["kernel"])]
     tall = [row for row in products if int(row["tile"].partition(" ")[0]) >= 64]
     assert [row for row in tall if MATRIX[row["sm"]] not in row["matrix"].split()] == []
     assert all(row["matrix"] for row in products)
@@ -84,7 +88,7 @@ def well_compiled(rows):
 def test_every_kernel_compiles_for_integers_of_one():
     found = printed("ones")
     assert {name: error for name, error in found.items() if error} == {}
-    assert len({name.partition(",")[0] for name in found}) == 12
+    assert len({name.partition(",")[0] for name in found}) == 14
 
 
 # one test for each operator: it takes long, and a second process can share the work
