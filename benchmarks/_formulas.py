@@ -28,7 +28,7 @@ from _report import Figure
 _GATE = 1e-4
 _GOAL = 1.10
 _SHAPE = "Llama, 512 wide, 2 layers"
-_ROWS, _TOKENS, _WIDTH = 8, 128, 512
+_ROWS, _TOKENS, _WIDTH = 4, 128, 512
 
 
 class Scaled(nn.Module):

@@ -9,7 +9,8 @@ Differs from the paper: nothing; dropout before A is off by default. Differs fro
 is adapted twice keeps one copy of A and B; the vectors live in the dtype of their layer. Differs
 from adapters: all of it but `convention="adapterhub"`, which is what adapters computes: dense
 trained matrices `[r, r]` and `[d_out, d_out]` in the place of Λ, and a factor alpha / r.
-Cost per site: r + d_out parameters, LoRA's two products; r · (d_in + d_out) numbers once for all.
+Cost per site: r + d_out parameters, LoRA's products; r · (d_in + d_out) numbers once for all. A
+step keeps A x alone; PEFT keeps B Λ_d A x too, and saves one product.
 Cannot do: embeddings.
 """
 
