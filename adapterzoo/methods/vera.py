@@ -73,7 +73,7 @@ class Vera(Projected):
             return torch.add(y, update.to(y.dtype), alpha=self.scaling)
         # with all scales in one small matrix, nothing is kept but A x, and no pass over y is added
         scaled = b * torch.outer(self.lambda_b, self.lambda_d)  # Λ_b B Λ_d [d_out, r]
-        return expand(y, self.projected(x, a), scaled, self.scaling)
+        return expand(y, self.down(x, a), scaled, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
