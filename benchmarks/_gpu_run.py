@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from _gpu_models import graphs, mixed, steps
 from _gpu_report import Part, Report, Row
 from _gpu_verdict import verdicts
 from _gpu_warm import ahead
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,16 @@ def gate(bench: Bench) -> Iterator[Row]:
     for kernel, run in zip(missing, checks, strict=True):
         try:
             passed = run()
+            bench.clock.synchronize()
         except GateError as error:
             bench.wrong.add(kernel.name)
             wrong.append(str(error))
             continue
-        bench.clock.synchronize()
+        # one that does not compile or run leaves the others their check
+        except Exception as error:  # noqa: BLE001
+            bench.wrong.add(kernel.name)
+            wrong.append(f"{kernel.name} does not run: {type(error).__name__}: {error}")
+            continue
         facts = {"tiles": list(passed.tiles), "worst": passed.worst[0], "at": passed.worst[1]}
         found = f"right in {passed.checks} comparisons, {len(passed.tiles)} configurations"
         yield Row(passed.kernel, {"against float64": found}, facts=facts)
@@ -253,7 +261,11 @@ def facts(device: torch.device, rounds: int) -> dict[str, Any]:
             known[package] = version(package)
         except PackageNotFoundError:
             known[package] = "not installed: its columns stay empty"
-    known["commit"] = _output("git", "describe", "--always", "--dirty") or "unknown"
+    git = ("git", "-C", str(ROOT))
+    commit = _output(*git, "rev-parse", "--short", "HEAD")
+    code = ("--", "adapterzoo", "benchmarks/*.py")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", *code)
+    known["commit"] = f"{commit} and changes" if changed else commit or "unknown"
     known["rounds"] = rounds
     if device.type != "cuda":
         return known

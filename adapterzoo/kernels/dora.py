@@ -55,8 +55,7 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
     Returns:
         `[*experts, d_out]`.
     """
-    per_row = w.numel() // max(w.shape[-2], 1)
-    rows = max(tile // max(per_row, 1), 1)
+    rows = _rows(w, tile)
     norms = [
         torch.linalg.vector_norm(direction_reference(part, a, of_part, scaling), dim=-1)
         for part, of_part in zip(w.split(rows, -2), b.split(rows, -2), strict=True)
@@ -110,6 +109,33 @@ def divided(m: Tensor, norm: Tensor) -> Tensor:
     """Return m / norm in the dtype of the norm; 1 for a norm of 0, whose row has no direction."""
     zero = norm == 0
     return torch.where(zero, 1.0, m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
+
+
+def weight_norm(w: Tensor) -> Tensor:
+    """Return ‖w‖ over `d_in`, with the bits that `row_norm` gives for an update of zeros.
+
+    Without gradients.
+
+    Args:
+        w: `[*experts, d_out, d_in]`.
+
+    Returns:
+        `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
+    """
+    if not mode.is_reference() and mode.may_take_triton(w):
+        a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
+        return row_norm(w, a, b, 1.0)
+    # nothing is added, so that no sum is built: contiguous rows are summed in the same order
+    parts = w.detach().split(_rows(w, TILE), -2)
+    dtype = compute_dtype(w.dtype)
+    norms = [torch.linalg.vector_norm(p.to(dtype).contiguous(), dim=-1) for p in parts]
+    return norms[0] if len(norms) == 1 else torch.cat(norms, -1)  # [*experts, d_out]
+
+
+def _rows(w: Tensor, tile: int) -> int:
+    """Return how many rows of a weight have at most `tile` elements; at least one."""
+    per_row = w.numel() // max(w.shape[-2], 1)
+    return max(tile // max(per_row, 1), 1)
 
 
 def _run(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

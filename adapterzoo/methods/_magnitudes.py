@@ -18,12 +18,20 @@ from torch import Tensor
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import direction_reference, divided, row_gain, row_norm
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
+from adapterzoo.kernels.dora import (
+    direction_reference,
+    divided,
+    row_gain,
+    row_norm,
+    weight_norm,
+)
+from adapterzoo.kernels.gains import SmallestGain
+from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
+from ._stacks import kept_down, kept_up
 from ._weight_cache import WeightCache
 
 
@@ -37,6 +45,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
         kept_gain: the factors g of evaluation.
+        smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
     """
@@ -60,6 +69,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
         self.kept_gain = WeightCache()
+        self.smallest_gain = SmallestGain()
 
     @abstractmethod
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
@@ -86,9 +96,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the magnitudes that change nothing, ‖W‖."""
-        w = base.weight
-        a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
-        return {"m": row_norm(w, a, b, 1.0)}
+        return {"m": weight_norm(base.weight)}
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -96,9 +104,10 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
+        last = t, b, self.scaling, self.smallest_gain
         if plain is y:
-            return compose(y, gain, bias, t, b, self.scaling)
-        whole = compose(plain.to(gain.dtype), gain, bias, t, b, self.scaling)
+            return compose(y, gain, bias, *last)
+        whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
 
     @classmethod
@@ -110,15 +119,28 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         gains = [a.gain_at(base) for a in adapters]  # [d_out] each
         factors = [adapter.low_rank(base) for adapter in adapters]
         scalings = [adapter.scaling for adapter in adapters]
-        stack = stacked([a for a, _ in factors], [b for _, b in factors], scalings)
-        t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
+        t = cls.projected_by_rows(adapters, [a for a, _ in factors], groups, x, base)
+        up = kept_up(adapters, [b for _, b in factors], base)
         wide = plain.to(gains[0].dtype)
-        whole = grouped_expand(wide, t, stack.b, stack.scaling, groups)  # [rows, *tokens, d_out]
+        whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
         change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
         bias = None if one.adapterhub else base.bias
         whole = whole + change * (whole if bias is None else whole - bias)
         out = whole if plain is y else y + (whole - plain)
         return restored(out.to(y.dtype), y, groups)
+
+    @classmethod
+    def projected_by_rows(
+        cls,
+        adapters: Sequence[Self],
+        a: Sequence[Tensor],
+        groups: Groups,
+        x: Tensor,
+        base: BaseLayer,
+    ) -> Tensor:
+        """Return A x of each row, `[rows, *tokens, rank]`, with dropout."""
+        one, down = adapters[0], kept_down(adapters, [a], base)
+        return grouped_shrink(x, down, groups, one.dropout, one.training)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -307,7 +307,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
         inject.release_input(backbone.get_submodule(source), reader, name)
     for path in record.places:
         if path:
-            inject.take(backbone.get_submodule(path), name)
+            inject.take(layer_at(backbone, path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):

@@ -258,7 +258,7 @@ def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
     """Return the adapters of a layer; for the path of the base model, the modules they share."""
     if not path:
         return inject.shared_of(backbone)
-    return inject.adapters_of(inject.below_wrappers(backbone.get_submodule(path)))
+    return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
 
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:

@@ -12,7 +12,7 @@ import torch
 from families import tiny_config, tiny_inputs
 from transformers import BertForSequenceClassification, LlamaForCausalLM
 
-from adapterzoo import AdapterSetup, AutoAdapterModel, Stack, init
+from adapterzoo import AdapterSetup, AutoAdapterModel, Average, Parallel, Stack, init
 
 # numbers of other adapters; all names have as many letters
 FEW, MANY = 12, 42
@@ -102,6 +102,22 @@ def test_the_next_adapter_costs_what_the_first_cost(kind, config, tmp_path):
     grown = {step: found for step, found in counts.items() if found[1] - found[0] > allowed}
     assert not grown
     assert all(few > 100 for step, (few, _) in counts.items() if step != "deactivate")
+
+
+@pytest.mark.parametrize("node", [Stack, Average, Parallel])
+def test_a_composition_costs_in_proportion_to_its_adapters(node):
+    model = MODELS["language model"]()
+    names = [f"a{number}" for number in range(10, 18)]
+    for name in names:
+        model.add_adapter(name, "lora")
+
+    def cost(count):
+        setup = node(*names[:count])
+        model.set_active_adapters(setup)
+        return lines(lambda: model.set_active_adapters(setup))
+
+    two, four, eight = cost(2), cost(4), cost(8)
+    assert eight - four == 2 * (four - two)
 
 
 def test_the_counter_sees_growth():
