@@ -81,6 +81,14 @@ def is_plain(x: Tensor) -> bool:
     return not (is_autocast(x.device) or may_take_triton(x) or is_reference())
 
 
+def is_eager(x: Tensor) -> bool:
+    """Return whether operations on `x` run as they are called: no compiler, transform or autocast.
+
+    Only then may a hand-written backward change in place what it alone holds.
+    """
+    return not (torch.compiler.is_compiling() or is_autocast(x.device) or is_reference())
+
+
 def may_take_triton(x: Tensor) -> bool:
     """Return whether to call `takes_triton`: except on CUDA only if Triton is requested."""
     return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda" and not _launch.ROCM)
