@@ -76,6 +76,17 @@ class BaseLayer(ABC):
     def scale(self) -> float | Tensor:
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
+    def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return weight and bias if the layer is their product with x, and both are frozen.
+
+        Then `kernels.frozen.product` can compute the layer and its update together. None for any
+        other layer, and for an x that is too small for it to pay.
+
+        Args:
+            x: `[*batch, d_in]`.
+        """
+        return None
+
     @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.

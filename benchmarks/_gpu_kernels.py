@@ -286,7 +286,7 @@ def _turns(s: Shape) -> dict[str, tuple[int, ...]]:
 _ADAPTERS = (2, 0, None, 4, 0, 2, 1, 3)
 _GROUPS = Groups.of(_ADAPTERS)
 
-_SHRINK = (low_rank_triton.shrink_tile, low_rank_triton.shrink_backward_tile)
+_SHRINK = (low_rank_triton.shrink_tile,)
 _EXPAND = (low_rank_triton.expand_tile, low_rank_triton.expand_backward_tile)
 _COMPOSE = (compose_triton.compose_tile, compose_triton.compose_backward_tile)
 _ROTATE = (butterfly_triton.rotate_tile, butterfly_triton.rotate_backward_tile)

@@ -19,8 +19,9 @@ from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.forgetting import Together
+from adapterzoo.kernels.frozen import takes
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.runtime import CallContext, SharedInput
+from adapterzoo.runtime import FEW, CallContext, SharedInput
 
 from .quantized import packing_of
 
@@ -83,6 +84,14 @@ class LayerCall(BaseLayer):
             self._rest = out[1:]
             return cast("Tensor", out[0])
         return cast("Tensor", out)
+
+    def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return the parameters of a frozen linear layer."""
+        # few tokens first: there each call counts
+        if x.numel() <= FEW or getattr(self._forward, "__func__", None) is not nn.Linear.forward:
+            return None
+        w, bias = own(self._module, "weight"), own(self._module, "bias")
+        return (w, bias) if w is not None and takes(x, w, bias) else None
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""

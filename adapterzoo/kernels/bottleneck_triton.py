@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _bottleneck_torch, low_rank_triton
+from . import _bottleneck_torch, _low_rank_torch, low_rank_triton
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, parted, precision, product
 
@@ -271,7 +271,7 @@ def bottleneck_backward(
         dx = low_rank_triton.expand(dy, dh, down.T, 1.0)  # [*batch, d_model]
     of_x = needs_x and not adds
     if of_x or needs_down:
-        alone, of_down = low_rank_triton.shrink_backward(dh, x, down, 0.0, None, of_x, needs_down)
+        alone, of_down = _low_rank_torch.shrink_backward(dh, x, down, 0.0, None, of_x, needs_down)
         dx = alone if of_x else dx
     return dx, of_down, of_down_bias, of_up, of_up_bias
 

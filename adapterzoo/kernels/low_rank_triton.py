@@ -1,8 +1,8 @@
 """The low-rank update in Triton: shrink t = x Aᵀ and expand y + s · t Bᵀ, with their backwards.
 
-Each kernel reads its large operands once, and each backward computes both of its gradients in one
-pass: the program of a block of rows keeps dt (or writes dx) and writes its part of the factor's
-gradient, which a reduction then adds. There are no atomics: the same operands give the same bits.
+Each kernel reads its large operands once, and the backward of expand computes both of its gradients
+in one pass: the program of a block of rows keeps dt and writes its part of the factor's gradient,
+which a reduction then adds. There are no atomics: the same operands give the same bits.
 
 Products are in the dtype of the factors, as in the definition: x, y and dy are cast when they are
 read, and sums are float32. t and dt are in that dtype too, since the next product would round them.
@@ -22,7 +22,7 @@ from . import _dropout, _low_rank_torch
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, is_small, keep, loaded, parted, precision, product
 
-# above this, the parts of a factor's gradient are more bytes than reading dy or x twice
+# above this, the parts of a factor's gradient are more bytes than reading dy twice
 _WIDEST_RANK = 64
 
 
@@ -46,16 +46,6 @@ def expand_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -
     if dtype is torch.float32:
         return Tile(16 if rows <= FEW else 64, 64, 32, 8 if small and rows > FEW else 4, 2)
     return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
-
-
-def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
-    """Return the configuration of the backward; see `shrink_tile`."""
-    if dtype is torch.float32:
-        return Tile(32 if small else 64, 32, 32, 8, 2)
-    if rows <= FEW:
-        return Tile(16, 64, min(cut(rank), 32), 4, 2)
-    # few tall blocks: each writes a whole part of the factor's gradient
-    return Tile(256, 32 if small else 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 32, 8, 2)
 
 
 def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
@@ -99,50 +89,6 @@ def shrink_kernel(
         acc *= scale
     here = t + (p.to(tl.int64) * rows + row)[:, None] * rank + r[None, :]
     tl.store(here, acc.to(t.dtype.element_ty), (row < rows)[:, None] & (r < rank)[None, :])
-
-
-@triton.jit(do_not_specialize=["rows", "threshold"])
-def shrink_backward_kernel(
-    dt, x, a, seed, dx, da, dt_row, dt_col, x_row, x_col, a_row, a_col, rows, width, rank, part,
-    threshold, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
-    NEEDS_X: tl.constexpr, NEEDS_A: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write dx = mask · (dt a), and da[block] = dropout(x)ᵀ dt of this block of rows."""
-    block, p = tl.program_id(0), tl.program_id(1)
-    row = block * ROWS + tl.arange(0, ROWS)
-    dtype = a.dtype.element_ty
-    dx_rows = dx + row.to(tl.int64)[:, None] * width
-    for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
-        k = first + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (k < width)[None, :]
-        if NEEDS_A:
-            tile = loaded(x, row, x_row, rows, k, x_col, width).to(dtype)
-        if DROPS:
-            kept = keep(tl.load(seed), row, first, COLUMNS, threshold)
-            if NEEDS_A:
-                tile = tl.where(kept, tile, 0.0)
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for low in range(0, rank, RANK):
-            r = low + tl.arange(0, RANK)
-            left = loaded(dt, row, dt_row, rows, r, dt_col, rank).to(dtype)
-            if NEEDS_X:
-                factor = loaded(a, r, a_row, rank, k, a_col, width)
-                acc = product(left, factor, acc, PRECISION)
-            if NEEDS_A:
-                none = tl.zeros((COLUMNS, RANK), tl.float32)
-                own = product(tl.trans(tile), left, none, PRECISION)
-                if DROPS:
-                    own *= scale
-                tl.store(
-                    da + (block.to(tl.int64) * width + k)[:, None] * rank + r[None, :],
-                    own,
-                    (k < width)[:, None] & (r < rank)[None, :],
-                )
-        if NEEDS_X:
-            if DROPS:
-                acc = tl.where(kept, acc * scale, 0.0)
-            tl.store(dx_rows + k[None, :], acc.to(dx.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -243,42 +189,19 @@ def shrunk(
 
 
 def shrink_backward(
-    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor | None,
+    needs_x: bool = True,
+    needs_a: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Without `needs_a`, `x` may be empty: only its dtype is read.
-    """
-    needs_x, needs_a = needs or (True,) * 2
-    rank, width = a.shape
-    if rank > _WIDEST_RANK:
-        return _shrink_backward_of_wide(dt, x, a, p, noise, needs_x, needs_a)
-    left = dt.reshape(-1, rank)  # [rows, rank]
-    flat = x.reshape(-1, width) if needs_a else left  # [rows, d_in]
-    rows = left.shape[0]
-    tile = shrink_backward_tile(rows, rank, a.dtype, is_small(dt))
-    blocks = triton.cdiv(rows, tile.rows)
-    parts, part = parted(width, tile.columns, blocks)
-    dx = x.new_empty((*dt.shape[:-1], width) if needs_x else 0)
-    da = a.new_empty((blocks, width, rank) if needs_a else 0, dtype=torch.float32)
-    launch(
-        shrink_backward_kernel, (blocks, parts), left, flat, a, noise, dx, da, *left.stride(),
-        *flat.stride(), *a.stride(), rows, width, rank, part, _dropout.threshold(p),
-        _dropout.kept_scale(p),
-        DROPS=noise is not None, NEEDS_X=needs_x, NEEDS_A=needs_a, PRECISION=precision(a.dtype),
-        **tile.settings,
-    )  # fmt: skip
-    if not needs_a:
-        return dx, a.new_empty(0)
-    return dx, added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)  # [rank, d_in]
-
-
-def _shrink_backward_of_wide(
-    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, needs_x: bool, needs_a: bool
-) -> tuple[Tensor, Tensor]:
-    """Return `shrink_backward` for a large rank: two products by torch, and dropout's mask.
-
-    With dropout one tensor of the size of x is needed at a time.
+    Two products by torch, since the one only writes dx and the other only reads x: a kernel for
+    both would save no pass. With dropout one tensor of the size of x is needed at a time. Without
+    `needs_a`, `x` may be empty: only its dtype is read.
     """
     if noise is None:
         return _low_rank_torch.shrink_backward(dt, x, a, p, None, needs_x, needs_a)

@@ -90,6 +90,14 @@ def is_plain(x: Tensor, draws: bool = False) -> bool:
     return not (is_autocast(x.device) or may_take_triton(x, draws) or is_reference())
 
 
+def is_eager(x: Tensor) -> bool:
+    """Return whether operations on `x` run as they are called: no compiler, transform or autocast.
+
+    Only then may a hand-written backward change in place what it alone holds.
+    """
+    return not (torch.compiler.is_compiling() or is_autocast(x.device) or is_reference())
+
+
 def may_take_triton(x: Tensor, draws: bool = False) -> bool:
     """Return whether to call an operator that Triton may compute.
 

@@ -121,7 +121,7 @@ class DoRA(Magnitudes, LowRank):
         """Return A x and B; in an embedding `x` is token numbers `[*batch]`."""
         if self.looks_up:
             return self.looked_up(x, base) * base.scale, self.lora_B
-        return base.from_input(self, x), self.lora_B
+        return base.from_input(self, x)[1], self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

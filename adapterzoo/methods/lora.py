@@ -29,6 +29,7 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels import mode
+from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
@@ -121,12 +122,17 @@ class LoRA(Started):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        y, b = base(x), self.lora_B
+        b = self.lora_B
+        simple = self.gate is None and self.lora_B_bias is None and self.start is None
+        if simple and (frozen := base.frozen(x)) is not None:
+            own, t = base.from_input(self, x)  # [*batch, rank]
+            return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
+        y = base(x)
         if self.looks_up:
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
-        t = base.from_input(self, x)  # [*batch, rank]
-        if self.gate is None and self.lora_B_bias is None and self.start is None:
+        _, t = base.from_input(self, x)  # [*batch, rank]
+        if simple:
             return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
         update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]

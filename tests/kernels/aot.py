@@ -94,7 +94,6 @@ def low_rank_cases(small=False):
     """Everything that the default configurations give."""
     tiles = {
         low_rank_triton.shrink_kernel: low_rank_triton.shrink_tile,
-        low_rank_triton.shrink_backward_kernel: low_rank_triton.shrink_backward_tile,
         low_rank_triton.expand_kernel: low_rank_triton.expand_tile,
         low_rank_triton.expand_backward_kernel: low_rank_triton.expand_backward_tile,
     }
