@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, bmm
 
 
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
@@ -11,6 +11,10 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
     of `x`; under autocast its dtype.
     """
+    if blocks.dim() == 3:
+        # rows of one chunk beside each other: [chunks, rows, width]
+        parts = x.reshape(-1, *blocks.shape[:2]).transpose(0, 1)
+        return bmm(parts, blocks.to(x.dtype)).transpose(0, 1).reshape(x.shape)  # [*batch, d_in]
     rotated = _parts(x, blocks) @ blocks.to(x.dtype)  # [*experts, chunks, rows, width]
     return rotated.transpose(-3, -2).reshape(x.shape)  # [*experts, *batch, d_in]
 

@@ -16,6 +16,9 @@ from .exact import is_autocast
 _MODES = ("auto", "reference", "triton")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+# inputs with up to this many values are small
+FEW = 1 << 14
+
 # a plain global, which torch.compile guards, unlike a ContextVar: it recompiles after a change
 _mode = "auto"
 _CHANGE = threading.Lock()
@@ -79,6 +82,14 @@ def is_plain(x: Tensor) -> bool:
         cast = torch.is_autocast_enabled("cpu")
         return not (cast or (torch._C._are_functorch_transforms_active() and is_reference()))
     return not (is_autocast(x.device) or may_take_triton(x) or is_reference())
+
+
+def is_few(x: Tensor) -> bool:
+    """Return whether `x` is small and plain, so that calls cost more than what they compute.
+
+    Training and evaluation do the same, so that without dropout bits are equal.
+    """
+    return x.numel() <= FEW and is_plain(x)
 
 
 def may_take_triton(x: Tensor) -> bool:
