@@ -8,7 +8,9 @@
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
 # make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
-# make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu
+# make growth       how these costs grow with adapters, ranks and tokens, as curves
+# make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu; ARGS=--first for
+#                   the first thirty minutes on a GPU, in calls of ten: ARGS="--first --continue"
 #
 # Each command creates the virtual environment if it is missing and needs only Python and make.
 # To use a torch other than the one CI tests:   make TORCH=torch quickstart
@@ -34,8 +36,8 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors figures \
-	docs links tests sweeps coverage devices architectures frames peft-files fuzz mutants format clean
+.PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
+	docs links tests sweeps coverage devices architectures frames exact peft-files fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -67,6 +69,11 @@ bench: export OMP_NUM_THREADS = 1
 bench: export HF_HUB_OFFLINE = 1
 bench: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+growth: export OMP_NUM_THREADS = 1
+growth: export HF_HUB_OFFLINE = 1
+growth: $(VENV)/.bench-$(KEY)
+	$(BIN)/python benchmarks/growth.py $(ARGS)
 
 bench-gpu: export HF_HUB_OFFLINE = 1
 bench-gpu: $(VENV)/.bench-$(KEY)
@@ -102,8 +109,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices architectures frames peft-files fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices architectures frames peft-files fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices architectures frames exact peft-files fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices architectures frames exact peft-files fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -129,6 +136,10 @@ architectures: $(VENV)/.test-$(KEY)
 # writes the table of docs/switching.md that tests/test_frames.py checks; two minutes
 frames: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/frames_table.py
+
+# writes the table that tests/kernels/test_exact.py checks: saved bytes, operators, launches, frames, files
+exact: $(VENV)/.test-$(KEY)
+	PYTHONPATH=benchmarks:tests $(BIN)/python tests/kernels/exact_table.py
 
 # writes the page that tests/test_peft_table.py checks
 peft-files: $(VENV)/.test-$(KEY)

@@ -19,6 +19,7 @@ from .call import StackCall
 from .errors import StateError
 
 if TYPE_CHECKING:
+    from .forgetting import Together
     from .kernels.grouped import Groups
 
 
@@ -115,6 +116,17 @@ class BaseLayer(ABC):
         """
         raise StateError(f"this layer is not in a model, so there is no {path!r}.")
 
+    def together(self, adapter: Adapter) -> Together | None:
+        """Return where adapters of the layer keep what they compute together in evaluation.
+
+        Args:
+            adapter: one of them.
+
+        Returns:
+            None if it is to be computed again in each call.
+        """
+        return None
+
     @property
     def padding_idx(self) -> int | None:
         """The token of an embedding whose row gets no gradient; None if every row gets one."""
@@ -150,6 +162,16 @@ class BaseLayer(ABC):
             x: its input, `[*batch, d_in]`.
         """
         return type(adapter).from_input((adapter,), x)[0]
+
+    def from_rows(self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor) -> Any:
+        """Return the projection of each row by its adapter, with other layers' if possible.
+
+        Args:
+            adapters: of this layer.
+            groups: which of them each row takes.
+            x: `[rows, *tokens, d_in]`.
+        """
+        return type(adapters[0]).from_rows((adapters,), groups, x, self)[0]
 
 
 class LayerData:
@@ -215,6 +237,10 @@ class InputPlan(ABC):
         """Return the fields of the config that the inputs decide, with their values."""
 
 
+# values that a module keeps as they are
+_PLAIN = frozenset((bool, int, float, str, tuple, dict, type(None)))
+
+
 class Contained(nn.Module):
     """A module that a layer, or the base model, keeps under the name of an adapter or fusion.
 
@@ -226,6 +252,20 @@ class Contained(nn.Module):
 
     container: str = "adapters"
     prefix: ClassVar[str] = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a number, text or flag without the checks of `nn.Module`, which take longer."""
+        own = vars(self)
+        if (
+            type(value) in _PLAIN
+            and "_modules" in own
+            and not (
+                name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"]
+            )
+        ):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
 
 class SharedModules(nn.ModuleDict, Contained):
@@ -729,6 +769,27 @@ class SharedInputAdapter(Adapter):
         Returns:
             One entry for each adapter.
         """
+
+    @classmethod
+    def from_rows(
+        cls, members: Sequence[Sequence[Self]], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Sequence[Any]:
+        """Return the projections of a mixed batch, for a class that asks `base.from_rows` for them.
+
+        Args:
+            members: the adapters of each of several layers, in the numbering of `groups`; the first
+                ones of each have equal `shared_input_key`.
+            groups: which of a layer's adapters each row takes.
+            x: `[rows, *tokens, d_in]`.
+            base: the layer of the first.
+
+        Returns:
+            One entry for each layer.
+
+        Raises:
+            StateError: the class does not implement it.
+        """
+        raise StateError(f"{cls.__name__}.from_rows: the class does not have it.")
 
 
 class Head(nn.Module, ABC):

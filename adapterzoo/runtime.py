@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
 from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap, fusions_of
-from .contracts import Adapter, Prefix, SharedInputAdapter, SharedKey
+from .contracts import Adapter, BaseLayer, Prefix, SharedInputAdapter, SharedKey
 from .errors import StateError
 from .kernels import mode
+from .kernels.grouped import Groups
 
 SharedLayers: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names of layers that read one input, each with those of its chain of adapters that share it."""
@@ -160,16 +161,22 @@ class SharedInput:
     otherwise it is computed again.
     """
 
-    __slots__ = ("_members", "_waiting")
+    __slots__ = ("_members", "_rows", "_waiting")
 
-    def __init__(self, members: Callable[[], Sequence[Adapter]]) -> None:
+    def __init__(
+        self,
+        members: Callable[[], Sequence[Adapter]],
+        rows: Callable[[], Sequence[tuple[object, Sequence[Adapter]]]] = tuple,
+    ) -> None:
         """Start without results.
 
         Args:
             members: returns adapters of any classes; asked for where sharing pays.
+            rows: returns those of a mixed batch, of each layer together, after what says which
+                rows they act on.
         """
-        self._members = members
-        self._waiting: list[tuple[SharedInputAdapter, Tensor, Any]] = []
+        self._members, self._rows = members, rows
+        self._waiting: list[tuple[object, Tensor, Any]] = []
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """Return an adapter's projection of x `[*batch, d_in]`; it need not be a member."""
@@ -189,6 +196,35 @@ class SharedInput:
         if len(others) < len(members):
             alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
+        # drop unused results for other tensors
+        self._waiting = [
+            entry for entry in self._waiting if entry[1] is x and entry[0] not in alike
+        ]
+        self._waiting += [(owner, x, part) for owner, part in zip(alike, made, strict=True)][1:]
+        return made[0]
+
+    def from_rows(
+        self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Any:
+        """Return the same for a mixed batch, of adapters of one layer; they need not be members."""
+        kind, own = type(adapters[0]), tuple(adapters)
+        # on a CPU the products of one layer are one call, which costs less
+        if not mode.asks_triton(x):
+            return kind.from_rows((own,), groups, x, base)[0]
+        for i, (owner, source, part) in enumerate(self._waiting):
+            if owner == own and source is x:
+                del self._waiting[i]
+                return part
+        found = [(on, tuple(members)) for on, members in self._rows()]
+        on = next((on for on, members in found if members == own), None)
+        key = own[0].shared_input_key
+        alike: list[Any] = [own]
+        for other_on, others in found:
+            first = others[0]
+            is_alike = others != own and other_on == on and type(first) is kind
+            if is_alike and cast("SharedInputAdapter", first).shared_input_key == key:
+                alike.append(others)
+        made = kind.from_rows(alike, groups, x, base)
         # drop unused results for other tensors
         self._waiting = [
             entry for entry in self._waiting if entry[1] is x and entry[0] not in alike

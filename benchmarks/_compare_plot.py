@@ -1,7 +1,6 @@
 """The plot of `compare.py`: accuracy against trainable parameters, as SVG.
 
-It is written by hand, so that the same figures give the same file anywhere, and one file is
-readable on light and on dark pages.
+Written by hand, see `_svg`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from _compare_labels import Box, Label, placed, width
+from _svg import marker, opening
 
 _WIDTH, _HEIGHT, _SIZE = 960, 680, 13
 _FRAME = Box(64, 126, 936, 620)
@@ -24,16 +24,7 @@ FAMILIES = {
     "several": ("several of these", "diamond", "#8e3fa6", "#d69ceb"),
     "baseline": ("no adapter", "ring", "#4f5661", "#b6bcc6"),
 }
-_STYLE = """\
-text { font-family: Arial, Helvetica, 'Liberation Sans', sans-serif; font-size: 13px }
-.page { fill: #ffffff; stroke: #d9dde2 } .grid { stroke: #e9ecef }
-.text { fill: #1f2328 } .muted { fill: #5f6771 } .title { font-size: 17px; font-weight: bold }
-.rule { stroke: #5f6771; fill: none } .line { stroke-width: 0.8; opacity: 0.75 }
-"""
-_DARK = """\
-.page { fill: #14171c; stroke: #30363f } .grid { stroke: #262b33 }
-.text { fill: #e8eaed } .muted { fill: #a0a8b2 } .rule { stroke: #a0a8b2 }
-"""
+_COLORS = {name: (light, dark) for name, (_, _, light, dark) in FAMILIES.items()}
 
 
 def plot(document: dict[str, Any]) -> str:
@@ -51,7 +42,7 @@ def plot(document: dict[str, Any]) -> str:
     labels = placed(points, _FRAME, taken, _SIZE)
     title = f"Accuracy on {about['test_rows']:,} reviews against trainable parameters"
     parts = [
-        _opening(title),
+        opening(title, _WIDTH, _HEIGHT, _COLORS),
         f'<text class="text title" x="24" y="36">{title}</text>',
         f'<text class="muted" x="24" y="58">{escape(_subtitle(about))}</text>',
         *_legend(),
@@ -122,21 +113,6 @@ class _Scale:
         )
 
 
-def _opening(title: str) -> str:
-    def families(column: int) -> str:
-        return " ".join(
-            f".{name} {{ fill: {family[column]} }} .{name}-s {{ stroke: {family[column]} }}"
-            for name, family in FAMILIES.items()
-        )
-
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">\n'
-        f"<title>{title}</title>\n<style>\n{_STYLE}{families(2)}\n"
-        f"@media (prefers-color-scheme: dark) {{\n{_DARK}{families(3)}\n}}\n</style>\n"
-        f'<rect class="page" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="8"/>'
-    )
-
-
 def _subtitle(about: dict[str, Any]) -> str:
     return (
         f"{about['model']}, {about['train_rows']:,} training reviews, one epoch, "
@@ -194,19 +170,7 @@ def _text(row: dict[str, Any], scale: _Scale) -> str:
 
 
 def _marker(family: str, x: int, y: int) -> str:
-    shape = FAMILIES[family][1]
-    if shape == "circle":
-        return f'<circle class="{family}" cx="{x}" cy="{y}" r="5"/>'
-    if shape == "ring":
-        return (
-            f'<circle class="page {family}-s" cx="{x}" cy="{y}" r="4.5" style="stroke-width: 2"/>'
-        )
-    paths = {
-        "square": f"M{x - 4.5:g} {y - 4.5:g}h9v9h-9z",
-        "triangle": f"M{x} {y - 5.5:g}l5.5 9.5h-11z",
-        "diamond": f"M{x} {y - 6}l6 6l-6 6l-6 -6z",
-    }
-    return f'<path class="{family}" d="{paths[shape]}"/>'
+    return marker(family, FAMILIES[family][1], x, y)
 
 
 def _label(family: str, label: Label) -> str:

@@ -15,6 +15,8 @@ from _gpu_gate import Sizes
 from _gpu_kernels import Kernel, Shape
 from _gpu_report import Part
 
+NO_TIME = "no time left for it"
+
 
 @dataclass(frozen=True)
 class Body:
@@ -76,6 +78,12 @@ class Plan:
         tokens: of a row.
         mixed: numbers of adapters in one batch.
         mixed_tokens: of a row of a mixed batch.
+        sweep_ranks: of the kernels at several settings.
+        programs: numbers of programs of a sweep.
+        stages: numbers of stages of a sweep.
+        few: rows of decoding steps.
+        repeats: calls whose time on the host is measured together.
+        together: calls between two events, for kernels of a few microseconds.
     """
 
     copy_bytes: int
@@ -93,6 +101,12 @@ class Plan:
     tokens: int
     mixed: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
+    sweep_ranks: tuple[int, ...]
+    programs: tuple[int, ...]
+    stages: tuple[int, ...]
+    few: tuple[int, ...]
+    repeats: int
+    together: int
 
 
 REAL = Plan(
@@ -115,13 +129,19 @@ REAL = Plan(
     ranks=(16, 64, 384),
     bottlenecks=(64, 128, 256),
     bodies=(
-        Body("Llama-1B", 2048, 8192, 16, 32, 8, 128256),
         Body("8 layers of Llama-8B", 4096, 14336, 8, 32, 8, 128256),
+        Body("Llama-1B", 2048, 8192, 16, 32, 8, 128256),
     ),
     batch=4,
     tokens=2048,
     mixed=(1, 8, 32),
     mixed_tokens=(1, 128),
+    sweep_ranks=(16, 48, 64, 384),
+    programs=(128, 256, 512),
+    stages=(2, 3, 4),
+    few=(1, 32),
+    repeats=50,
+    together=10,
 )
 DRY = Plan(
     copy_bytes=1 << 16,
@@ -139,6 +159,12 @@ DRY = Plan(
     tokens=6,
     mixed=(1, 2),
     mixed_tokens=(1,),
+    sweep_ranks=(16,),
+    programs=(2,),
+    stages=(1,),
+    few=(1, 2),
+    repeats=2,
+    together=2,
 )
 
 
@@ -162,7 +188,8 @@ class Bench:
         until: value of `time.monotonic` at which its time is over.
         bandwidth: measured, bytes per millisecond.
         rate: measured, floating-point operations per millisecond.
-        scratch: what sections leave for later ones.
+        wrong: kernels that the gate found to be wrong.
+        parts: of the report, all sections.
     """
 
     device: torch.device
@@ -172,11 +199,25 @@ class Bench:
     until: float = float("inf")
     bandwidth: float = 0.0
     rate: float = 0.0
-    scratch: dict[str, Any] = field(default_factory=dict)
+    wrong: set[str] = field(default_factory=set)
+    parts: list[Part] = field(default_factory=list)
 
-    def has_time(self, what: str) -> bool:
-        """Whether there is time to begin with this; it is noted as skipped if not."""
+    def has(self, figure: str) -> bool:
+        """Whether this section has a row of the name already."""
+        return any(row.figure == figure for row in self.part.rows)
+
+    def wants(self, figure: str) -> bool:
+        """Whether to measure this: no earlier run has, and there is time; if not, it is noted."""
+        if self.has(figure):
+            return False
         if time.monotonic() < self.until:
             return True
-        self.part.skipped.append(f"{what}: no time left for it")
+        reason = f"{figure}: {NO_TIME}"
+        if reason not in self.part.skipped:
+            self.part.skipped.append(reason)
         return False
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether a CPU stands in, and no figure means anything."""
+        return self.plan is DRY

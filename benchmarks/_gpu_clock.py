@@ -79,6 +79,7 @@ class Clock:
         until: float,
         ahead: bool = True,
         failing: tuple[str, ...] = (),
+        together: int = 1,
     ) -> Times:
         """Time all in each round, in an order that turns round by round: A B, B A.
 
@@ -88,6 +89,8 @@ class Clock:
             ahead: whether the host is let ahead, so that the time is that of the device alone;
                 else gaps count in which the device waits for the host.
             failing: names that may fail, because they are others'.
+            together: calls between two events, for kernels of a few microseconds: one pair of
+                events is right to 1 or 2 of them.
         """
         found: dict[str, list[float]] = {}
         lead: dict[str, float] = {}
@@ -115,8 +118,9 @@ class Clock:
                     if number >= LEAST and name != times.floor and self._is_long(times, name):
                         continue
                     calls = runs[name]
-                    call = calls[number % len(calls)]
-                    found[name].append(self.milliseconds((call,), lead[name] if ahead else 0.0))
+                    # one set after the other, also between two events
+                    next_calls = [calls[(number + i) % len(calls)] for i in range(together)]
+                    found[name].append(self.milliseconds(next_calls, lead[name] if ahead else 0.0))
         finally:
             gc.enable()
         return times

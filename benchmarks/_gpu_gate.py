@@ -118,24 +118,38 @@ def _kernel(kernel: Kernel, sizes: Sizes, device: torch.device, mode: str) -> Pa
     for shape, title, seed in itertools.product(
         shapes(kernel, sizes), sizes.kinds, range(sizes.draws)
     ):
-        kind = KINDS[title]
-        where = f"{kernel.name}, {title}, {shape}, draw {seed}"
-        torch.manual_seed(1000 + seed)
-        operands = kernel.draw(shape, kind, device)
-        with kernels.use(mode):
-            once, again = (_poisoned(kernel, operands, seed) for _ in range(2))
-        for name, got in once.items():
-            if not torch.equal(got, again[name]):
-                raise GateError(f"{where}: {name} differs between two runs on the same operands")
-        truth = _truth(kernel, operands, seed)
-        for name, got in once.items():
-            part = _error(got, truth[name], kernel.limit or kernel.roundings * kind.limit)
-            checks += 1
-            # NaN fails too
-            if not part <= 1.0:
-                raise GateError(f"{where}: {name} is off by {part:.3g} times its limit")
-            worst = max(worst, (part, f"{where}: {name}"))
+        found = case(kernel, shape, title, seed, device, mode)
+        checks += len(found)
+        worst = max(worst, *found)
     return Passed(kernel.name, checks, tuple(sorted(tiles(kernel, sizes))), worst)
+
+
+def case(
+    kernel: Kernel, shape: Shape, title: str, seed: int, device: torch.device, mode: str
+) -> list[tuple[float, str]]:
+    """Check one shape and kind; the part of its limit that each result's error reached.
+
+    Raises:
+        GateError: an error is above its limit, or two runs differ.
+    """
+    kind = KINDS[title]
+    where = f"{kernel.name}, {title}, {shape}, draw {seed}"
+    torch.manual_seed(1000 + seed)
+    operands = kernel.draw(shape, kind, device)
+    with kernels.use(mode):
+        once, again = (_poisoned(kernel, operands, seed) for _ in range(2))
+    for name, got in once.items():
+        if not torch.equal(got, again[name]):
+            raise GateError(f"{where}: {name} differs between two runs on the same operands")
+    truth = _truth(kernel, operands, seed)
+    parts = []
+    for name, got in once.items():
+        part = _error(got, truth[name], kernel.limit or kernel.roundings * kind.limit)
+        # NaN fails too
+        if not part <= 1.0:
+            raise GateError(f"{where}: {name} is off by {part:.3g} times its limit")
+        parts.append((part, f"{where}: {name}"))
+    return parts
 
 
 def _poisoned(kernel: Kernel, operands: dict[str, Tensor], seed: int) -> dict[str, Tensor]:

@@ -37,6 +37,8 @@ P = 0.1
 Operands = Mapping[str, Tensor]
 # rows, rank and dtype of the products to a configuration
 TileOf = Callable[[int, int, torch.dtype], Any]
+# the operands and the gradient of the result, which a forward does not read
+Rival = Callable[[Operands, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Kernel:
         few: rows up to which there is another configuration.
         roundings: how often what is in between is rounded to the kind's dtype: times its limit.
         limit: instead of the kind's, where sums and results are float32 whatever goes in.
+        rivals: forward and backward in the fastest operations of torch, products by cuBLAS, in the
+            dtype of the activations; None: only the definition is there.
     """
 
     name: str
@@ -122,6 +126,7 @@ class Kernel:
     few: int = 64
     limit: float | None = None
     roundings: float = 1.0
+    rivals: tuple[Rival | None, Rival | None] = (None, None)
 
     def draw(self, shape: Shape, kind: Kind, device: torch.device) -> dict[str, Tensor]:
         """Fresh random operands, those of `grads` with gradients."""
@@ -227,6 +232,47 @@ def _blocks(s: Shape) -> dict[str, tuple[int, ...]]:
     return {"x": (s.rows, chunks * s.rank), "blocks": (chunks, s.rank, s.rank)}
 
 
+def _composed_by_torch(v: Operands, dy: Tensor) -> Tensor:
+    gain, bias = v["gain"].to(dy.dtype), v["bias"]
+    y = torch.addmm(v["y"], v["t"], v["b"].T, alpha=S) if "t" in v else v["y"]
+    return torch.addcmul((1 - gain) * bias, y, gain)
+
+
+def _compose_gradients(v: Operands, dy: Tensor) -> tuple[Tensor, ...]:
+    of_y = dy * v["gain"].to(dy.dtype)
+    of_gain = (dy * v["y"]).sum(0)
+    if "t" not in v:
+        return of_y, of_gain, dy.sum(0)
+    return of_y, of_gain, of_y @ v["b"], of_y.T @ v["t"]
+
+
+def _row_norms(v: Operands, dy: Tensor) -> Tensor:
+    whole = torch.addmm(v["w"], v["b"], v["a"], alpha=S)
+    norms: Tensor = torch.linalg.vector_norm(whole, dim=-1, dtype=torch.float32)
+    return norms
+
+
+def _parts(x: Tensor, v: Operands) -> Tensor:
+    chunks: Tensor = x.unflatten(-1, v["blocks"].shape[:2])  # [rows, chunks, width]
+    return chunks.transpose(0, 1)  # [chunks, rows, width]
+
+
+def _rotated_by_torch(v: Operands, dy: Tensor) -> Tensor:
+    whole = torch.bmm(_parts(v["x"], v), v["blocks"].to(dy.dtype))  # [chunks, rows, width]
+    return whole.transpose(0, 1).flatten(1)  # [rows, d_in]
+
+
+def _rotate_gradients(v: Operands, dy: Tensor) -> tuple[Tensor, ...]:
+    grad = _parts(dy, v)
+    dx = torch.bmm(grad, v["blocks"].to(dy.dtype).mT)  # [chunks, rows, width]
+    return dx.transpose(0, 1).flatten(1), torch.bmm(_parts(v["x"], v).mT, grad)
+
+
+def _bottleneck_by_torch(v: Operands, dy: Tensor) -> Tensor:
+    h = silu(torch.addmm(v["down_bias"], v["x"], v["down"].T))
+    return v["x"] + S * torch.addmm(v["up_bias"], h, v["up"].T)
+
+
 # of each row of a mixed batch; one is far from its neighbour, one has none, none is sorted
 _ADAPTERS = (2, 0, None, 4, 0, 2, 1, 3)
 _GROUPS = Groups.of(_ADAPTERS)
@@ -246,6 +292,10 @@ KERNELS = [
         ("x", "a"),
         lambda s: 2 * s.rows * s.d_in * s.rank,
         _SHRINK,
+        rivals=(
+            lambda v, dy: torch.mm(v["x"], v["a"].T),
+            lambda v, dy: (torch.mm(dy, v["a"]), torch.mm(dy.T, v["x"])),
+        ),
     ),
     Kernel(
         "shrink, dropout",
@@ -266,6 +316,11 @@ KERNELS = [
         ("t", "b"),
         lambda s: 2 * s.rows * s.d_out * s.rank,
         _EXPAND,
+        rivals=(
+            # in place: y grows from call to call, which no time shows
+            lambda v, dy: v["y"].addmm_(v["t"], v["b"].T, alpha=S),
+            lambda v, dy: (torch.mm(dy, S * v["b"]), torch.mm(dy.T, S * v["t"])),
+        ),
     ),
     Kernel(
         "compose",
@@ -283,6 +338,7 @@ KERNELS = [
         lambda s: 2 * s.rows * s.d_out * s.rank,
         _COMPOSE,
         fixed=("gain",),
+        rivals=(_composed_by_torch, _compose_gradients),
     ),
     Kernel(
         "compose, no update",
@@ -300,6 +356,7 @@ KERNELS = [
         ranks=(1,),
         aligned=(1,),
         timed=(1,),
+        rivals=(_composed_by_torch, _compose_gradients),
     ),
     Kernel(
         "row_norm",
@@ -312,6 +369,7 @@ KERNELS = [
         (row_norm_triton.row_norm_tile,),
         few=4096,
         limit=1e-5,
+        rivals=(_row_norms, None),
     ),
     Kernel(
         "rotate",
@@ -326,6 +384,7 @@ KERNELS = [
         ranks=(16, 32, 64, 128),
         aligned=(16, 32, 48, 64, 128),
         timed=(16, 32, 64),
+        rivals=(_rotated_by_torch, _rotate_gradients),
     ),
     Kernel(
         "bottleneck",
@@ -347,6 +406,7 @@ KERNELS = [
         aligned=(16, 48, 64, 128, 256),
         timed=(64, 128, 256),
         roundings=2.0,
+        rivals=(_bottleneck_by_torch, None),
     ),
     Kernel(
         "grouped low rank",

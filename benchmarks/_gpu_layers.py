@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import adapterzoo
 from _gpu_bench import Bench, timed_shapes
 from _gpu_clock import SETS, Runs
-from _gpu_kernels import KERNELS, KINDS, Kernel, Shape
+from _gpu_kernels import KERNELS, KINDS, Kernel, Rival, Shape
 from _gpu_methods import PEERS, Method, boft_methods, layer_methods, parameters_of, stirred, twin
 from _gpu_report import Cell, Goal, Row, at_least, at_most
 from _measure import Ratio
 from adapterzoo import kernels
 
 # of the layer in a model that has nothing else
-_TARGET = r".*up_proj"
+TARGET = r".*up_proj"
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
@@ -42,45 +42,79 @@ def alone(bench: Bench) -> Iterator[Row]:
     """Each kernel against what the device can do, and against its definition in torch."""
     for kernel in KERNELS:
         for shape in timed_shapes(kernel, bench.plan):
-            if bench.has_time(f"{kernel.name}, {shape}"):
-                yield from _alone(bench, kernel, shape)
+            for passes in (1, 2) if kernel.grads else (1,):
+                figure = title_of(kernel, shape, passes)
+                if bench.wants(figure):
+                    yield _alone(bench, kernel, shape, passes, figure)
 
 
-def _alone(bench: Bench, kernel: Kernel, shape: Shape) -> Iterator[Row]:
+def title_of(kernel: Kernel, shape: Shape, passes: int) -> str:
+    """The name of a kernel's row; two passes are a backward."""
+    return f"{kernel.name}, {'backward' if passes == 2 else 'forward'}, {shape}"
+
+
+def runs_alone(
+    bench: Bench, kernel: Kernel, shape: Shape, passes: int, mode: str = "auto"
+) -> tuple[dict[str, Runs], int]:
+    """The kernel, its rival in cuBLAS and its definition, and the fewest bytes they can move.
+
+    Args:
+        bench: gives the device.
+        kernel: what is timed.
+        shape: of its operands.
+        passes: 1 for the forward, 2 for the backward.
+        mode: of `kernels.use`, for the kernel.
+    """
     sets = [kernel.draw(shape, KINDS["bfloat16"], bench.device) for _ in range(SETS)]
-    ways = {"kernel": "auto", "reference": "reference"}
-    with torch.no_grad(), kernels.use("auto"):
+    with torch.no_grad(), kernels.use("reference"):
         out = kernel.run(sets[0])
-    forward = {way: [_forward(kernel, v, mode) for v in sets] for way, mode in ways.items()}
-    yield _row(bench, kernel, shape, forward, kernel.moved(sets[0], out, False), 1)
-    if not kernel.grads:
-        return
-    backward = {way: [_backward(kernel, v, mode) for v in sets] for way, mode in ways.items()}
-    yield _row(bench, kernel, shape, backward, kernel.moved(sets[0], out, True), 2)
+    make = _backward if passes == 2 else _forward
+    runs: dict[str, Runs] = {"kernel": [make(kernel, v, mode) for v in sets]}
+    rival = kernel.rivals[passes - 1]
+    if rival is not None:
+        runs["cuBLAS"] = [_rival(rival, v, torch.randn_like(out)) for v in sets]
+    runs["reference"] = [make(kernel, v, "reference") for v in sets]
+    return runs, kernel.moved(sets[0], out, passes == 2)
 
 
-def _row(
-    bench: Bench, kernel: Kernel, shape: Shape, runs: Mapping[str, Runs], moved: int, passes: int
-) -> Row:
-    times = bench.clock.interleaved(runs, bench.until, failing=("reference",))
+def _rival(run: Rival, operands: dict[str, Tensor], dy: Tensor) -> Callable[[], object]:
+    def again() -> None:
+        with torch.no_grad():
+            run(operands, dy)
+
+    return again
+
+
+def _alone(bench: Bench, kernel: Kernel, shape: Shape, passes: int, figure: str) -> Row:
+    runs, moved = runs_alone(bench, kernel, shape, passes)
+    failing = ("cuBLAS", "reference")
+    times = bench.clock.interleaved(
+        runs, bench.until, failing=failing, together=bench.plan.together
+    )
     taken = times.median("kernel")
     flops = passes * kernel.flops(shape)
     bandwidth = moved / taken / bench.bandwidth
     rate = flops / taken / bench.rate
-    faster = times.over("reference", "kernel")
     # what is bound by the matrix unit cannot fill the memory's bandwidth
     by_memory = moved / bench.bandwidth > flops / bench.rate
-    name = f"{kernel.name}, {'backward' if passes == 2 else 'forward'}, {shape}"
     return Row(
-        name,
+        figure,
         {
             "µs": 1e3 * taken,
             "of the copy": bandwidth,
             "of the product": rate,
-            "times faster than the reference": faster,
+            "times faster than cuBLAS": times.over("cuBLAS", "kernel"),
+            "times faster than the reference": times.over("reference", "kernel"),
         },
         {"of the copy": at_least(bandwidth, 0.8)} if by_memory else {},
-        {"bytes": moved, "flops": flops, "milliseconds": times.milliseconds},
+        {
+            "kernel": kernel.name,
+            "passes": passes,
+            "rank": shape.rank,
+            "bytes": moved,
+            "flops": flops,
+            "milliseconds": times.milliseconds,
+        },
     )
 
 
@@ -108,37 +142,47 @@ def _backward(kernel: Kernel, operands: dict[str, Tensor], mode: str) -> Callabl
 
 def layers(bench: Bench) -> Iterator[Row]:
     """Forward and backward of a linear layer with an adapter, over those of the layer alone."""
-    for rank in bench.plan.ranks:
+    rows, ranks = bench.plan.layer_rows, bench.plan.ranks
+    # the headline first, with PEFT's two dtypes: what there is no time for is at the end
+    wide = sorted(bench.plan.layers, key=lambda size: -size[1])
+    for d_in, d_out in wide[:1]:
+        yield from _layers(bench, d_in, d_out, rows[0], [layer_methods(ranks[-1])[2]])
+    for rank in ranks:
         for d_in, d_out in bench.plan.layers:
-            base = _model(bench, d_in, d_out)
-            for rows in bench.plan.layer_rows:
+            for many in rows:
                 methods = layer_methods(rank)
-                if rank == bench.plan.ranks[0]:
-                    methods += boft_methods(35 if d_in > 8192 else 5 if rows > 4096 else 12)
-                for method in methods:
-                    title = f"{method.title}, {rows} × {d_in} → {d_out}"
-                    if bench.has_time(title):
-                        yield _layer(bench, base, method, rows, title)
+                if rank == ranks[0]:
+                    methods += boft_methods(35 if d_in > 8192 else 5 if many > 4096 else 12)
+                yield from _layers(bench, d_in, d_out, many, methods)
+
+
+def _layers(bench: Bench, d_in: int, d_out: int, rows: int, methods: list[Method]) -> Iterator[Row]:
+    base = None
+    for method in methods:
+        title = f"{method.title}, {rows} × {d_in} → {d_out}"
+        if bench.wants(title):
+            base = model_of(bench, d_in, d_out) if base is None else base
+            yield _layer(bench, base, method, rows, title)
 
 
 def _layer(bench: Bench, base: Any, method: Method, rows: int, title: str) -> Row:
-    plain = _up(base)
+    plain = up_of(base)
     inputs = [
         torch.randn(rows, plain.in_features, device=bench.device).bfloat16().requires_grad_()
         for _ in range(SETS)
     ]
     dy = torch.randn(rows, plain.out_features, device=bench.device).bfloat16()
-    ours = method.put(base, _TARGET)
+    ours = method.put(base, TARGET)
     runs = {
-        "floor": _steps(plain, [], inputs, dy),
-        "adapterzoo": _steps(_up(ours), parameters_of(ours), inputs, dy),
+        "floor": steps_of(plain, [], inputs, dy),
+        "adapterzoo": steps_of(up_of(ours), parameters_of(ours), inputs, dy),
     }
     for name, cast in PEERS.items():
-        theirs = method.put_peft(base, _TARGET, cast)
+        theirs = method.put_peft(base, TARGET, cast)
         if theirs is not None:
-            runs[name] = _steps(_up(theirs.get_base_model()), parameters_of(theirs), inputs, dy)
+            runs[name] = steps_of(up_of(theirs.get_base_model()), parameters_of(theirs), inputs, dy)
     # the same again: differences below its spread are noise
-    runs["floor again"] = _steps(plain, [], inputs, dy)
+    runs["floor again"] = steps_of(plain, [], inputs, dy)
     with kernels.use("auto"):
         times = bench.clock.interleaved(runs, bench.until, failing=tuple(PEERS))
     found = {name: times.over_floor(name) for name in ("adapterzoo", *PEERS, "floor again")}
@@ -156,11 +200,11 @@ def _layer(bench: Bench, base: Any, method: Method, rows: int, title: str) -> Ro
 def bottlenecks(bench: Bench) -> Iterator[Row]:
     """A bottleneck behind a feed-forward part, against the same operations one by one."""
     width = bench.plan.layers[0][0]
-    base = _model(bench, width, width)
+    base = model_of(bench, width, width)
     for rows in bench.plan.layer_rows:
         for d in bench.plan.bottlenecks:
             title = f"bottleneck d={d}, {rows} × {width}"
-            if bench.has_time(title):
+            if bench.wants(title):
                 yield _bottleneck(bench, base, rows, d, title)
 
 
@@ -179,9 +223,9 @@ def _bottleneck(bench: Bench, base: Any, rows: int, d: int, title: str) -> Row:
         for _ in range(SETS)
     ]
     dy = torch.randn(rows, width, device=bench.device).bfloat16()
-    steps = _steps(ours, parameters_of(model), inputs, dy)
+    steps = steps_of(ours, parameters_of(model), inputs, dy)
     runs = {
-        "floor": _steps(plain, [], inputs, dy),
+        "floor": steps_of(plain, [], inputs, dy),
         "adapterzoo": [_under(step, "auto") for step in steps],
         "one by one": [_under(step, "reference") for step in steps],
     }
@@ -206,7 +250,7 @@ def _under(run: Callable[[], object], mode: str) -> Callable[[], object]:
     return again
 
 
-def _steps(module: Any, trained: list[Tensor], inputs: list[Tensor], dy: Tensor) -> Runs:
+def steps_of(module: Any, trained: list[Tensor], inputs: list[Tensor], dy: Tensor) -> Runs:
     """Forward and backward, one for each input."""
 
     def step(x: Tensor) -> None:
@@ -215,7 +259,7 @@ def _steps(module: Any, trained: list[Tensor], inputs: list[Tensor], dy: Tensor)
     return [lambda x=x: step(x) for x in inputs]  # type: ignore[misc]
 
 
-def _model(bench: Bench, d_in: int, d_out: int) -> Any:
+def model_of(bench: Bench, d_in: int, d_out: int) -> Any:
     """A model whose `up_proj` is the layer, everything else as small as it can be."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -232,5 +276,5 @@ def _model(bench: Bench, d_in: int, d_out: int) -> Any:
     return made.requires_grad_(False).train()
 
 
-def _up(model: Any) -> Any:
+def up_of(model: Any) -> Any:
     return model.model.layers[0].mlp.up_proj

@@ -71,7 +71,8 @@ class Part:
     Attributes:
         name: of the section, for `--only`.
         title: for people.
-        state: "waiting", "running", "done", "skipped", "failed" or "red".
+        state: "waiting", "running", "done", "cut" (some rows had no time), "skipped", "failed" or
+            "red" (a kernel is wrong).
         seconds: that it took.
         rows: what was found.
         skipped: what there was no time or no memory for, and why.
@@ -86,11 +87,34 @@ class Part:
     skipped: list[str] = field(default_factory=list)
     trace: str = ""
 
+    def restore(self, entry: Mapping[str, Any]) -> None:
+        """Take over what an earlier run has written of this section.
+
+        Args:
+            entry: of the section in the JSON file.
+        """
+        self.state, self.seconds = entry["state"], entry["seconds"] or 0.0
+        self.trace = entry["trace"]
+        self.skipped = list(entry["skipped"]) if self.state == "done" else []
+        verdicts = {"met": True, "missed": False, "not judged": None}
+        for row in entry["rows"]:
+            cells = {
+                key: Ratio(**value) if isinstance(value, dict) else value
+                for key, value in row["cells"].items()
+            }
+            goals = {
+                key: Goal(goal["goal"], verdicts[goal["verdict"]])
+                for key, goal in row["goals"].items()
+            }
+            self.rows.append(Row(row["figure"], cells, goals, row["facts"]))
+
 
 class Report:
     """A JSON file and a page that always show all that is known; a crash leaves whole files."""
 
-    def __init__(self, folder: Path, device: str, dry: bool, parts: list[Part]) -> None:
+    def __init__(
+        self, folder: Path, device: str, dry: bool, parts: list[Part], suffix: str = ""
+    ) -> None:
         """Nothing is written yet.
 
         Args:
@@ -98,14 +122,35 @@ class Report:
             device: its name.
             dry: whether numbers are to be left out.
             parts: all sections, in order.
+            suffix: of the names of the files.
         """
-        self.stem = folder / f"gpu-{slug('dry-run' if dry else device)}"
+        self.stem = folder / f"gpu-{slug('dry-run' if dry else device)}{suffix}"
         self.dry = dry
         self.parts = parts
         self.about: dict[str, Any] = {"device": device}
         if dry:
             self.about = {"device": f"{device} ({DRY})", "dry run": "nothing here was measured"}
         folder.mkdir(parents=True, exist_ok=True)
+
+    def resume(self) -> str:
+        """Take over what an earlier run of the same code on the same device has written.
+
+        Returns:
+            Why it cannot be continued; "" if it can, or if there is none.
+        """
+        path = self.stem.with_suffix(".json")
+        if not path.exists():
+            return ""
+        document = json.loads(path.read_text(encoding="utf-8"))
+        before = document["about"]
+        for key in ("device", "commit", "torch", "triton", "transformers", "peft", "rounds"):
+            if before.get(key) != self.about.get(key):
+                return f"{key} was {before.get(key)!r} and is {self.about.get(key)!r}"
+        entries = {entry["name"]: entry for entry in document["sections"]}
+        for part in self.parts:
+            if part.name in entries:
+                part.restore(entries[part.name])
+        return ""
 
     def write(self) -> None:
         """Write both files anew."""

@@ -1,7 +1,8 @@
 """Compiling ahead, in several processes: each kernel that the benchmark will ask for.
 
 Triton keeps what it has compiled on disk; what one process has left there, the next one loads. A
-script: `_gpu_warm.py 2 8` takes the third of every eight cases.
+script: `_gpu_warm.py 2 8` takes the third of every eight cases, and `_gpu_warm.py once` one aligned
+shape of each kernel, for tools that watch a process.
 """
 
 from __future__ import annotations
@@ -66,9 +67,13 @@ def main() -> None:
             for shape in timed_shapes(kernel, plan):
                 yield kernel, shape, KINDS["bfloat16"]
 
-    first, step = int(sys.argv[1]), int(sys.argv[2])
+    if sys.argv[1] == "once":
+        rows, d_in, d_out = plan.gate.aligned
+        chosen = [(k, Shape(rows, d_in, d_out, k.aligned[0]), KINDS["bfloat16"]) for k in KERNELS]
+    else:
+        chosen = list(cases())[int(sys.argv[1]) :: int(sys.argv[2])]
     with kernels.use("triton"):
-        for kernel, shape, kind in list(cases())[first::step]:
+        for kernel, shape, kind in chosen:
             operands = kernel.draw(shape, kind, torch.device(device))
             out = kernel.run(operands)
             if kernel.grads:

@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,25 +20,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# floors: a figure of that size needs no second digit
-_LONG = 4.0
+# a rival that takes more floors than this is measured in `_FEW` rounds
+_LONG = 2.0
+_FEW = 3
 # measured between two floors
 _BETWEEN = 4
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two times: median and quartiles over the rounds."""
+    """A ratio of two times: median and quartiles over the rounds.
+
+    Attributes:
+        median: over the rounds.
+        low: first quartile.
+        high: third quartile.
+        rounds: how many there were; None if exact or measured once.
+    """
 
     median: float
     low: float
     high: float
+    rounds: int | None = None
 
     def __str__(self) -> str:
         """The median, and the quartiles as its spread; an exact one alone."""
         if self.low == self.high:
             return f"{self.median:.3g}"
-        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+        few = f"; {self.rounds} rounds" if self.rounds == _FEW else ""
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f}{few})"
 
 
 def ratios(
@@ -46,27 +56,34 @@ def ratios(
     others: Mapping[str, Callable[[], object]],
     rounds: int,
     repeat: int = 1,
+    rivals: Collection[str] = (),
 ) -> dict[str, Ratio]:
     """CPU time of each of the others over that of the floor.
 
     The floor is measured before and after every four of the others, and the mean of both taken:
-    what drifts slowly falls out, since they change places from round to round. What takes
-    several floors is measured in three rounds, once in each after the first.
+    what drifts slowly falls out, since they change places from round to round. Rivals that take
+    more than two floors are measured in three rounds, once in each after the first.
 
     Args:
         floor: what the others are compared with; has run before, as all of them.
         others: names to what is measured.
         rounds: at least 7 for a figure that is reported.
         repeat: calls that are timed together, for calls of microseconds.
+        rivals: names of those whose figures need no second digit.
     """
     found: dict[str, list[float]] = {name: [] for name in others}
+
+    def is_long(name: str) -> bool:
+        taken = found[name]
+        return name in rivals and bool(taken) and statistics.median(taken) > _LONG
+
     before = seconds(floor, repeat)
     for number in range(rounds):
-        names = [n for n in others if number < 3 or not _is_long(found[n])]
+        names = [n for n in others if number < _FEW or not is_long(n)]
         names = names if number % 2 else names[::-1]
         for i in range(0, len(names), _BETWEEN):
             taken = {
-                name: seconds(others[name], 1 if _is_long(found[name]) else repeat)
+                name: seconds(others[name], 1 if is_long(name) else repeat)
                 for name in names[i : i + _BETWEEN]
             }
             after = seconds(floor, repeat)
@@ -76,14 +93,10 @@ def ratios(
     return {name: ratio(values) for name, values in found.items()}
 
 
-def _is_long(found: list[float]) -> bool:
-    return bool(found) and statistics.median(found) > _LONG
-
-
 def ratio(values: list[float]) -> Ratio:
     """Median and quartiles."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Ratio(statistics.median(values), low, high)
+    return Ratio(statistics.median(values), low, high, len(values))
 
 
 @contextmanager

@@ -79,13 +79,13 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def _llama() -> Any:
+def _llama(layers: int) -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=4096,
             hidden_size=512,
             intermediate_size=1408,
-            num_hidden_layers=8,
+            num_hidden_layers=layers,
             num_attention_heads=8,
         )
     )
@@ -96,11 +96,13 @@ def _bert(**fields: Any) -> Any:
 
 
 LLAMA = Shape("Llama, 512 wide, 8 layers", PROJECTIONS, 8, 128)
+SHALLOW = Shape("Llama, 512 wide, 2 layers", PROJECTIONS, 8, 128)
 BERT = Shape("BERT-base, 2 of its 12 layers", DENSE, 8, 128)
 TINY = Shape("BERT, 64 wide, 12 layers", DENSE, 1, 16)
 
 _MAKERS: dict[str, Callable[[], Any]] = {
-    LLAMA.title: _llama,
+    LLAMA.title: lambda: _llama(8),
+    SHALLOW.title: lambda: _llama(2),
     BERT.title: lambda: _bert(num_hidden_layers=2),
     TINY.title: lambda: _bert(
         vocab_size=1000, hidden_size=64, intermediate_size=256, num_attention_heads=4

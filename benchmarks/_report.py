@@ -39,9 +39,38 @@ class Figure:
         return "met" if round(self.ours.median, 2) <= self.goal else "missed"
 
 
-def write(folder: Path, stem: str, about: dict[str, Any], figures: list[Figure]) -> None:
-    """Write `stem`.json, .md and .png; the table is printed too."""
+@dataclass(frozen=True)
+class Section:
+    """The figures of a part of the benchmark.
+
+    Attributes:
+        seconds: that it took.
+        figures: in order.
+    """
+
+    seconds: int
+    figures: list[Figure]
+
+
+def write(
+    folder: Path, stem: str, about: dict[str, Any], sections: dict[str, Section], kept: bool
+) -> None:
+    """Write `stem`.json, .md and .png; the table is printed too.
+
+    Args:
+        folder: of the files.
+        stem: of their names.
+        about: what was measured, where and when.
+        sections: by name.
+        kept: whether sections of an earlier report that were not measured stay in it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.json"
+    if kept and path.exists():
+        earlier = _read(json.loads(path.read_text(encoding="utf-8")))
+        sections = {**earlier, **sections}
+        about = {**about, "measured alone": "some sections, at other times than the rest"}
+    figures = [figure for section in sections.values() for figure in section.figures]
     lines = [
         "| figure | adapterzoo | PEFT | goal | |",
         "| --- | --- | --- | --- | --- |",
@@ -51,21 +80,49 @@ def write(folder: Path, stem: str, about: dict[str, Any], figures: list[Figure])
             for f in figures
         ),
     ]
+    took = ", ".join(f"{name} {section.seconds}" for name, section in sections.items())
+    about = {**about, "seconds": f"{sum(s.seconds for s in sections.values())} ({took})"}
     head = "\n".join(f"- {key}: {value}" for key, value in about.items())
     notes = (
         "Ratios to the frozen base model's own step or forward in the same round: median and "
         "quartiles. Bytes and operators are exact. PEFT's BOFT runs with a plain-torch version of "
-        "its CUDA extension; without it, PEFT takes one factor."
+        "its CUDA extension; without it, PEFT takes one factor. Rivals above two floors have three "
+        "rounds. *its formula* is a hand-written module that computes the method's formula in "
+        "plain torch operations, in the same layers; PEFT's figure there is its own over that."
     )
     table = "\n".join(lines)
     (folder / f"{stem}.md").write_text(
         f"# Benchmark: {stem}\n\n{head}\n\n{notes}\n\n{table}\n", encoding="utf-8"
     )
-    document = {"about": about, "figures": [{**asdict(f), "verdict": f.verdict} for f in figures]}
+    document = {
+        "about": about,
+        "sections": {
+            name: {
+                "seconds": section.seconds,
+                "figures": [{**asdict(f), "verdict": f.verdict} for f in section.figures],
+            }
+            for name, section in sections.items()
+        },
+    }
     text = json.dumps(document, indent=1, ensure_ascii=False)
-    (folder / f"{stem}.json").write_text(text + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
     _plot(folder / f"{stem}.png", figures)
     print(table)
+
+
+def _read(document: dict[str, Any]) -> dict[str, Section]:
+    """The sections of a report that was written before; none if it has another form."""
+    found = {}
+    for name, section in document.get("sections", {}).items():
+        figures = [
+            Figure(
+                f["name"], Ratio(**f["ours"]), Ratio(**f["theirs"]) if f["theirs"] else None,
+                f["goal"], f["unit"],
+            )
+            for f in section["figures"]
+        ]  # fmt: skip
+        found[name] = Section(section["seconds"], figures)
+    return found
 
 
 def _plot(path: Path, figures: list[Figure]) -> None:

@@ -4,15 +4,21 @@
 
 One thread, CPU time, each figure beside the floor of the same round; nothing is printed unless
 both libraries compute the same. Run it on a machine that does nothing else.
+
+`--only steps loading` measures these sections alone and keeps the other figures of the report.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,21 +26,52 @@ from typing import Any
 import peft
 import torch
 import transformers
-from tqdm import tqdm
 
 import adapterzoo
+from _formulas import formulas
 from _measure import Ratio, operators, processor, ratios, saved_bytes, settled
 from _methods import METHODS, Method
-from _models import BERT, LLAMA, TINY, Shape, twin
-from _report import Figure, write
+from _models import BERT, LLAMA, SHALLOW, TINY, Shape, twin
+from _report import Figure, Section, write
 from _stand_in import stand_in
 from _uses import importing, injecting, loading, merging, mixing
 
 # the largest relative difference of a loss or gradient between the libraries, in float32
 GATE = 1e-4
+SHALLOWER = {LLAMA.title: SHALLOW.title}
 # methods whose training steps are measured in the same rounds
 STEPS = [(LLAMA, METHODS[:2]), (LLAMA, METHODS[2:4]), (LLAMA, METHODS[4:]),
          (BERT, METHODS[:2]), (BERT, METHODS[2:4])]  # fmt: skip
+# tells ATen, oneDNN and MKL to leave AVX-512 alone
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+
+
+def sections(rounds: int) -> dict[str, Callable[[], list[Figure]]]:
+    """The parts of the benchmark by name, in order.
+
+    Args:
+        rounds: of a training step; shorter calls get more.
+    """
+    one = Shape(LLAMA.title, LLAMA.targets, 1, 1)
+    single = replace(LLAMA, tokens=1)
+    return {
+        "steps": lambda: [f for shape, methods in STEPS for f in steps(shape, methods, rounds)],
+        "avx2": lambda: without_avx512(rounds),
+        "formulas": lambda: formulas(rounds),
+        "bfloat16": half_precision,
+        "forwards": lambda: (
+            small(TINY, "1 × 16 tokens", 3 * rounds) + small(one, "1 × 1 token", 3 * rounds)
+        ),
+        "mixed": lambda: mixing(LLAMA, rounds) + mixing(single, 3 * rounds),
+        "injection": lambda: injecting(LLAMA, METHODS, rounds),
+        "merging": lambda: merging(LLAMA, METHODS, rounds),
+        "loading": lambda: loading(LLAMA, rounds),
+        "import": importing,
+    }
 
 
 def main() -> None:
@@ -42,31 +79,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="at least 7 for a report")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=list(sections(1)))
+    parser.add_argument("--own-steps", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module="peft")
+    if options.own_steps:
+        print(json.dumps(own_steps(options.rounds)))
+        return
     stand_in()
-    gate()
-    rounds, one = options.rounds, Shape(LLAMA.title, LLAMA.targets, 1, 1)
-    sections: list[Callable[[], list[Figure]]] = [
-        *(
-            lambda shape=shape, methods=methods: steps(shape, methods, rounds)
-            for shape, methods in STEPS
-        ),
-        half_precision,
-        lambda: small(TINY, "1 × 16 tokens", 3 * rounds),
-        lambda: small(one, "1 × 1 token", 3 * rounds),
-        lambda: mixing(LLAMA, rounds),
-        lambda: mixing(replace(LLAMA, tokens=1), 3 * rounds),
-        lambda: injecting(LLAMA, METHODS, rounds),
-        lambda: merging(LLAMA, METHODS, rounds),
-        lambda: loading(LLAMA, rounds),
-        importing,
-    ]
-    figures = []
-    for section in tqdm(sections):
-        with settled():
-            figures += section()
+    found = measured(sections(options.rounds), options.only)
     about = {
         "date": date.today().isoformat(),
         "machine": f"{processor()}, one thread",
@@ -76,7 +99,30 @@ def main() -> None:
         "adapterzoo": adapterzoo.__version__,
         "rounds": options.rounds,
     }
-    write(options.output, "cpu", about, figures)
+    write(options.output, "cpu", about, found, kept=bool(options.only))
+
+
+def measured(
+    parts: Mapping[str, Callable[[], list[Figure]]], only: Collection[str] | None
+) -> dict[str, Section]:
+    """Run sections after the gate; print the seconds of each.
+
+    Args:
+        parts: all sections.
+        only: names of those that run; None: all.
+    """
+    start = time.perf_counter()
+    gate()
+    print(f"gate: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    found = {}
+    for name, section in parts.items():
+        if only is None or name in only:
+            start = time.perf_counter()
+            with settled():
+                figures = section()
+            found[name] = Section(round(time.perf_counter() - start), figures)
+            print(f"{name}: {found[name].seconds} s", file=sys.stderr, flush=True)
+    return found
 
 
 def gate() -> None:
@@ -86,9 +132,11 @@ def gate() -> None:
         SystemExit: they do not.
     """
     for shape, methods in STEPS:
+        # two layers are as good as eight, and PEFT's BOFT takes seconds for each
+        shape = replace(shape, rows=1, tokens=32, title=SHALLOWER.get(shape.title, shape.title))
         base = shape.model()
         for method in methods:
-            difference = method.difference(replace(shape, rows=1, tokens=32), base)
+            difference = method.difference(shape, base)
             if not difference < GATE:
                 sys.exit(
                     f"{method.title} on {shape.title}: adapterzoo and PEFT differ by {difference}"
@@ -109,7 +157,7 @@ def steps(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
         kept[method.title] = [saved_bytes(m, lambda m=m: shape.loss(m)) / floor_bytes for m in pair]  # type: ignore[misc]
         counts[method.title] = [operators(_step_of(few, m)) / floor_operators for m in pair]
         runs[method.title], runs[f"PEFT {method.title}"] = (_step_of(shape, m) for m in pair)
-    times = ratios(lambda: shape.step(base), runs, rounds)
+    times = ratios(lambda: shape.step(base), runs, rounds, rivals=_rivals(runs))
     found = []
     for method in methods:
         name = method.title
@@ -157,7 +205,7 @@ def small(shape: Shape, tokens: str, rounds: int) -> list[Figure]:
         runs[f"PEFT {method.title}"] = run(method.put_peft(shape, base).eval())
     for call in (run(base), *runs.values()):
         call()
-    times = ratios(run(base), runs, rounds, repeat=3)
+    times = ratios(run(base), runs, rounds, repeat=3, rivals=_rivals(runs))
     return [
         Figure(
             f"forward: {name}, {shape.title}, {tokens}",
@@ -168,6 +216,40 @@ def small(shape: Shape, tokens: str, rounds: int) -> list[Figure]:
         for name, ours in times.items()
         if not name.startswith("PEFT ")
     ]
+
+
+def own_steps(rounds: int) -> dict[str, Any]:
+    """Steps of adapterzoo alone, on both models: name and shape → the fields of the ratio."""
+    found: dict[str, Any] = {}
+    for shape in (LLAMA, BERT):
+        base = shape.model()
+        floor = _step_of(shape, base)
+        methods = [m for m in METHODS[:5] if m is not METHODS[3]]
+        runs = {m.title: _step_of(shape, m.put(shape, base)) for m in methods}
+        for run in (floor, *runs.values()):
+            run()
+        times = ratios(floor, runs, rounds)
+        found |= {f"{name}|{shape.title}": astuple(ratio) for name, ratio in times.items()}
+    return found
+
+
+def without_avx512(rounds: int) -> list[Figure]:
+    """`own_steps` in a process that uses no AVX-512."""
+    command = [sys.executable, "-W", "ignore", __file__, "--own-steps", "--rounds", str(rounds - 2)]
+    done = subprocess.run(
+        command, capture_output=True, check=True, text=True, env={**os.environ, **AVX2}
+    )
+    goals = {method.title: method.goals for method in METHODS}
+    found = []
+    for name, values in json.loads(done.stdout.splitlines()[-1]).items():
+        title, _, shape = name.partition("|")
+        goal = goals[title][shape][0]
+        found.append(Figure(f"AVX2 alone: step: {title}, {shape}", Ratio(*values), None, goal))
+    return found
+
+
+def _rivals(names: Collection[str]) -> set[str]:
+    return {name for name in names if name.startswith("PEFT ")}
 
 
 def _step_of(shape: Shape, model: Any) -> Callable[[], None]:

@@ -3,8 +3,10 @@
     make TORCH=torch bench-gpu        or        python benchmarks/gpu.py
 
 Needs torch, triton and transformers, and peft for PEFT's columns. It keeps to its own time, writes
-after each figure, and prints none while a kernel is wrong. `--dry-run` runs every line of it on a
-CPU, at sizes that say nothing, and writes no number.
+after each figure, and prints none while a kernel is wrong. `--first` is for the first thirty
+minutes on a GPU and ends with a verdict on each kernel. `--continue` adds what an earlier run had
+no time for. `--dry-run` runs every line of it on a CPU, at sizes that say nothing, and writes no
+number.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ def main() -> None:
     """Read the command line, see that there is a GPU, run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder; benchmarks/results if not given")
-    parser.add_argument("--seconds", type=float, default=465.0, help="that all of it may take")
+    parser.add_argument("--seconds", type=float, help="of this call; 465, or 540 with --first")
     parser.add_argument("--rounds", type=int, default=9, help="at least 9 for a report")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="the gate always runs")
+    parser.add_argument(
+        "--section", "--only", nargs="+", metavar="NAME", help="only these, after the gate"
+    )
+    parser.add_argument("--first", action="store_true", help="the first thirty minutes on a GPU")
+    parser.add_argument(
+        "--continue", dest="resume", action="store_true", help="keep an earlier run's rows"
+    )
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, without figures")
     options = parser.parse_args()
     if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":

@@ -81,11 +81,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
                  "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
                  "apply_spec_augment": False, "layerdrop": 0.0},
 }  # fmt: skip
+# for single tests
+OTHERS = {"bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4}}
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
     """The config of a two-layer model of the family, width 32."""
-    return AutoConfig.for_model(family, **FAMILIES[family])
+    return AutoConfig.for_model(family, **{**FAMILIES, **OTHERS}[family])
 
 
 def tiny_inputs(family: str, batch: int = 2, tokens: int = 7) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ CONFIG = "adapter_config.json"
 CLASSES = {
     "bart": "BartForSequenceClassification",
     "bert": "BertForSequenceClassification",
+    "bloom": "BloomForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "roberta": "RobertaForSequenceClassification",

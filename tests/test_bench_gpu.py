@@ -12,14 +12,18 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
-SECTIONS = [*("ceilings", "gate", "kernels", "layers", "bottlenecks", "models", "mixed", "graphs")]
+SECTIONS = [*("ceilings", "gate", "models", "layers", "kernels", "graphs", "bottlenecks", "mixed")]
+FIRST = [
+    *("ceilings", "gate", "small", "sanitizer", "sweep", "backwards", "sites", "graphs", "decode"),
+    *("layers", "models", "verdicts"),
+]
 
 # each plants a bug in a kernel and says whether the gate saw it; the last runs all of it
 PLANTED = """
 import argparse, itertools, json, pathlib, sys
 sys.path[:0] = ["benchmarks", "."]
 import torch
-import _gpu_gate, _gpu_kernels, _gpu_run
+import _gpu_first, _gpu_gate, _gpu_kernels, _gpu_run
 from _gpu_bench import DRY
 from adapterzoo.kernels import compose_triton, low_rank_triton
 
@@ -62,11 +66,15 @@ low_rank_triton.expand = expand
 low_rank_triton_backward = low_rank_triton.expand_backward
 low_rank_triton.expand_backward = transposed_sign
 ask("transposed_sign")
-_gpu_run.KERNELS, _gpu_run.ahead = kernels, lambda dry: 0
+kernels += [k for k in _gpu_kernels.KERNELS if k.name == "shrink"]
+_gpu_run.KERNELS, _gpu_run.ahead, _gpu_first.KERNELS = kernels, lambda dry: 0, kernels
 options = argparse.Namespace(
-    output=pathlib.Path(sys.argv[1]), seconds=60.0, rounds=9, only=None, dry_run=True
+    output=pathlib.Path(sys.argv[1]), seconds=60.0, rounds=9, section=None, dry_run=True,
+    first=False, resume=False,
 )
 seen["code"] = _gpu_run.main(options)
+options.first, options.section = True, ["sweep", "layers"]
+seen["first"] = _gpu_run.main(options)
 print(json.dumps(seen))
 """
 
@@ -92,9 +100,7 @@ def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path):
     assert found["about"]["device"] == "cpu (dry run)"
     sections = {part["name"]: part for part in found["sections"]}
     assert list(sections) == SECTIONS
-    assert {name: part["state"] for name, part in sections.items()} == dict.fromkeys(
-        SECTIONS, "done"
-    )
+    assert states(found) == dict.fromkeys(SECTIONS, "done")
     rows = [row for part in sections.values() for row in part["rows"]]
     assert all(part["rows"] for part in sections.values())
     values = [value for row in rows for value in row["cells"].values()]
@@ -123,11 +129,60 @@ def test_a_wrong_kernel_stops_the_run(tmp_path):
     assert "differs between two runs" in seen["racing"]
     assert "db is off by" in seen["transposed_sign"]
     found = json.loads((tmp_path / "gpu-dry-run.json").read_text(encoding="utf-8"))
-    states = {part["name"]: part["state"] for part in found["sections"]}
-    assert states == {**dict.fromkeys(SECTIONS, "skipped"), "gate": "red"}
+    assert states(found) == {**dict.fromkeys(SECTIONS, "skipped"), "gate": "red"}
     assert [row for part in found["sections"] for row in part["rows"]] == []
     assert "the gate is red" in done.stdout
-    assert "GB/s" not in done.stdout
+    # the first run goes on with the kernels that are right, and measures no layer and no model
+    assert seen.pop("first") == 1
+    found = json.loads((tmp_path / "gpu-dry-run-first.json").read_text(encoding="utf-8"))
+    assert states(found) == {
+        **dict.fromkeys(FIRST, "skipped"),
+        **dict.fromkeys(["ceilings", "sweep", "verdicts"], "done"),
+        "gate": "red",
+    }
+    sections = {part["name"]: part for part in found["sections"]}
+    assert {row["figure"].split(",")[0] for row in sections["sweep"]["rows"]} == {"shrink"}
+    told = {row["figure"]: row["cells"]["verdict"] for row in sections["verdicts"]["rows"]}
+    assert told.pop("expand") == "wrong"
+    assert set(told.values()) == {"dry run"}
+
+
+@pytest.mark.sweep
+def test_the_first_thirty_minutes_are_several_calls_that_fill_every_section(tmp_path):
+    command = (SCRIPT, "--dry-run", "--first", "--output", tmp_path)
+    path = tmp_path / "gpu-dry-run-first.json"
+    early, late = FIRST[2:7], FIRST[7:-1]
+    done = run(*command, "--section", *early)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    before = json.loads(path.read_text(encoding="utf-8"))
+    assert states(before) == {**dict.fromkeys(FIRST, "done"), **dict.fromkeys(late, "skipped")}
+    assert f"not complete: {', '.join(late)}. To go on, add --continue" in done.stdout
+    # killed while it wrote rows: those that are missing come again, the others stay
+    cut = before["sections"][FIRST.index("backwards")]
+    missing = cut["rows"].pop()
+    cut["state"] = "running"
+    path.write_text(json.dumps(before), encoding="utf-8")
+    done = run(*command, "--continue")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    after = json.loads(path.read_text(encoding="utf-8"))
+    assert states(after) == dict.fromkeys(FIRST, "done")
+    assert "Kernels against float64" not in done.stdout
+    cut["rows"].append(missing)
+    for name in ("gate", *early):
+        number = FIRST.index(name)
+        assert after["sections"][number]["rows"] == before["sections"][number]["rows"]
+    sections = {part["name"]: part for part in after["sections"]}
+    assert all(part["rows"] for part in sections.values())
+    assert [row["figure"] for row in sections["verdicts"]["rows"]] == kernel_names()
+    assert {row["cells"]["found"] for row in sections["sanitizer"]["rows"]} == {"the script ran"}
+    told = [row["cells"]["found"] for row in sections["small"]["rows"]]
+    assert not [found for found in told if found.startswith("fails")]
+    for row in sections["layers"]["rows"]:
+        assert row["cells"]["PEFT bf16"] == row["cells"]["PEFT default"] == "dry run"
+
+
+def states(document):
+    return {part["name"]: part["state"] for part in document["sections"]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would measure")
@@ -214,7 +269,7 @@ def test_what_there_is_no_time_for_is_listed():
     bench = Bench(device, Clock(device, 9), DRY, part, until=0.0)
     assert list(layers(bench)) == []
     assert len(part.skipped) == 6
-    assert part.skipped[0] == "LoRA r=16, 20 × 32 → 48: no time left for it"
+    assert part.skipped[0] == "DoRA r=16, 20 × 32 → 48: no time left for it"
 
 
 def test_a_report_shows_figures_and_whether_their_goals_are_met(tmp_path):
@@ -259,7 +314,93 @@ def test_calls_take_turns_and_failures_of_peers_are_cells():
     assert times.over_floor("peer") == "fails: RuntimeError"
     assert times.over_floor("none") is None
     assert len(times.milliseconds["floor"]) == 5
+    log.clear()
+    clock.interleaved(runs, float("inf"), together=3)
+    # warm, warm, then three calls between two events, one set after the other
+    assert "".join(log).startswith("AaABB" + "AaA" + "BBB" + "BBB" + "aAa")
     late = clock.interleaved(runs, 0.0)
     assert len(late.milliseconds["x"]) == 3
     with pytest.raises(RuntimeError, match="no"):
         clock.interleaved({"floor": [broken]}, float("inf"))
+
+
+def test_seconds_that_are_not_used_go_to_later_sections():
+    import _gpu_run
+
+    until = _gpu_run.until
+
+    # as planned, sooner, and late: nothing is longer than the run
+    assert until(10.0, 100.0, own=20.0, later=70.0) == 30.0
+    assert until(5.0, 100.0, own=20.0, later=40.0) == 60.0
+    assert until(95.0, 100.0, own=20.0, later=70.0) == 100.0
+    assert sum(section.seconds for section in _gpu_run.SECTIONS) <= 465.0
+    # a call of ten minutes has time for each section, the device and the gate
+    assert sum(section.seconds for section in _gpu_run.FIRST) <= 1800.0
+    assert all(section.seconds <= 430.0 for section in _gpu_run.FIRST)
+
+
+def test_other_settings_reach_every_tile_and_are_taken_back():
+    import importlib
+
+    from _gpu_first import settings
+    from _gpu_kernels import KERNELS
+
+    def found(of):
+        return getattr(importlib.import_module(of.__module__), of.__name__, of)
+
+    for kernel in KERNELS:
+        # those that pass on a rank of their own have no name
+        tiles = [of for of in kernel.tiles if of.__name__ != "<lambda>"]
+        with settings(kernel, 7, 5):
+            for of in tiles:
+                assert found(of)(8192, 16, torch.bfloat16).stages == 5
+                assert found(of) is not of
+        assert [found(of) for of in tiles] == tiles
+
+
+def test_the_verdict_is_what_the_figures_say():
+    from _gpu_report import Part, Row
+    from _gpu_verdict import faster, judged
+
+    def row(name, rank, **times):
+        facts = {"kernel": name, "passes": 1, "rank": rank, "milliseconds": times}
+        return Row(f"{name} {rank}", {}, {}, facts)
+
+    sweep, kernels = Part("sweep", ""), Part("kernels", "")
+    times = {"kernel": [1.0, 1.0, 1.1], "cuBLAS": [2.0, 2.0, 2.0], "reference": [4.0, 4.0, 4.0]}
+    sweep.rows.append(row("expand", 16, **times))
+    # the first section wins, and the best of torch counts
+    kernels.rows += [row("expand", 16, **{**times, "cuBLAS": [0.1] * 3})]
+    kernels.rows += [row("expand", 64, **{**times, "reference": [0.5] * 3}), row("x", 16)]
+    assert faster([sweep, kernels], "expand", 1) == {16: 2.0, 64: 0.5}
+    assert faster([sweep, kernels], "expand", 2) == faster([sweep], "rotate", 1) == {}
+    assert judged([2.0, 1.02], wrong=False, checked=True) == "keep"
+    assert judged([2.0, 0.5], wrong=False, checked=True) == "keep in part"
+    assert judged([1.01, 0.5], wrong=False, checked=True) == "torch is faster"
+    assert judged([2.0], wrong=True, checked=True) == "wrong"
+    assert judged([], wrong=False, checked=True) == "not measured"
+    assert judged([2.0], wrong=False, checked=False) == "not measured"
+
+
+def test_a_run_is_continued_by_the_same_code_on_the_same_device(tmp_path):
+    from _gpu_report import Part, Report, Row, at_most
+    from _measure import Ratio
+
+    def report(commit):
+        made = Report(tmp_path, "NVIDIA H200", False, [Part("gate", ""), Part("layers", "")])
+        made.about["commit"] = commit
+        return made
+
+    first, value = report("1a2b"), Ratio(1.2, 1.1, 1.3)
+    assert first.resume() == ""
+    row = Row("a", {"x": value, "y": 2.0, "z": None}, {"x": at_most(value, 1.15)}, {"rank": 16})
+    first.parts[0].state, first.parts[1].state = "done", "running"
+    first.parts[1].rows.append(row)
+    first.parts[0].skipped, first.parts[1].skipped = ["no tool"], ["b: no time left for it"]
+    first.write()
+    again = report("1a2b")
+    assert again.resume() == ""
+    assert [part.state for part in again.parts] == ["done", "running"]
+    assert [part.skipped for part in again.parts] == [["no tool"], []]
+    assert again.parts[1].rows == [row]
+    assert report("3c4d").resume() == "commit was '1a2b' and is '3c4d'"

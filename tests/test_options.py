@@ -73,6 +73,7 @@ INIT_WEIGHTS = {"lora": "bert", "bert": "mam_adapter", "mam_adapter": "bert", "h
 OWN_VALUES: dict[tuple[str, str], Any] = {
     ("ln_tuning", "exclude_modules"): ["attention.output.LayerNorm"],
     ("ln_tuning", "target_modules"): ["attention.output.LayerNorm"],
+    ("prefix_tuning", "convention"): "adapterhub",
 }
 # what must be set for another field to be read at all
 WITH: dict[tuple[str, str], dict[str, Any]] = {
@@ -89,6 +90,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("lokr", "rank_dropout_scale"): {"rank_dropout": 0.5},
     ("mtl_lora", "weights_sharpness"): {"n_up_projection": 2},
     ("ia3", "feedforward_modules"): {"target_modules": ["intermediate.dense"]},
+    ("prefix_tuning", "convention"): {"use_gating": True},
     ("prefix_tuning", "shared_gating"): {"use_gating": True},
     ("prompt_tuning", "prompt_init_text"): {"prompt_init": "from_string", "prompt_init_text": "a"},
     ("seq_bn_inv", "site_convention"): {"mh_adapter": True, "original_ln_before": False},

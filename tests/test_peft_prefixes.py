@@ -23,6 +23,7 @@ TASKS = {
     "llama": "CAUSAL_LM",
     "gpt_neox": "CAUSAL_LM",
     "phi3": "CAUSAL_LM",
+    "bloom": "CAUSAL_LM",
     "t5": "SEQ_2_SEQ_LM",
     "mt5": "SEQ_2_SEQ_LM",
 }
@@ -53,18 +54,18 @@ def test_a_prefix_of_peft_loads_and_goes_back(family, projection, tmp_path):
     model = ours(family)
     model.load_adapter(tmp_path / "theirs", load_as="a", set_active=True)
     assert (expected - logits(plain(family), family)).abs().max() > 1e-2
-    # the product of a projection is rounded to float32 in the file
-    near = 1e-5 if projection else 1e-10
+    # the product of a projection is rounded to float32 in the file, BLOOM's softmax in every model
+    near = 1e-5 if projection or family == "bloom" else 1e-10
     close(logits(model, family), expected, near)
     model.save_adapter(tmp_path / "back", "a", format="peft")
-    close(reloaded(family, tmp_path / "back"), logits(model, family))
+    close(reloaded(family, tmp_path / "back"), logits(model, family), near)
     model.save_adapter(tmp_path / "own", "a")
     other = ours(family)
     other.load_adapter(tmp_path / "own", set_active=True)
     close(logits(other, family), logits(model, family))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "t5"])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_peft_generates_the_same_tokens(family, beams, tmp_path):
     trained(family, tmp_path)
@@ -102,21 +103,35 @@ def test_peft_loads_ours_and_agrees(case, tmp_path):
     close(reloaded(case[0], tmp_path), logits(model, case[0]), 1e-5)
 
 
-def test_a_prefix_that_moves_no_positions_is_written_where_there_are_none(tmp_path):
-    """T5 knows distances alone; with two layers PEFT gives both of a decoder one prefix."""
+def test_a_decoder_beside_an_encoder_trains_the_prefix_that_peft_trains(tmp_path):
+    """PEFT doubles its list of pairs, so that layers i and i + N / 2 share keys and values."""
+    config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=4)
+    theirs = peft.get_peft_model(plain("t5").double(), config).double().eval()
+    theirs.save_pretrained(tmp_path)
+    inputs = tiny_inputs("t5")
+    inputs["labels"] = inputs["decoder_input_ids"]
+    expected = theirs(**inputs).loss
+    expected.backward()
+    model = ours("t5").double()
+    model.load_adapter(tmp_path, load_as="a", set_active=True)
+    model.train_adapter("a")
+    loss = model.eval()(**inputs).loss
+    loss.backward()
+    close(loss, expected)
+    table = model.base_model.prefix_tunings["a"]["tied_self_prefix"].table
+    close(table.grad, theirs.prompt_encoder["default"].embedding.weight.grad)
+    assert table.grad.abs().max() > 1e-4
+
+
+def test_layers_that_peft_would_tie_are_not_written(tmp_path):
     model = ours("t5")
     config = PrefixTuningConfig(
         prefix_length=4, flat=True, encoder_prefix=False, cross_prefix=False
     )
     model.add_adapter("a", config)
-    model.set_active_adapters("a")
-    with pytest.raises(CheckpointError, match=r"layers 0 and 1 of a decoder.*format='native'"):
+    with pytest.raises(CheckpointError, match=r"share keys and values.*convention='peft'"):
         model.save_adapter(tmp_path / "t5", "a", format="peft")
-    table = model.base_model.prefix_tunings["a"]["self_prefix"].table
-    with torch.no_grad():
-        table[:, table.shape[1] // 2 :] = table[:, : table.shape[1] // 2]
-    model.save_adapter(tmp_path / "t5", "a", format="peft")
-    close(reloaded("t5", tmp_path / "t5"), logits(model, "t5"))
+    assert not (tmp_path / "t5").exists()
 
 
 UNSAYABLE = {

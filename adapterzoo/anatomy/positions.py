@@ -20,6 +20,8 @@ from .tree import Tree
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 # T5's attention modules, which only use distances
 RELATIVE_BIAS = "has_relative_attention_bias"
+# attention modules that add a bias linear in the position, which only changes distances
+ALIBI = frozenset(("BloomAttention",))
 _NUMBERS = "position_ids"
 
 
@@ -65,4 +67,5 @@ def _stack_of(path: str, stacks: list[str]) -> str | None:
 
 
 def _is_relative(tree: Tree, stack: str) -> bool:
-    return any(hasattr(module, RELATIVE_BIAS) for _, module in tree.branch(stack).modules)
+    modules = [module for _, module in tree.branch(stack).modules]
+    return any(hasattr(m, RELATIVE_BIAS) or type(m).__name__ in ALIBI for m in modules)

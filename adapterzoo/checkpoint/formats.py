@@ -75,7 +75,7 @@ class ModelInfo:
         model_class: name of its class.
         model_name: the name or path that it was loaded from.
         hidden_size: width of its hidden states.
-        config: the model's config as a dict, with that of the text part merged into it.
+        config: gives the model's config as a dict, with that of the text part merged into it.
         named_heads: whether it has heads by name, or one static head.
         static_head: gives the shapes of that head's tensors by key.
         from_static: name of a task class, tensors of its head by key, and labels or None, to the
@@ -94,7 +94,7 @@ class ModelInfo:
             with the names of the tensors that each of them saves.
         split_experts: names that PEFT takes for the former layers of fused experts, wherever they
             are.
-        output: keys of the output layer of its static head, if that is a language model's.
+        output: gives the keys of the output layer of its static head, if it is a language model's.
     """
 
     anatomy: Anatomy
@@ -103,7 +103,7 @@ class ModelInfo:
     model_class: str
     model_name: str | None
     hidden_size: int | None
-    config: Mapping[str, Any]
+    config: Callable[[], Mapping[str, Any]]
     named_heads: bool
     static_head: Callable[[], Mapping[str, tuple[int, ...]]]
     from_static: Callable[
@@ -121,7 +121,7 @@ class ModelInfo:
     tensor: Callable[[str], Tensor | None]
     modules: Callable[[str], Mapping[str, tuple[str, ...]]]
     split_experts: frozenset[str] = frozenset()
-    output: frozenset[str] = frozenset()
+    output: Callable[[], frozenset[str]] = frozenset
 
 
 class Format(Protocol):

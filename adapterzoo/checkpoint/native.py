@@ -156,7 +156,9 @@ def _as_written(
                 f"{str(file)!r} is not what was written: metadata or tensors have another SHA-256 "
                 f"than {_short(expected)}; nothing has been loaded. {files.AGAIN}."
             )
-        lines = list(_differences("", files.read_json(copy), metadata)) if copy.exists() else []
+        lines: list[str] = []
+        if copy.exists() and _text(read := files.read_json(copy)) != _text(metadata):
+            lines = list(_differences("", read, metadata))
     except RecursionError as error:
         raise CheckpointError(
             f"the metadata of {str(file)!r} is nested too deeply; nothing has been loaded. "
@@ -176,11 +178,15 @@ def _differences(path: str, copy: Any, own: Any) -> Iterator[str]:
     if isinstance(copy, dict) and isinstance(own, dict):
         for key in sorted({*copy, *own}):
             yield from _differences(f"{path}.{key}".lstrip("."), copy.get(key), own.get(key))
-    # True equals 1, and 1 equals 1.0, but they are written differently
-    elif json.dumps(copy, sort_keys=True) != json.dumps(own, sort_keys=True):
+    elif _text(copy) != _text(own):
         yield f"{path}={_short(copy)} where the tensors' file says {_short(own)}"
 
 
+def _text(value: object) -> str:
+    """Return JSON: True equals 1, and 1 equals 1.0, but they are written differently."""
+    return json.dumps(value, sort_keys=True)
+
+
 def _short(value: object) -> str:
-    text = json.dumps(value, sort_keys=True)
+    text = _text(value)
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"

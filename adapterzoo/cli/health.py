@@ -120,7 +120,7 @@ def _kernels(device: torch.device) -> str:
     x = torch.zeros(1, device=device)
     if mode.is_reference():
         return "their definitions (mode 'reference')"
-    if not mode.may_take_triton(x):
+    if not mode.asks_triton(x):
         return "torch operations"
     why = _launch.obstacle(x)
     return "Triton" if why is None else f"torch operations ({why})"

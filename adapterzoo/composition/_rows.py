@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.errors import BatchError, CompositionError, StateError
-from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.grouped import Groups, on_device
 
 from ._node import Child, Node
 from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel
@@ -178,8 +178,8 @@ class Layout:
             there = list(self.order or ())
             back = sorted(range(len(there)), key=there.__getitem__)
             self._tensors[device] = (
-                torch.tensor(there, device=device),
-                torch.tensor(back, device=device),
+                on_device(there, torch.int64, device),
+                on_device(back, torch.int64, device),
             )
         return self._tensors[device]
 

@@ -6,7 +6,10 @@ Nothing that this package raises, logs or writes contains a token.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from adapterzoo.errors import FieldError, listing
 
 if TYPE_CHECKING:
     from .card import CardText
@@ -44,3 +47,18 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments, if they are `OPTIONS` without the revision.
+
+    Raises:
+        FieldError: there is no such argument.
+    """
+    legal = sorted({*OPTIONS} - {"revision"})
+    if unknown := sorted(given.keys() - {*legal}):
+        raise FieldError(
+            f"{unknown[0]}={given[unknown[0]]!r}: there is no such argument. Those for the Hub are "
+            f"{listing(legal)}. Leave it out."
+        )
+    return given

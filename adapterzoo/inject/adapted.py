@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _global
 
-from adapterzoo.composition import BoundStep, Chain, Copies, Step, evaluate, fold
+from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, SharedInput
 
@@ -142,7 +142,10 @@ class Adapted(nn.Module):
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain forward of a module whose layers read one input."""
         call = self._link.active.call
-        outer, call.shared_input = call.shared_input, SharedInput(self._members_of_input)
+        outer, call.shared_input = (
+            call.shared_input,
+            SharedInput(self._members_of_input, self._rows_at_input),
+        )
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -156,7 +159,19 @@ class Adapted(nn.Module):
         for name, numbers in plan.shared_inputs[self._link.path]:
             layer = below_wrappers(self._modules[name])
             step, adapters = acting(layer, plan.sites[layer._link.path])
-            members += [adapters[cast("Chain", step)[i]] for i in numbers]
+            members += [adapters[names_at_input(step)[i]] for i in numbers]
+        return members
+
+    def _rows_at_input(self) -> list[tuple[object, list[Any]]]:
+        """Return the same for the rows of a mixed batch: for each layer, who acts on which rows."""
+        plan = self._link.active.plan
+        members: list[tuple[object, list[Any]]] = []
+        for name, _ in plan.shared_inputs[self._link.path]:
+            layer = below_wrappers(self._modules[name])
+            step, adapters = acting(layer, plan.sites[layer._link.path])
+            if isinstance(step, RowSteps) and step.layers is not None:
+                only = step.layers[0]
+                members.append((only.numbers, [adapters[each] for each in only.names]))
         return members
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -74,7 +74,7 @@ class AdaptedAttention(Adapted):
             forward = self._gathering
         if self._is_inline:
             prefix = prefix_of(step, adapters, x, base, plan.rows)
-            return with_prefix(plain_class(self).__name__, prefix, forward, args, kwargs)
+            return with_prefix(plain_class(self), prefix, forward, args, kwargs)
         implementation = vars(self)["config"]._attn_implementation
         if implementation not in _SUPPORTED:
             raise StateError(

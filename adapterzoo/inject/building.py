@@ -62,11 +62,11 @@ def build(
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
     """
-    device, dtype = device_of(layer), _dtype(layer, model_dtype)
-    built = [p.config.build(p.site, at or device, dtype) for p in placements]
+    device, dtype = at or device_of(layer), _dtype(layer, model_dtype)
+    built = [p.config.build(p.site, device, dtype) for p in placements]
     for placement, adapter in zip(placements, built, strict=True):
         if isinstance(adapter, CopyAdapter):
-            adapter.layer = blank_copy(layer, path, at or device)
+            adapter.layer = blank_copy(layer, path, device)
         if id(placement.config) in sharing:
             adapter.shared_key = SharedKey("", sharing[id(placement.config)])
     sites = [p.site for p in placements]
@@ -191,6 +191,36 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
         hook.post_forward(layer, None)
 
 
+def plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those below with their paths; adapters are not among them.
+
+    Unlike `named_modules`, it takes as long with 100 adapters as with one, and yields a module that
+    has two paths twice.
+
+    Args:
+        module: of the model.
+        path: of the module.
+    """
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, AdapterDict):
+            yield from plain_modules(child, f"{path}.{name}" if path else name)
+
+
+def plain_state(module: nn.Module, path: str = "") -> dict[str, Tensor]:
+    """Return the state dict of a module without its adapters, with the tensors themselves.
+
+    Args:
+        module: of the model.
+        path: of the module.
+    """
+    found: dict[str, Tensor] = {}
+    for at, part in plain_modules(module, path):
+        # quantized layers override it
+        part._save_to_state_dict(found, f"{at}." if at else "", keep_vars=True)
+    return found
+
+
 def own_parameters(layer: nn.Module, with_quantized: bool = True) -> Iterator[nn.Parameter]:
     """Yield the parameters of the base model only: earlier adapters must not affect a new one.
 
@@ -213,34 +243,6 @@ def device_of(layer: nn.Module) -> torch.device:
         first = next(own_parameters(layer), None)
         device = torch.get_default_device() if first is None else first.device
     return torch.device(device)
-
-
-def give_memory(adapter: nn.Module, device: torch.device) -> bool:
-    """Move an adapter off the meta device if a file can set all its values.
-
-    Args:
-        adapter: on the meta device; not changed if files lack some of its tensors.
-        device: for its tensors.
-
-    Returns:
-        Whether it was moved; if not, build another one.
-    """
-    held: list[tuple[dict[str, Any], str, Tensor]] = [
-        (holder, key, tensor)
-        for module in adapter.modules()
-        for holder in (cast("dict[str, Any]", module._parameters), module._buffers)
-        for key, tensor in holder.items()
-        if tensor is not None
-    ]
-    in_files = {id(tensor) for tensor in adapter.state_dict(keep_vars=True).values()}
-    if not len(in_files) == len(held) == len({id(t) for _, _, t in held} & in_files):
-        return False
-    for holder, key, tensor in held:
-        # not empty_like, which takes ten times as long for a tensor on the meta device
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        holder[key] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
-    return True
 
 
 def _dtype(layer: nn.Module, model_dtype: torch.dtype) -> torch.dtype:

@@ -3,20 +3,24 @@
 Softmax attention is a product of queries and keys, changes of the scores, a softmax over keys, and
 a product with values. `PrefixMode` follows these operations while the attention runs: scores
 `[…, queries, keys]` have a companion `[…, queries, length]` with those of the prefix. Values for
-each key (masks, position biases) apply to tokens only; all else applies to both.
+each key (masks, position biases) apply to tokens only; all else applies to both. ALiBi, a bias that
+is linear in the position (Press et al. 2022, arXiv:2108.12409), has a companion of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from adapterzoo.anatomy.positions import ALIBI
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import StateError
 
@@ -41,19 +45,22 @@ class PrefixMode(TorchFunctionMode):
         has_acted: whether a product with the values of the prefix was computed.
     """
 
-    def __init__(self, prefix: Prefix, name: str) -> None:
+    def __init__(
+        self, prefix: Prefix, name: str, bias: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Wait for the first product of queries and keys.
 
         Args:
             prefix: the keys and values.
             name: of the attention, for messages.
+            bias: what is added to the scores of tokens, and to those of the prefix.
         """
         super().__init__()
         self._prefix = prefix
         self._name = name
-        # scores of tokens, each with those of the prefix
-        self._scores: list[tuple[Tensor, Tensor]] = []
-        self.has_acted = False
+        # scores or biases of tokens, each with those of the prefix
+        self._scores = [] if bias is None else [bias]
+        self._has_started = self.has_acted = False
 
     def __torch_function__(
         self,
@@ -70,16 +77,21 @@ class PrefixMode(TorchFunctionMode):
             self.has_acted = True
             return _attend(self._prefix, *args, **kwargs)
         name = func.__name__
+        if not self._has_started and name in _PRODUCTS:
+            out = func(*args, **kwargs)
+            self._start(out, *args[:2])
+            return out
+        if not self._has_started and name == "baddbmm":
+            out = func(*args, **kwargs)
+            given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
+            self._start(out, given["batch1"], given["batch2"], given.get("alpha", 1))
+            bias = self._beside(given["input"])
+            if self._has_started and bias is not None:
+                self._keep(out, cast("Tensor", self._beside(out)) + given.get("beta", 1) * bias)
+            return out
         beside = next((b for a in args if (b := self._beside(a)) is not None), None)
         if beside is None:
-            out = func(*args, **kwargs)
-            if not self._scores and name in _PRODUCTS:
-                self._start(out, *args[:2])
-            elif not self._scores and name == "baddbmm":
-                names = ("input", "batch1", "batch2")
-                given = dict(zip(names, args, strict=False)) | kwargs
-                self._start(out, given["batch1"], given["batch2"], given.get("alpha", 1))
-            return out
+            return func(*args, **kwargs)
         if name in _PRODUCTS and self._beside(args[0]) is not None:
             self.has_acted = True
             return func(*args, **kwargs) + beside @ fit(self._prefix.values, args[1])
@@ -108,6 +120,7 @@ class PrefixMode(TorchFunctionMode):
         if query.dim() == keys.dim() > 2 and query.shape[-1] == keys.shape[-2] == width:
             own = fit(self._prefix.keys, keys.transpose(-1, -2)).transpose(-1, -2)
             self._scores.append((scores, self._hidden(alpha * (query @ own), keys)))
+            self._has_started = True
 
     def _hidden(self, scores: Tensor, keys: Tensor) -> Tensor:
         """Return the scores of the prefix, with padding masked."""
@@ -146,6 +159,25 @@ class PrefixMode(TorchFunctionMode):
             f"{self._name}: its scores go through {name!r}, which does not support a prefix. Use a "
             f"method at layers, such as LoRAConfig()."
         )
+
+
+def _alibi(cls: type[nn.Module], prefix: Prefix, bias: Tensor) -> Tensor:
+    """Return the bias of a prefix, whose key p is at position p − length.
+
+    Args:
+        cls: class of the attention.
+        prefix: its keys and values.
+        bias: of tokens, `[rows · heads, 1, keys]`.
+
+    Returns:
+        `[rows · heads, 1, length]`.
+    """
+    heads, length = prefix.keys.shape[1:3]
+    seen = torch.ones(1, length + 1, device=bias.device)
+    build: Any = sys.modules[cls.__module__]
+    counted = build.build_alibi_tensor(seen, heads, torch.float32)  # [heads, 1, length + 1]
+    own = counted[..., :length] - counted[..., length:]
+    return cast("Tensor", own.repeat(bias.shape[0] // heads, 1, 1).to(bias))
 
 
 def fit(own: Tensor, like: Tensor) -> Tensor:
@@ -221,7 +253,7 @@ def extended(
 
 
 def with_prefix(
-    name: str,
+    cls: type[nn.Module],
     prefix: Prefix,
     forward: Callable[..., Any],
     args: Sequence[Any],
@@ -230,7 +262,7 @@ def with_prefix(
     """Run an attention module that computes its scores itself, with a prefix.
 
     Args:
-        name: of the attention, for messages.
+        cls: class of the attention.
         prefix: its keys and values.
         forward: of the attention.
         args: of the call.
@@ -239,12 +271,16 @@ def with_prefix(
     Raises:
         StateError: it computes them in an unsupported way, or in compiled code.
     """
+    name = cls.__name__
     if torch.compiler.is_compiling():
         raise StateError(
             f"{name} computes its scores itself, and compiled code cannot add a "
             f"prefix there. Call the uncompiled model."
         )
-    mode = PrefixMode(prefix, name)
+    alibi = None
+    if name in ALIBI:
+        alibi = inspect.signature(forward).bind(*args, **kwargs).arguments["alibi"]
+    mode = PrefixMode(prefix, name, None if alibi is None else (alibi, _alibi(cls, prefix, alibi)))
     with mode:
         out = forward(*args, **kwargs)
     if not mode.has_acted:

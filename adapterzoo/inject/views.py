@@ -6,7 +6,7 @@ d_out]`, fused experts keep one tensor for all, and quantized ones are packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,8 @@ from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
+from adapterzoo.forgetting import Together
+from adapterzoo.kernels.grouped import Groups
 from adapterzoo.runtime import CallContext, SharedInput
 
 from .quantized import packing_of
@@ -113,6 +115,11 @@ class LayerCall(BaseLayer):
         """The factor of the output."""
         return getattr(self._module, "embed_scale", 1.0)
 
+    def together(self, adapter: Adapter) -> Together | None:
+        """Return the container of the adapter."""
+        held = self._module._modules.get(adapter.container)
+        return held if isinstance(held, Together) else None
+
     @property
     def padding_idx(self) -> int | None:
         """The token without gradient."""
@@ -136,6 +143,13 @@ class LayerCall(BaseLayer):
         """Return the adapter's projection of x, computed together with layers that share x."""
         shared = None if self._context is None else self._context.shared_input
         return super().from_input(adapter, x) if shared is None else shared.from_input(adapter, x)
+
+    def from_rows(self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor) -> Any:
+        """Return the projection of each row, computed together with layers that share x."""
+        shared = None if self._context is None else self._context.shared_input
+        if shared is None:
+            return super().from_rows(adapters, groups, x)
+        return shared.from_rows(adapters, groups, x, self)
 
     @property
     def call(self) -> StackCall:

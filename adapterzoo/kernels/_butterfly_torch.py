@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor, bmm
+import torch
+from torch import Tensor
 
 
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
@@ -11,12 +12,27 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
     of `x`; under autocast its dtype.
     """
-    if blocks.dim() == 3:
-        # rows of one chunk beside each other: [chunks, rows, width]
-        parts = x.reshape(-1, *blocks.shape[:2]).transpose(0, 1)
-        return bmm(parts, blocks.to(x.dtype)).transpose(0, 1).reshape(x.shape)  # [*batch, d_in]
     rotated = _parts(x, blocks) @ blocks.to(x.dtype)  # [*experts, chunks, rows, width]
     return rotated.transpose(-3, -2).reshape(x.shape)  # [*experts, *batch, d_in]
+
+
+def rotate_into(x: Tensor, blocks: Tensor) -> Tensor:
+    """Return `rotate` without experts, written in place of a copy; autograd cannot record it."""
+    chunks, width, _ = blocks.shape
+    rows = x.reshape(-1, chunks, width)
+    y = x.new_empty(rows.shape)
+    torch.bmm(rows.transpose(0, 1), blocks.to(x.dtype), out=y.transpose(0, 1))
+    return y.view(x.shape)  # [*batch, d_in]
+
+
+def rotate_into_backward(
+    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool, needs_blocks: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `rotate_backward` of `rotate_into`."""
+    if torch.is_grad_enabled():
+        return rotate_backward(dy, x, blocks, needs_x, needs_blocks)
+    dx = rotate_into(dy, blocks.mT) if needs_x else dy
+    return dx, rotate_backward(dy, x, blocks, False, needs_blocks)[1]
 
 
 def rotate_backward(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, lerp
-from torch.nn.functional import linear
+from torch.nn.functional import hardshrink, linear
 
+from . import mode
 from ._low_rank_torch import is_small, rows_of
+
+# rows that are multiplied at a time
+_SLICE = 128
 
 
 def compose(
@@ -56,9 +60,8 @@ def compose_backward(
     if needs_y:
         of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
     if needs_gain:
-        before = rows_of(kept) if bias is None else rows_of(kept) - bias
-        of_gain = (before * wide).sum(0)
-        of_gain = of_gain / gain if tells else of_gain
+        of_gain = _dots(rows_of(kept), wide, bias)
+        of_gain = of_gain / divisor(gain, kept.dtype, bias is not None) if tells else of_gain
     if needs_bias and bias is not None:
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
@@ -75,3 +78,33 @@ def compose_backward(
         if needs_b:
             of_b = (dyt * s).to(b.dtype).contiguous()
     return of_y, of_gain, of_bias, of_t, of_b
+
+
+def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
+    """Return the gain `[d_out]` to divide by; 0 where the output has no digit of the value before.
+
+    Only a GPU can have such gains, whose forward decided by earlier ones.
+
+    Args:
+        gain: of each output feature.
+        dtype: of the output.
+        has_bias: whether a bias was added after the gain.
+    """
+    if not mode.asks_triton(gain):
+        return gain
+    info = torch.finfo(dtype)
+    # rounding errors of the bias, or products that underflow
+    least = info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
+    return hardshrink(gain, least)
+
+
+def _dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
+    """Return Σ (kept − bias) ∘ dy over the rows, `[d_out]`."""
+    plain = kept.is_cpu and kept.dtype is dy.dtype and not torch.is_grad_enabled()
+    if not plain or kept.shape[0] <= _SLICE:
+        return ((kept if bias is None else kept - bias) * dy).sum(0)
+    # slices stay in the cache, unlike a product as large as dy
+    sums = dy.new_zeros(_SLICE, dy.shape[1])
+    for own, of_own in zip(kept.split(_SLICE), dy.split(_SLICE), strict=True):
+        sums[: len(own)].addcmul_(own if bias is None else own - bias, of_own)
+    return sums.sum(0)

@@ -6,6 +6,7 @@ rows are sorted by adapter once for a batch, and all layers of a forward share t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from adapterzoo.errors import KernelError
 
+from . import _launch
 from ._ops import register
 
 T = TypeVar("T")
@@ -23,13 +25,17 @@ T = TypeVar("T")
 BASE = -1
 # numbers per chunk in the plan: its adapter, its first row, and one past its last row
 CHUNK = 3
+# that the groups of one batch keep
+_MOST_TENSORS = 64
 
 
 class Groups:
     """The rows of one batch by adapter; made once, immutable, and shared by all layers.
 
     It does not depend on a layer. Its tensors are made on first use, once for each device, so that
-    layers neither read values from a device nor copy values to one.
+    layers neither read values from a device nor copy values to one. A batch of the same rows gets
+    the same object again, as each step of decoding does: then nothing is copied, and a forward that
+    has run once can be captured in a CUDA graph.
 
     Attributes:
         index: the adapter of each row; -1: none.
@@ -98,8 +104,7 @@ class Groups:
                     f"Legal are 0, 1, … and None or -1 for rows without an adapter. Write "
                     f"Groups.of([0, 1, None])."
                 )
-        with torch.inference_mode(False):
-            return cls(values, torch.tensor(values, dtype=torch.int64))
+        return (_made if torch.compiler.is_compiling() else _remembered)(values)
 
     def check(self, kernel: str, x: Tensor, n: int) -> None:
         """Check that the plan fits the operands.
@@ -142,9 +147,11 @@ class Groups:
     def kept_blocks(self, n: int, tokens: int, rank: int, decide: Callable[..., T]) -> T:
         """Return `decide(groups, n, tokens, rank)`, computed once for a batch."""
         key = (n, tokens, rank)
-        if key not in self._ways:
-            self._ways[key] = decide(self, n, tokens, rank)
-        found: T = self._ways[key]
+        if key in (ways := self._ways):
+            return ways[key]  # type: ignore[no-any-return]
+        if len(ways) >= _MOST_TENSORS:
+            ways = self._ways = {}
+        found = ways[key] = decide(self, n, tokens, rank)
         return found
 
     def row_scales(
@@ -186,12 +193,43 @@ class Groups:
         values: Callable[[], Sequence[float]],
     ) -> Tensor:
         """Return a tensor of the batch, made once (or twice, by two threads)."""
+        if _is_gpu(device):
+            # another stream could read it before it is there
+            key = *key, torch.cuda.current_stream(device).cuda_stream
+            if _launch.is_captured():
+                # the graph reads its tensors whenever it runs
+                _CAPTURED.add(self)
         found = self._made.get(key)
         if found is None:
+            # each length of a prompt has a plan
+            if len(self._made) >= _MOST_TENSORS and self not in _CAPTURED:
+                self._made = {}
             # an inference tensor could not be saved for a backward
             with torch.inference_mode(False):
-                found = self._made[key] = torch.tensor(values(), dtype=dtype, device=device)
+                found = self._made[key] = on_device(values(), dtype, device)
         return found
+
+
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor; the host does not wait for a GPU to copy them."""
+    if not _is_gpu(device):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    # fake tensors may be of one that is not there
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
+def _made(index: tuple[int, ...]) -> Groups:
+    with torch.inference_mode(False):
+        return Groups(index, torch.tensor(index, dtype=torch.int64))
+
+
+# a few KB each
+_remembered = functools.lru_cache(maxsize=64)(_made)
+_CAPTURED: set[Groups] = set()
 
 
 def chunk_rows(tokens: int) -> int:

@@ -44,6 +44,11 @@ def obstacle(x: Tensor) -> str | None:
     return None
 
 
+def is_captured() -> bool:
+    """Return whether a CUDA graph records the calls of the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: object) -> None:
     """Run a kernel on the device of its operands, on the current stream of that device.
 

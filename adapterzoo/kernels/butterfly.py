@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _butterfly_torch, mode
-from ._ops import check, product
+from ._ops import check, differentiated, product
 from .exact import exactly
 
 # products of narrower blocks waste matrix units, and a batch of them costs more than its FLOPs
@@ -76,7 +76,13 @@ def rotated(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
     if Q.dim() == 4 and Q.shape[0] == 1 and mode.is_plain(x):
-        return _butterfly_torch.rotate(x, Q[0].mT if transposed else Q[0])
+        blocks = Q[0].mT if transposed else Q[0]
+        if torch.compiler.is_compiling():
+            return _butterfly_torch.rotate(x, blocks)
+        if not torch.is_grad_enabled():
+            return _butterfly_torch.rotate_into(x, blocks)
+        rotated_: Tensor = _Plain.apply(x, blocks)
+        return rotated_
     # autograd over the torch path saves no more than the operator, and runs faster
     if Q.shape[-4] > 1 or mode.is_reference() or not mode.may_take_triton(x):
         return butterfly_reference(x, Q, transposed)
@@ -118,14 +124,19 @@ def folded(Q: Tensor) -> Tensor:
         `[*experts, 1, chunks, width, width]`, or Q itself.
     """
     m, _, b = Q.shape[-4:-1]
-    return Q if m > 1 and b << (m - 1) > _WIDEST else fold(Q).unsqueeze(-4)
+    if m > 1 and b << (m - 1) > _WIDEST:
+        return Q
+    # the kernels pack narrow chunks themselves
+    packs = mode.may_take_triton(Q) and Q.dtype is not torch.float64
+    return fold(Q, 1 if packs else _NARROWEST).unsqueeze(-4)
 
 
-def fold(Q: Tensor) -> Tensor:
+def fold(Q: Tensor, narrowest: int = _NARROWEST) -> Tensor:
     """Return the m factors as one block-diagonal rotation, in the dtype of Q.
 
     Args:
         Q: `[*experts, m, d_in / b, b, b]`.
+        narrowest: narrower chunks share a wider one as long as it is not wider than this.
 
     Returns:
         `[*experts, chunks, width, width]`; the width is a multiple of b · 2^(m−1).
@@ -133,7 +144,7 @@ def fold(Q: Tensor) -> Tensor:
     m, blocks, b = Q.shape[-4:-1]
     chunk = b << (m - 1)
     # put narrow neighbors into one wider block, whose other parts are zero
-    width = chunk * gcd(blocks * b // chunk, max(1, _NARROWEST // chunk))
+    width = chunk * gcd(blocks * b // chunk, max(1, narrowest // chunk))
     if m == 1:
         together = width // b
         own = torch.eye(together, device=Q.device, dtype=Q.dtype).view(together, 1, together, 1)
@@ -145,6 +156,15 @@ def fold(Q: Tensor) -> Tensor:
         whole = butterfly_reference(rows, Q)  # [*experts, width, d_in]
     chunks: Tensor = whole.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
     return chunks.transpose(-3, -2)  # [*experts, chunks, width, width]
+
+
+def without(Q: Tensor, dropped: Tensor) -> Tensor:
+    """Return the factors `[*lead, m, blocks, b, b]` with the identity for the dropped blocks.
+
+    `dropped` `[*lead, m, blocks]`.
+    """
+    eye = torch.eye(Q.shape[-1], device=Q.device, dtype=Q.dtype)
+    return torch.where(dropped[..., None, None], eye, Q)
 
 
 def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
@@ -160,6 +180,8 @@ def _shapes(x: Tensor, blocks: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+# on a CPU a registered operator would cost more than it does
+_Plain = differentiated(_butterfly_torch.rotate_into, _butterfly_torch.rotate_into_backward)
 _rotate, _rotate_backward = product(
     "rotate(Tensor x, Tensor blocks) -> Tensor",
     "rotate",

@@ -92,7 +92,7 @@ def _fake(R: Tensor) -> Tensor:
     return R.new_empty(R.shape)
 
 
-def _backward(dQ: Tensor, Q: Tensor) -> Tensor:
+def cayley_backward(dQ: Tensor, Q: Tensor) -> Tensor:
     """Return the gradient of R: dS = −2 Xᵀ dQ Xᵀ, X = (I + S)⁻¹ = (Q + I) / 2; differentiable."""
     dtype = compute_dtype(Q.dtype)
     with exactly(Q.device):
@@ -113,7 +113,7 @@ class _Cayley(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dQ: Tensor) -> Any:
         (Q,) = ctx.saved_tensors
-        return _backward(dQ, Q)
+        return cayley_backward(dQ, Q)
 
 
 _cayley = register("cayley(Tensor R) -> Tensor", cayley_reference, _fake, _Cayley)

@@ -2,9 +2,15 @@
 
 This is DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with gain = magnitude / norm. BOFT
 uses it without the low-rank part, with its scale as the gain. For the backward it keeps one large
-tensor. On a CPU this is its own output, which the next operation of a model often keeps anyway,
-unless a gain is too small to recover the value before it; then autograd keeps y. On a GPU it is
-always y, because reading the smallest gain would make the host wait.
+tensor: its own output, which the next operation of a model often keeps anyway, or, if a gain is too
+small to recover the value before it, y. On a GPU the host decides by the gains of the step before
+(`SmallestGain`), so that it need not wait.
+
+An output o with gain g has a rounding error of u |o|, where u is half the distance of two numbers
+of its dtype around 1, and a |o| of at most |g z| + |bias| for the value z before the gain. So
+(o - bias) / g has an error of at most u (|z| + |bias| / |g|): without a bias it is as exact as a
+rounded y, whatever the gain, except near the smallest number of the dtype; with a bias, a gain of
+1/2 doubles the share of the bias. That error is what `_least` limits.
 """
 
 from __future__ import annotations
@@ -19,11 +25,14 @@ from adapterzoo.errors import KernelError
 from . import _compose_torch, mode
 from ._ops import below, check, computed, register
 from .exact import exactly
+from .gains import SmallestGain
 
-# the value before the gain can be recovered from the output only if the gain is not too small: the
-# rounding error of the output grows by 1 / gain
+# that limit the share of the bias in the error to that of the dtype below, and to twice its own
 _LEAST_GAIN = 1 / 16
 _LEAST_GAIN_OF_HALF = 1 / 2
+# without a bias: products of smaller ones may be below the smallest normal number
+_LEAST_FACTOR = 2.0**-64
+_LEAST_FACTOR_OF_FLOAT16 = 1 / 16
 _LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_out, rank]"
 
 
@@ -56,8 +65,13 @@ def compose(
     t: Tensor | None = None,
     b: Tensor | None = None,
     scaling: float = 1.0,
+    smallest: SmallestGain | None = None,
 ) -> Tensor:
     """Return `compose_reference` with the update t Bᵀ, in as few passes over y as possible.
+
+    On a GPU the decision of what to keep is some steps old. If a gain is so small by then that no
+    digit of the value before it is left, its gradient is inf or NaN, never a wrong number; this
+    takes a fall from `_least` to `_compose_torch.NO_DIGIT` within these steps.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
@@ -66,6 +80,7 @@ def compose(
         t: `[*batch, rank]`, x Aᵀ from `low_rank.shrink`; None: there is no update.
         b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
+        smallest: of the site; None: on a GPU, keep `y`.
 
     Returns:
         Shape and dtype of `y`.
@@ -74,8 +89,13 @@ def compose(
         update = None if t is None or b is None else t.to(gain.dtype) @ b.to(gain.dtype).T
         return compose_reference(y, gain, bias, update, scaling)
     asks_gpu = mode.may_take_triton(y)
-    if asks_gpu or (torch.is_grad_enabled() and _output_tells(gain, y.dtype)):
-        out: Tensor = _compose(y, gain, bias, t, b, scaling, not asks_gpu)
+    told = None
+    if torch.is_grad_enabled():
+        told = _from_output(y, gain, bias, smallest if asks_gpu else None, asks_gpu)
+    if asks_gpu or told is _OUTPUT:
+        # on a CPU the gain alone decides, so that it need not be saved how
+        how = (False, told) if asks_gpu else (True, None)
+        out: Tensor = _compose(y, gain, bias, t, b, scaling, *how)
         return out
     # the same operations, so that a forward has the same bits with and without gradients
     if mode.is_plain(y):
@@ -84,17 +104,36 @@ def compose(
         return _compose_torch.compose(y, gain, bias, t, b, scaling)
 
 
-def _output_tells(gain: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the backward can recover the value before the gain from the output.
+# what is kept, as a tensor that is saved with it: a forward that a checkpoint repeats in the
+# backward may decide otherwise than the first one, whose other notes the backward gets
+_Y, _OUTPUT = torch.tensor(False), torch.tensor(True)
 
-    If it cannot, autograd keeps `y` too. This reads the gain, which is cheap on a CPU only; fake
-    tensors have no values.
+
+def _from_output(
+    y: Tensor, gain: Tensor, bias: Tensor | None, smallest: SmallestGain | None, asks_gpu: bool
+) -> Tensor | None:
+    """Return what the backward recovers the value before the gain from; None: y, always.
+
+    On a CPU this reads the gain, which is cheap there; fake tensors have no values.
     """
+    if asks_gpu:
+        # only the gradient of the gain reads what is kept
+        known = None if smallest is None or not gain.requires_grad else smallest.of(gain)
+        if known is None:
+            return None
+        return _OUTPUT if known >= _least(y.dtype, bias is not None) else _Y
     plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
-        return False
-    least = _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
-    return bool(gain.detach().abs().min() >= least)
+        return None
+    is_large = gain.detach().abs().min() >= _least(y.dtype, bias is not None)
+    return _OUTPUT if is_large else None
+
+
+def _least(dtype: torch.dtype, has_bias: bool) -> float:
+    """Return the smallest |gain| with which the output is kept; see the module."""
+    if has_bias:
+        return _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
+    return _LEAST_FACTOR_OF_FLOAT16 if dtype is torch.float16 else _LEAST_FACTOR
 
 
 def _shapes(y: Tensor, gain: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -115,18 +154,18 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         out = below(_compose, *args)
-        y, gain, bias, t, b, ctx.scaling, ctx.tells = args
-        kept = out if ctx.tells else y
+        y, gain, bias, t, b, ctx.scaling, ctx.tells, told = args
+        kept = out if ctx.tells or (told is not None and told) else y
         # only the gradient of the gain reads it
         kept = kept if ctx.needs_input_grad[1] else y.new_empty(0)
-        ctx.save_for_backward(kept, gain, bias, t, b)
+        ctx.save_for_backward(kept, gain, bias, t, b, told)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
         try:
-            kept, gain, bias, t, b = ctx.saved_tensors
+            kept, gain, bias, t, b, told = ctx.saved_tensors
         except RuntimeError as error:
             raise KernelError(
                 f"compose: its backward pass cannot read what its forward has kept ({error}). "
@@ -135,14 +174,20 @@ class _Compose(torch.autograd.Function):
                 f"leave the layer out by exclude_modules."
             ) from error
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
-        found = run(dy, kept, gain, bias, t, b, ctx.scaling, ctx.tells, *needs)
-        return *(g if need else None for g, need in zip(found, needs, strict=True)), None, None
+        tells = ctx.tells or (told is not None and bool(told))
+        found = run(dy, kept, gain, bias, t, b, ctx.scaling, tells, *needs)
+        return (
+            *(g if need else None for g, need in zip(found, needs, strict=True)),
+            None,
+            None,
+            None,
+        )
 
 
 _compose = register(
     "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling, "
-    "bool tells) -> Tensor",
-    # `tells` is for the backward
+    "bool tells, Tensor? told) -> Tensor",
+    # the last two are for the backward
     computed("compose", "compose_triton", _compose_torch.compose, 5, prepare=lambda _, x: x[:6]),
     _shapes,
     _Compose,

@@ -4,10 +4,9 @@ The backward reads dy and y once and computes all five gradients: the program of
 writes dy ∘ gain, keeps dt, and writes its parts of the sums over rows, which a reduction then adds.
 There are no atomics: the same operands give the same bits.
 
-It needs the layer's output y from before the gain, not the result: nothing is divided by the gain,
-so that a gain of zero is not a special case and the host need not wait for the GPU to exclude it.
-The share of t bᵀ in the gain's gradient follows from dyᵀ t, which b needs anyway:
-Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
+It reads the output, from which the gain's gradient follows by a division, or, where a gain is too
+small for that, y from before the gain. Then the share of t bᵀ in the gain's gradient follows from
+dyᵀ t, which b needs anyway: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
 
 The gain, sums and intermediate values are float32; products are in the wider dtype of the factors.
 """
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._compose_torch import divisor
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, is_small, loaded, parted, precision, product
 
@@ -201,7 +201,7 @@ def compose_backward(
     )  # fmt: skip
     of_y = scaled if needs_y else of_y
     if needs_gain:
-        of_gain = dots / gain if tells else dots
+        of_gain = dots / divisor(gain, kept.dtype, bias is not None) if tells else dots
     if needs_bias and bias is not None:
         of_bias = (sums * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:

@@ -5,13 +5,15 @@ Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
 
 from . import mode
-from ._ops import check, register
+from ._ops import below, check, register
 from .exact import exactly
 
 # elements of W + s · B A in memory at one time: 16 MiB in float32
@@ -53,8 +55,7 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
     Returns:
         `[*experts, d_out]`.
     """
-    per_row = w.numel() // max(w.shape[-2], 1)
-    rows = max(tile // max(per_row, 1), 1)
+    rows = _rows(w, tile)
     norms = [
         torch.linalg.vector_norm(direction_reference(part, a, of_part, scaling), dim=-1)
         for part, of_part in zip(w.split(rows, -2), b.split(rows, -2), strict=True)
@@ -81,6 +82,62 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return norm
 
 
+def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> Tensor:
+    """Return m / ‖w + scaling · b a‖, with 1 for a row of zeros; gradients reach only m (§4.3).
+
+    On CUDA the kernel of the norms divides too.
+
+    Args:
+        w: `[*experts, d_out, d_in]`.
+        a: `[*experts, rank, d_in]`.
+        b: `[*experts, d_out, rank]`.
+        m: `[*experts, d_out]`.
+        scaling: the factor s.
+
+    Returns:
+        `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
+    """
+    if mode.is_reference() or not mode.may_take_triton(w):
+        with torch.no_grad():
+            norm = row_norm(w, a, b, scaling)  # [*experts, d_out]
+        return divided(m, norm)
+    gain: Tensor = _row_gain(w, a, b, m, scaling)[0]
+    return gain
+
+
+def divided(m: Tensor, norm: Tensor) -> Tensor:
+    """Return m / norm in the dtype of the norm; 1 for a norm of 0, whose row has no direction."""
+    zero = norm == 0
+    return torch.where(zero, 1.0, m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
+
+
+def weight_norm(w: Tensor) -> Tensor:
+    """Return ‖w‖ over `d_in`, with the bits that `row_norm` gives for an update of zeros.
+
+    Without gradients.
+
+    Args:
+        w: `[*experts, d_out, d_in]`.
+
+    Returns:
+        `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
+    """
+    if not mode.is_reference() and mode.may_take_triton(w):
+        a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
+        return row_norm(w, a, b, 1.0)
+    # nothing is added, so that no sum is built: contiguous rows are summed in the same order
+    parts = w.detach().split(_rows(w, TILE), -2)
+    dtype = compute_dtype(w.dtype)
+    norms = [torch.linalg.vector_norm(p.to(dtype).contiguous(), dim=-1) for p in parts]
+    return norms[0] if len(norms) == 1 else torch.cat(norms, -1)  # [*experts, d_out]
+
+
+def _rows(w: Tensor, tile: int) -> int:
+    """Return how many rows of a weight have at most `tile` elements; at least one."""
+    per_row = w.numel() // max(w.shape[-2], 1)
+    return max(tile // max(per_row, 1), 1)
+
+
 def _run(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     if not mode.takes_triton("row_norm", w, a, b):
         return row_norm_reference(w, a, b, scaling)
@@ -96,3 +153,44 @@ def _fake(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 _row_norm = register("row_norm(Tensor w, Tensor a, Tensor b, float scaling) -> Tensor", _run, _fake)
+
+
+def _run_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    if not mode.takes_triton("row_gain", w, a, b, m):
+        norm = row_norm_reference(w, a, b, scaling)
+        return divided(m, norm), torch.where(norm == 0, 0.0, 1 / norm)
+    from . import row_norm_triton
+
+    return row_norm_triton.row_gain(w, a, b, m, scaling)
+
+
+def _shapes_of_gain(
+    w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    norm = _fake(w, a, b, scaling)
+    check("row_gain", "w", "m", {"w": w, "m": m}, m.shape == norm.shape, "m is [*experts, d_out]")
+    return norm, norm.new_empty(norm.shape)
+
+
+class _RowGain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        gain, inverse = below(_row_gain, *args)
+        ctx.mark_non_differentiable(inverse)
+        ctx.save_for_backward(inverse)
+        ctx.dtype = args[3].dtype
+        return gain, inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        of_m = (grad * inverse).to(ctx.dtype) if ctx.needs_input_grad[3] else None
+        return None, None, None, of_m, None
+
+
+_row_gain = register(
+    "row_gain(Tensor w, Tensor a, Tensor b, Tensor m, float scaling) -> (Tensor, Tensor)",
+    _run_gain,
+    _shapes_of_gain,
+    _RowGain,
+)

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from . import _dropout, _grouped_ops, _grouped_torch, mode
-from ._groups import BASE, Groups
+from ._groups import BASE, Groups, on_device
 from .low_rank import low_rank_reference
 
 __all__ = [
@@ -32,7 +32,10 @@ __all__ = [
     "grouped_low_rank",
     "grouped_low_rank_reference",
     "grouped_shrink",
+    "on_device",
     "stacked",
+    "stacked_down",
+    "stacked_up",
 ]
 
 
@@ -60,11 +63,21 @@ def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) 
         b: n factors `[d_out, rank_i]`.
         scaling: n factors s.
     """
+    return Stack(stacked_down(a), stacked_up(b), tuple(scaling))
+
+
+def stacked_down(a: Sequence[Tensor]) -> Tensor:
+    """Return n factors `[rank_i, d_in]` as `[n, rank, d_in]`; see `stacked`."""
     if len({factor.shape for factor in a}) == 1:
-        return Stack(torch.stack([*a]), torch.stack([*b]), tuple(scaling))
-    down = pad_sequence([*a], batch_first=True)  # [n, rank, d_in]
-    up = pad_sequence([factor.T for factor in b], batch_first=True)  # [n, rank, d_out]
-    return Stack(down, up.mT, tuple(scaling))
+        return torch.stack([*a])
+    return pad_sequence([*a], batch_first=True)
+
+
+def stacked_up(b: Sequence[Tensor]) -> Tensor:
+    """Return n factors `[d_out, rank_i]` as `[n, d_out, rank]`; see `stacked`."""
+    if len({factor.shape for factor in b}) == 1:
+        return torch.stack([*b])
+    return pad_sequence([factor.T for factor in b], batch_first=True).mT  # [n, d_out, rank]
 
 
 def grouped_low_rank_reference(

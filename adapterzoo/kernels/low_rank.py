@@ -80,7 +80,7 @@ def shrink(
     """
     factors = (a,) if isinstance(a, Tensor) else a
     drops = training and dropout > 0.0
-    if x.dtype is factors[0].dtype and mode.is_plain(x):
+    if x.dtype is factors[0].dtype and mode.is_plain(x, drops):
         if not drops and _low_rank_torch.is_small(x):
             # autograd keeps as little and costs less
             return linear(x, _low_rank_torch.joined(factors))

@@ -19,6 +19,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # inputs with up to this many values are small
 FEW = 1 << 14
 
+# On a GPU a call of an operator costs the host as much as ten plain ones, and the GPU waits for the
+# host if there is little to compute. With up to so many values the passes that plain operations add
+# (one over y for a low-rank update, four of float32 for a composition) take less than a launch.
+_FEW = 1 << 19
+
 # a plain global, which torch.compile guards, unlike a ContextVar: it recompiles after a change
 _mode = "auto"
 _CHANGE = threading.Lock()
@@ -73,15 +78,19 @@ def is_reference() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor, draws: bool = False) -> bool:
     """Return whether torch operations compute a kernel of `x`, and no autocast changes a dtype.
 
     This is the usual case on a CPU, where each call in Python counts.
+
+    Args:
+        x: the input.
+        draws: whether the kernel draws random numbers; see `may_take_triton`.
     """
     if x.is_cpu and _mode == "auto":
         cast = torch.is_autocast_enabled("cpu")
         return not (cast or (torch._C._are_functorch_transforms_active() and is_reference()))
-    return not (is_autocast(x.device) or may_take_triton(x) or is_reference())
+    return not (is_autocast(x.device) or may_take_triton(x, draws) or is_reference())
 
 
 def is_few(x: Tensor) -> bool:
@@ -92,9 +101,33 @@ def is_few(x: Tensor) -> bool:
     return x.numel() <= FEW and is_plain(x)
 
 
-def may_take_triton(x: Tensor) -> bool:
-    """Return whether to call `takes_triton`: except on CUDA only if Triton is requested."""
+def may_take_triton(x: Tensor, draws: bool = False) -> bool:
+    """Return whether to call an operator that Triton may compute.
+
+    Except on CUDA only if Triton is requested; and not for few values without gradients, as in
+    decoding, where the host's calls are what takes time. Compiled and captured code has no such
+    calls.
+
+    Args:
+        x: the input.
+        draws: whether the kernel draws random numbers: they must not depend on gradients, because a
+            reentrant checkpoint runs first without them.
+    """
+    return asks_triton(x) and not (_mode == "auto" and not draws and _is_bound_by_host(x))
+
+
+def asks_triton(x: Tensor) -> bool:
+    """Return whether Triton computes at all: except on CUDA only if it is requested."""
     return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda" and not _launch.ROCM)
+
+
+def _is_bound_by_host(x: Tensor) -> bool:
+    return not (
+        torch.is_grad_enabled()
+        or x.numel() > _FEW
+        or torch.compiler.is_compiling()
+        or _launch.is_captured()
+    )
 
 
 def takes_triton(kernel: str, *operands: Tensor) -> bool:
@@ -108,7 +141,7 @@ def takes_triton(kernel: str, *operands: Tensor) -> bool:
         KernelError: the mode is `"triton"`, and Triton cannot take them.
     """
     # the interpreter runs only in the mode "triton"
-    if not may_take_triton(operands[0]):
+    if not asks_triton(operands[0]):
         return False
     reason = _launch.obstacle(operands[0])
     if reason is None:

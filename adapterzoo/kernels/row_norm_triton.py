@@ -1,4 +1,4 @@
-"""DoRA's norms in Triton: ‖w + s · b a‖ of each row without storing the sum, in one pass over w.
+"""DoRA's norms and gains in Triton, in one pass over w: ‖w + s · b a‖ without storing the sum.
 
 ‖w + s · b a‖² = ‖w‖² + 2 s · rowsum(b ∘ (w aᵀ + s/2 · b a aᵀ)): the squares and the product with
 aᵀ share the pass, and a aᵀ is `[rank, rank]`. All sums are float32, and products are float32 even
@@ -48,11 +48,14 @@ def row_norm_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False)
 
 @triton.jit(do_not_specialize=["rows"])
 def row_norm_kernel(
-    w, a, b, gram, dots, norm, w_row, w_col, a_row, a_col, b_row, b_col, rows, width, rank, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, FUSED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    w, a, b, gram, dots, m, norm, inverse, w_row, w_col, a_row, a_col, b_row, b_col, rows, width,
+    rank, scaling, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+    FUSED: tl.constexpr, DIVIDES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ‖w + scaling · b a‖; dots = rowsum(b ∘ (w aᵀ + scaling/2 · b · gram)) if not fused."""
+    """Write ‖w + scaling · b a‖, or m divided by it and its inverse.
+
+    If not fused, dots = rowsum(b ∘ (w aᵀ + scaling/2 · b · gram)).
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
     w_rows = w + row.to(tl.int64)[:, None] * w_row
@@ -113,7 +116,16 @@ def row_norm_kernel(
             whole = tile.to(tl.float32) + scaling * update
             again += tl.sum(whole * whole, 1)
         total = tl.where(cancels, again, total)
-    tl.store(norm + row, tl.sqrt(total), row < rows)
+    length = tl.sqrt(total)
+    if DIVIDES:
+        zero = length == 0.0
+        wide = tl.load(m + row, row < rows, other=0.0).to(tl.float32)
+        # rounded correctly: a fresh gain is exactly one
+        length = tl.where(zero, 1.0, length)
+        tl.store(norm + row, tl.where(zero, 1.0, tl.div_rn(wide, length)), row < rows)
+        tl.store(inverse + row, tl.where(zero, 0.0, 1.0 / length), row < rows)
+    else:
+        tl.store(norm + row, length, row < rows)
 
 
 def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -122,18 +134,44 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     `w` `[*experts, d_out, d_in]`, `a` `[*experts, rank, d_in]`, `b` `[*experts, d_out, rank]` →
     `[*experts, d_out]` in float32.
     """
-    if not w.shape[-1]:
-        return torch.zeros(w.shape[:-1], dtype=torch.float32, device=w.device)
-    if w.dim() == 2:
-        return _row_norm(w, a, b, scaling)
     out = torch.empty(w.shape[:-1], dtype=torch.float32, device=w.device)
-    for own, parts in zip(out, zip(w, a, b, strict=True), strict=True):
-        own.copy_(row_norm(*parts, scaling))
+    if not w.shape[-1]:
+        return out.zero_()
+    if w.dim() == 2:
+        _write(w, a, b, scaling, None, out, None)
+    else:
+        for parts in zip(w, a, b, out, strict=True):
+            _write(*parts[:3], scaling, None, parts[3], None)
     return out
 
 
-def _row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Of one matrix."""
+def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Gains m / ‖w + scaling · b a‖, and 1 / ‖w + scaling · b a‖; 1 and 0 for a row of zeros.
+
+    Shapes as for `row_norm`, and `m` `[*experts, d_out]`.
+    """
+    out = torch.empty(w.shape[:-1], dtype=torch.float32, device=w.device)
+    inverse = torch.empty_like(out)
+    if not w.shape[-1]:
+        return out.fill_(1.0), inverse.zero_()
+    if w.dim() == 2:
+        _write(w, a, b, scaling, m.contiguous(), out, inverse)
+    else:
+        for parts in zip(w, a, b, m.contiguous(), out, inverse, strict=True):
+            _write(*parts[:3], scaling, *parts[3:])
+    return out, inverse
+
+
+def _write(
+    w: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    m: Tensor | None,
+    out: Tensor,
+    inverse: Tensor | None,
+) -> None:
+    """Write the norms of one matrix, or with `m` the gains."""
     (rows, width), rank = w.shape, a.shape[0]
     dtype = torch.promote_types(torch.promote_types(w.dtype, a.dtype), b.dtype)
     fused = rank <= _WIDEST_RANK
@@ -144,13 +182,12 @@ def _row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         inner = torch.add(_product(w, a.to(dtype)), _product(b, gram), alpha=scaling / 2)
         dots = (inner * b).sum(-1)  # [d_out]
     tile = row_norm_tile(rows, rank, dtype, is_small(w))
-    out = torch.empty(rows, dtype=torch.float32, device=w.device)
     launch(
         row_norm_kernel, (triton.cdiv(rows, tile.rows),), w, a, b, gram if fused else None, dots,
-        out, *w.stride(), *a.stride(), *b.stride(), rows, width, rank, scaling,
-        FUSED=fused, WIDE=dtype is torch.float32, PRECISION="tf32x3", **tile.settings,
+        m, out, inverse, *w.stride(), *a.stride(), *b.stride(), rows, width, rank, scaling,
+        FUSED=fused, DIVIDES=m is not None, WIDE=dtype is torch.float32, PRECISION="tf32x3",
+        **tile.settings,
     )  # fmt: skip
-    return out
 
 
 def _product(x: Tensor, a: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Range, field
-from adapterzoo.kernels.butterfly import folded
-from adapterzoo.kernels.cayley import cayley
+from adapterzoo.kernels.cayley_fold import cayley_fold
 
 from ._targets import TargetedConfig
 
@@ -84,16 +83,15 @@ def rotation(R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
         dropout: share of one factor's blocks that are replaced by the identity.
         dtype: of the layer's input.
     """
-    Q = cayley(R.to(compute_dtype(dtype)))
-    return folded(dropped(Q, dropout) if dropout else Q)
+    R = R.to(compute_dtype(dtype))
+    return cayley_fold(R, dropped(R, dropout) if dropout else None)
 
 
 def dropped(Q: Tensor, p: float) -> Tensor:
-    """Return Q `[*adapters, m, blocks, b, b]` with int(p · blocks) blocks of one factor = I."""
-    m, blocks, b = Q.shape[-4:-1]
+    """Draw int(p · blocks) blocks of one factor. Q `[*adapters, m, blocks, b, b]` → bool."""
+    m, blocks = Q.shape[-4:-2]
     lead = Q.shape[:-4]
-    dropped = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)
+    chosen = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)
     drawn = torch.randint(m, (*lead, 1, 1), device=Q.device)
     factor = torch.arange(m, device=Q.device).unsqueeze(-1) == drawn  # [*adapters, m, 1]
-    replaced = (factor & dropped)[..., None, None]  # [*adapters, m, blocks, 1, 1]
-    return torch.where(replaced, torch.eye(b, device=Q.device, dtype=Q.dtype), Q)
+    return factor & chosen  # [*adapters, m, blocks]

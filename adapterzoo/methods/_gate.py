@@ -55,7 +55,7 @@ class Gate(nn.Module):
 
         Args:
             site: determines the width and the tokens to read.
-            convention: "paper" or "adapterhub".
+            convention: "adapterhub" for that of adapters; others are the paper's.
             source: of random numbers.
             device: of the parameters.
             dtype: of the parameters.
@@ -65,7 +65,7 @@ class Gate(nn.Module):
         self.weight = drawn((count, site.d_in), normal(0.02, source), device, dtype)
         self.bias = drawn((count,), constant(0.0), device, dtype)
         # an expert's tokens form no sequence, so each has its own gate
-        self.reads_call = convention == "paper" and not site.is_routed
+        self.reads_call = convention != "adapterhub" and not site.is_routed
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
 

@@ -18,12 +18,14 @@ from adapterzoo.averaging import Combination
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, SharedInputAdapter, upcast
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups, grouped_shrink
 from adapterzoo.kernels.low_rank import shrink
 
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
 from ._slots import rescaled
+from ._stacks import kept_down
 from ._starts import drawing
 
 # the scaling multiplies each of them once
@@ -96,6 +98,19 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         if len(factors) == 1:
             return (t,)
         parts: tuple[Tensor, ...] = t.split([a.shape[0] for a in factors], -1)
+        return parts
+
+    @classmethod
+    def from_rows(
+        cls, members: Sequence[Sequence[Self]], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Sequence[Tensor]:
+        """Return the x Aᵀ `[rows, *tokens, rank]` of each layer, of the largest of its ranks."""
+        one = members[0][0]
+        factors = [[each.lora_A for each in adapters] for adapters in members]
+        A = kept_down(members[0], factors, base)  # [n, sum of ranks, d_in]
+        t = grouped_shrink(x, A, groups, one.dropout, one.training)
+        widths = [max(len(a) for a in each) for each in factors]
+        parts: tuple[Tensor, ...] = t.split(widths, -1)
         return parts
 
     def looked_up(self, x: Tensor, base: BaseLayer) -> Tensor:

@@ -21,13 +21,21 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.kernels._compose_torch import compose as composed
 from adapterzoo.kernels._compose_torch import scaled
 from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import direction_reference, row_norm
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
+from adapterzoo.kernels.dora import (
+    direction_reference,
+    divided,
+    row_gain,
+    row_norm,
+    weight_norm,
+)
+from adapterzoo.kernels.gains import SmallestGain
+from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink
 from adapterzoo.kernels.mode import FEW, is_few
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
+from ._stacks import kept_down, kept_up
 from ._weight_cache import WeightCache
 
 
@@ -41,6 +49,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
         kept_gain: the factors g of evaluation.
+        smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
     """
@@ -64,6 +73,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
         self.kept_gain = WeightCache()
+        self.smallest_gain = SmallestGain()
 
     @abstractmethod
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
@@ -79,13 +89,10 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def gain_of(self, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return g for the untouched weight and the factors of the update."""
-        # the norm of adapters leaves out s and is differentiated; the paper's is a constant
-        with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
-            s = 1.0 if self.adapterhub else self.scaling
-            norm = row_norm(w, a, b, s)  # [*experts, d_out]
-        # a row of zeros has no direction to change: it stays as it is
-        zero = norm == 0
-        return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
+        if not self.adapterhub:
+            return row_gain(w, a, b, self.m, self.scaling)  # [*experts, d_out]
+        # the norm of adapters leaves out s and is differentiated
+        return divided(self.m, row_norm(w, a, b, 1.0))
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""
@@ -93,9 +100,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the magnitudes that change nothing, ‖W‖."""
-        w = base.weight
-        a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
-        return {"m": row_norm(w, a, b, 1.0)}
+        return {"m": weight_norm(base.weight)}
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -103,9 +108,10 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
+        last = t, b, self.scaling, self.smallest_gain
         if plain is y:
-            return compose(y, gain, bias, t, b, self.scaling)
-        whole = compose(plain.to(gain.dtype), gain, bias, t, b, self.scaling)
+            return compose(y, gain, bias, *last)
+        whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -139,15 +145,28 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         gains = [a.gain_at(base) for a in adapters]  # [d_out] each
         factors = [adapter.low_rank(base) for adapter in adapters]
         scalings = [adapter.scaling for adapter in adapters]
-        stack = stacked([a for a, _ in factors], [b for _, b in factors], scalings)
-        t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
+        t = cls.projected_by_rows(adapters, [a for a, _ in factors], groups, x, base)
+        up = kept_up(adapters, [b for _, b in factors], base)
         wide = plain.to(gains[0].dtype)
-        whole = grouped_expand(wide, t, stack.b, stack.scaling, groups)  # [rows, *tokens, d_out]
+        whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
         change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
         bias = None if one.adapterhub else base.bias
         whole = whole + change * (whole if bias is None else whole - bias)
         out = whole if plain is y else y + (whole - plain)
         return restored(out.to(y.dtype), y, groups)
+
+    @classmethod
+    def projected_by_rows(
+        cls,
+        adapters: Sequence[Self],
+        a: Sequence[Tensor],
+        groups: Groups,
+        x: Tensor,
+        base: BaseLayer,
+    ) -> Tensor:
+        """Return A x of each row, `[rows, *tokens, rank]`, with dropout."""
+        one, down = adapters[0], kept_down(adapters, [a], base)
+        return grouped_shrink(x, down, groups, one.dropout, one.training)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -18,7 +19,10 @@ from adapterzoo.contracts import Ejectable, SharedModules
 from ._init import drawn, generator, kaiming, normal, uniform
 from ._products import Affine
 
-_SELF = "self_prefix"
+SELF = "self_prefix"
+"""Location of self-attentions."""
+TIED = "tied_self_prefix"
+"""Location of the self-attentions of a decoder that share keys and values as in PEFT."""
 
 
 def by_tower(placements: Sequence[Placement]) -> list[Placement]:
@@ -29,11 +33,11 @@ def by_tower(placements: Sequence[Placement]) -> list[Placement]:
     Args:
         placements: at attentions, with the locations of a model without towers.
     """
-    towers = [p.site.stack.partition(".")[0] if p.location == _SELF else "" for p in placements]
+    towers = [p.site.stack.partition(".")[0] if p.location == SELF else "" for p in placements]
     if len({*towers} - {""}) < 2:
         return [*placements]
     pairs = zip(placements, towers, strict=True)
-    return [replace(p, location=f"{tower}_{_SELF}") if tower else p for p, tower in pairs]
+    return [replace(p, location=f"{tower}_{SELF}") if tower else p for p, tower in pairs]
 
 
 class PrefixTable(nn.Module):
@@ -68,10 +72,12 @@ class PrefixTable(nn.Module):
         source = generator(config["init_weights_seed"], location)
         P, m, d = config["prefix_length"], config["bottleneck_size"], sites[0].d_in
         self.places: dict[str, int] = {}
-        width = 0
-        for site in sites:
-            self.places[site.path] = width
-            width += sum(site.head_widths) * site.heads
+        widths = [sum(site.head_widths) * site.heads for site in sites]
+        starts, width = list(accumulate(widths, initial=0)), sum(widths)
+        for i, site in enumerate(sites):
+            # PEFT doubles its list of pairs and gives each layer two of them, of which one is read
+            pair = 2 * i % len(sites) if location == TIED else i
+            self.places[site.path] = starts[pair]
         self.dropout: float = config["dropout"]
         self.activation = activation(config["non_linearity"])
         if config["flat"]:

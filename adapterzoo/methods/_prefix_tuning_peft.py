@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -19,6 +18,7 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tensors
 
 from ._peft_arguments import PROMPT, ours
+from ._prefix_table import SELF, TIED
 
 
 def _unsized(fields: Mapping[str, Any]) -> str | None:
@@ -42,7 +42,12 @@ _ARGUMENTS = PeftArguments(
         ),
         "init_weights": PeftArgument(hint="a prefix starts at random. Leave it out."),
     },
-    implied={"positions": "shifted", "encoder_prefix": False, "cross_prefix": False},
+    implied={
+        "positions": "shifted",
+        "encoder_prefix": False,
+        "cross_prefix": False,
+        "convention": "peft",
+    },
     unsayable=_unsized,
 )
 
@@ -101,17 +106,21 @@ def _from_peft(
         )
     said = {
         "flat": True, "prefix_length": table.shape[0], "positions": "shifted",
-        "encoder_prefix": False, "cross_prefix": False,
+        "encoder_prefix": False, "cross_prefix": False, "convention": "peft",
     }  # fmt: skip
-    if expected["num_transformer_submodules"] == 2:
-        pairs = table.chunk(len(attentions), 1)  # [P, 2 H e] each
-        table = torch.cat([pairs[2 * i % len(pairs)] for i in range(len(pairs))], 1)
-    return said, {"self_prefix.table": table}
+    return said, {f"{_location(anatomy)}.table": table}
 
 
 def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple[Fields, Tensors]:
     attentions = _decoding(anatomy)
-    if not all(name.startswith("self_prefix.") for name in tensors):
+    at = _location(anatomy)
+    if not all(name.startswith(f"{at}.") for name in tensors):
+        if at == TIED:
+            raise CheckpointError(
+                f"convention={config['convention']!r}, and in PEFT layers of a decoder beside an "
+                f"encoder share keys and values. Write {argument('format', 'native')}, or train "
+                f"with convention='peft'."
+            )
         raise CheckpointError(
             f"PEFT has one prefix for all blocks, and this model's towers have one each. Write "
             f"{argument('format', 'native')}."
@@ -128,10 +137,8 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
             f"it, which this model reads. Write {argument('format', 'native')}, or train with "
             f"positions='shifted'."
         )
-    table = _product({n.removeprefix("self_prefix."): t for n, t in tensors.items()}, config)
+    table = _product({n.removeprefix(f"{at}."): t for n, t in tensors.items()}, config)
     sizes = _sizes(attentions, anatomy)
-    if sizes["num_transformer_submodules"] == 2:
-        table = _reordered(table, len(attentions))
     return {
         **sizes,
         "num_virtual_tokens": table.shape[0],
@@ -145,6 +152,11 @@ def _decoding(anatomy: Anatomy) -> list[Site]:
     """Return the attention modules of PEFT's cache: self-attention, only the decoder's if any."""
     crossed = {a.stack for a in anatomy.attentions if a.cross}
     return [a for a in anatomy.attentions if not a.cross and a.stack in (crossed or {a.stack})]
+
+
+def _location(anatomy: Anatomy) -> str:
+    """Return the location of PEFT's prefix."""
+    return TIED if any(a.cross for a in anatomy.attentions) else SELF
 
 
 def _sizes(attentions: Sequence[Site], anatomy: Anatomy) -> dict[str, int]:
@@ -166,29 +178,11 @@ def _product(tensors: Tensors, config: AdapterConfig) -> Tensor:
     return linear(inner, tensors["up.weight"], tensors["up.bias"])  # [P, 2 N H e]
 
 
-def _reordered(table: Tensor, count: int) -> Tensor:
-    """Return the table from which PEFT gives pair 2i mod N to layer i of a decoder.
-
-    Raises:
-        CheckpointError: two layers with different pairs would get one pair.
-    """
-    pairs = table.chunk(count, 1)  # [P, 2 H e] each
-    found: dict[int, Tensor] = {}
-    for i, pair in enumerate(pairs):
-        if not torch.equal(found.setdefault(2 * i % count, pair), pair):
-            raise CheckpointError(
-                f"PEFT gives layers {i - count // 2} and {i} of a decoder with {count} layers one "
-                f"prefix, and these differ. Write {argument('format', 'native')}."
-            )
-    unused = torch.zeros_like(pairs[0])
-    return torch.cat([found.get(i, unused) for i in range(count)], 1)  # [P, 2 N H e]
-
-
 def _unsayable(placement: Placement) -> str | None:
     config, name = placement.config, type(placement.config).__name__
     if config["use_gating"]:
         return f"{name}(use_gating=True), and PEFT's prefixes have no gate"
-    if config["convention"] != "paper":
+    if config["convention"] == "adapterhub":
         return f"{name}(convention='adapterhub'), which PEFT does not have"
     if placement.location in ("encoder_prefix", "cross_prefix"):
         return (

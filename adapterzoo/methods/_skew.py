@@ -16,9 +16,11 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Positive, Range, field
+from adapterzoo.kernels.butterfly import folded, without
 from adapterzoo.kernels.cayley import cayley, cayley_neumann
+from adapterzoo.kernels.cayley_fold import cayley_fold
 
-from ._blocks import block_sizes
+from ._blocks import block_sizes, dropped
 from ._targets import TargetedConfig
 
 TERMS = Range(2, 64)
@@ -125,10 +127,29 @@ class Blocks(NamedTuple):
         Returns:
             `[*lead, 1, number, b, b]`: one factor of a butterfly.
         """
-        S = skew(vectors.to(compute_dtype(dtype)), self.size)  # [*lead, number or 1, b, b]
-        if self.eps is not None:
-            S = constrained(S, self.eps)
+        S = self._skew(vectors, dtype)  # [*lead, number or 1, b, b]
         Q = cayley_neumann(S, self.terms) if self.terms else cayley(S)
+        return self._all(Q)
+
+    def folded(self, vectors: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the rotations as `[*lead, 1, chunks, width, width]`; see `rotations`.
+
+        `dropout` is the share of blocks that are replaced by the identity.
+        """
+        shared = vectors.shape[-2] < self.number
+        if self.terms or shared:
+            Q = self.rotations(vectors, dtype)
+            return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
+        S = self._all(self._skew(vectors, dtype))
+        return cayley_fold(S, dropped(S, dropout) if dropout else None)
+
+    def _skew(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return S `[*lead, number or 1, b, b]`."""
+        S = skew(vectors.to(compute_dtype(dtype)), self.size)
+        return S if self.eps is None else constrained(S, self.eps)
+
+    def _all(self, Q: Tensor) -> Tensor:
+        """Return `Q` `[*lead, number or 1, b, b]` as one factor, `[*lead, 1, number, b, b]`."""
         return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.number, self.size, self.size)
 
 

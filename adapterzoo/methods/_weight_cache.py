@@ -7,19 +7,21 @@ evaluation they are the same in each call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from adapterzoo.forgetting import Forgetting
+
 # subclasses may hide their memory, or compute differently
-_PLAIN = {Tensor, nn.Parameter}
+PLAIN = {Tensor, nn.Parameter}
 _expired = torch.UntypedStorage._expired
 
 
-class WeightCache(nn.Module):
+class WeightCache(Forgetting):
     """Compute a tensor, or return the one computed before if its sources have not changed.
 
     A source has changed if its version is another, which every in-place operation that autograd
@@ -58,7 +60,7 @@ class WeightCache(nn.Module):
         if torch.is_grad_enabled():
             memory.learns = True
             return compute()
-        if self.training or _is_recorded(sources[0]):
+        if self.training or is_recorded(sources[0]):
             return compute()
         marks = None if memory.learns else _marks(sources, facts)
         entry = memory.entry
@@ -66,7 +68,7 @@ class WeightCache(nn.Module):
             return entry.value
         owners = [] if marks is None else _owners(sources, facts)
         value = compute()
-        if marks is not None and type(value) is Tensor and not any(map(_is_shared, sources)):
+        if marks is not None and type(value) is Tensor and not any(map(is_shared, sources)):
             storages = [StorageWeakRef(source.untyped_storage()) for source in sources]
             memory.entry = _Entry(value, marks, storages, owners)
         return value
@@ -104,23 +106,6 @@ class WeightCache(nn.Module):
     def forget(self) -> None:
         """Clear the cache."""
         self._memory = _Memory()
-
-    def train(self, mode: bool = True) -> Self:
-        """Change the mode and clear the cache."""
-        self.forget()
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the module and clear the cache."""
-        self.forget()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _replicate_for_data_parallel(self) -> Self:
-        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        # a replica shares all attributes but has its own weights
-        replica.forget()
-        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the cache: copies and pickles have other weights."""
@@ -161,7 +146,7 @@ class _Memory:
         self.learns = False
 
 
-def _is_recorded(source: Tensor) -> bool:
+def is_recorded(source: Tensor) -> bool:
     """Return whether the operations are recorded, to run again with other weights."""
     return (
         torch.compiler.is_compiling()
@@ -178,7 +163,7 @@ def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
     for source in sources:
         # a view is a new object in each call, its base is not
         whole = source if source._base is None else source._base
-        if type(source) not in _PLAIN or type(whole) not in _PLAIN or whole.is_inference():
+        if type(source) not in PLAIN or type(whole) not in PLAIN or whole.is_inference():
             return None
         if whole.is_leaf and whole.grad is not None:
             return None
@@ -205,7 +190,7 @@ def _owners(sources: tuple[Tensor, ...], facts: object) -> list[tuple[Any, ...]]
     ]
 
 
-def _is_shared(source: Tensor) -> bool:
+def is_shared(source: Tensor) -> bool:
     """Return whether another process may be training the tensor: versions are not shared."""
     # torch does not know this for GPU memory; sharing memory later moves it to another address
     whole = source if source._base is None else source._base

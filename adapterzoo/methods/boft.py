@@ -26,13 +26,14 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
-from adapterzoo.kernels._butterfly_torch import rotate
+from adapterzoo.kernels._butterfly_torch import rotate_into
 from adapterzoo.kernels._compose_torch import compose as composed
 from adapterzoo.kernels._compose_torch import scaled
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.mode import is_few
 from adapterzoo.spelling import spelled
@@ -85,6 +86,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
         kept_rotation: the folded factors of evaluation.
+        smallest_gain: that of the latest steps.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
         self.kept_rotation = WeightCache()
+        self.smallest_gain = SmallestGain()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features, its output scaled but for the bias.
@@ -126,7 +129,8 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         """
         Q = base.from_input(self, x)
         y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
-        return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)  # [*batch, d_out]
+        gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
+        return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
@@ -136,7 +140,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         Q = self.kept_rotation.found(x.dtype, R)
         if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
-        y = run(rotate(x, Q[0]))  # [*batch, d_out]
+        y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
         gain, bias = s.squeeze(-1), layer._parameters.get("bias")  # [d_out] each
         if y.dtype is not x.dtype or not (bias is None or bias.dtype is y.dtype):
             return composed(y, gain, bias, None, None, 1.0)

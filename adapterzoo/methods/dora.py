@@ -29,6 +29,7 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.dora import row_norm
+from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _dora_spelling
@@ -127,6 +128,19 @@ class DoRA(Magnitudes, LowRank):
         """Return whether they are of the same dtypes, dropout and convention, on features."""
         kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.looks_up or a.m.dim() > 1 for a in adapters)
+
+    @classmethod
+    def projected_by_rows(
+        cls,
+        adapters: Sequence[Self],
+        a: Sequence[Tensor],
+        groups: Groups,
+        x: Tensor,
+        base: BaseLayer,
+    ) -> Tensor:
+        """Return A x of each row, computed together with layers that read x too."""
+        t: Tensor = base.from_rows(adapters, groups, x)
+        return t
 
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return A and B."""

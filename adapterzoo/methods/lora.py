@@ -28,12 +28,12 @@ from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
+from adapterzoo.kernels import mode
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
     grouped_low_rank,
     grouped_shrink,
-    stacked,
 )
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.mode import FEW, is_few
@@ -44,6 +44,7 @@ from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._invocation import InvokedConfig, invoked, invoked_rows
 from ._rows import features, gated, restored
+from ._stacks import kept_stack, kept_up
 from ._started import Started
 from ._starts import starts_from_weight
 
@@ -172,9 +173,12 @@ class LoRA(Started):
         scaling = [each.scaling for each in adapters]
         gates = [each.gate for each in adapters if each.gate is not None]
         biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
+        if mode.asks_triton(x) and groups.rows and not (gates or biases or one.invocation):
+            t = base.from_rows(adapters, groups, x)  # [rows, *tokens, rank]
+            return grouped_expand(y, t, kept_up(adapters, b, base), scaling, groups)
+        stack = kept_stack(adapters, a, b, scaling, base)
         if not (gates or biases or one.invocation) or not groups.rows:
-            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
-        stack = stacked(a, b, scaling)
+            return grouped_low_rank(y, x, *stack, groups, one.dropout, one.training)
         t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
         onto = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
         # s is of the bias as well, so that it comes after the sum

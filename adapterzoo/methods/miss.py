@@ -137,7 +137,9 @@ class Miss(SharedInputAdapter, WeightAdapter):
         """Return Σ_k dropout(x)_k `[*batch, r]` for each; it is the same."""
         one = adapters[0]
         x = dropout(x.to(one.miss_block.dtype), one.dropout, one.training)
-        shards = pad(x, (0, -one.d_in % one.rank)).unflatten(-1, (-1, one.rank))
+        # padding by nothing would copy x
+        rest = -one.d_in % one.rank
+        shards = (pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, one.rank))
         return [shards.sum(-2)] * len(adapters)  # [*batch, r] each
 
     @property
@@ -148,7 +150,9 @@ class Miss(SharedInputAdapter, WeightAdapter):
     def columns(self) -> Tensor:
         """Return Dᵀ `[*experts, d_out, r]`, repeated for "mini"."""
         D = self.miss_block
-        return D.repeat(*(1 for _ in D.shape[1:]), self.d_out // D.shape[-1]).mT
+        times = self.d_out // D.shape[-1]
+        # repeating once would copy D, and keep the copy for the backward
+        return (D if times == 1 else D.repeat(*(1 for _ in D.shape[1:]), times)).mT
 
     def change(self, w: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the change of a weight by "bat", `[*experts, d_out, d_in]`, in a dtype."""

@@ -29,16 +29,15 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
-from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated
+from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _oft_spelling
-from ._blocks import dropped
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import restored, taken
-from ._skew import Blocks, SkewConfig
+from ._skew import SkewConfig
 from ._weight_cache import WeightCache
 
 
@@ -157,10 +156,10 @@ class OFT(SharedInputAdapter, WeightAdapter):
         one = adapters[0]
         if one.training:
             R = torch.stack([a.oft_R for a in adapters])  # [adapters, r, b (b − 1) / 2]
-            return _folded(R, one.blocks, one.dropout, x.dtype).unbind()
+            return one.blocks.folded(R, one.dropout, x.dtype).unbind()
         return [
             a.kept_rotation.get(
-                partial(_folded, a.oft_R, a.blocks, 0.0, x.dtype),
+                partial(a.blocks.folded, a.oft_R, 0.0, x.dtype),
                 a.oft_R,
                 facts=compute_dtype(x.dtype),
             )
@@ -182,9 +181,3 @@ class OFT(SharedInputAdapter, WeightAdapter):
         """Return the blocks."""
         b, number = self.blocks.size, self.blocks.number
         return f"features={b * number}, blocks={number}, block_size={b}"
-
-
-def _folded(R: Tensor, blocks: Blocks, dropout: float, dtype: torch.dtype) -> Tensor:
-    """Return the folded rotations `[*adapters, 1, chunks, width, width]`."""
-    Q = blocks.rotations(R, dtype)
-    return folded(dropped(Q, dropout) if dropout else Q)

@@ -10,7 +10,8 @@ Differs from the paper: nothing. Differs from adapters: a gate reads the real to
 so that padding and a cache change nothing, and a relative position bias keeps the distances between
 tokens; `convention="adapterhub"` computes the same as adapters. Differs from PEFT: an
 encoder-decoder has prefixes in all attentions, and tokens keep their positions; PEFT's files load
-with `positions="shifted"`, which numbers tokens from P on, as after a cache.
+with `positions="shifted"`: tokens are numbered from P on, as after a cache; and with
+`convention="peft"`: layer i of a decoder beside an encoder takes keys and values 2i mod N.
 Cost: P · 2 · N · H · e parameters for N attentions of H heads of width e; an MLP in training.
 Cannot do: merging; models that compute attention scores, or count shifted tokens, themselves.
 """
@@ -38,7 +39,7 @@ from . import _prefix_tuning_spelling as _hub
 from ._beside import BesideConfig
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
-from ._prefix_table import PrefixTable, PrefixTables, by_tower
+from ._prefix_table import SELF, TIED, PrefixTable, PrefixTables, by_tower
 
 
 @architectures.register("prefix_tuning")
@@ -60,8 +61,9 @@ class PrefixTuningConfig(BesideConfig):
         use_gating: whether the keys and values of each attention have a gate.
         shared_gating: whether keys and values share the gate.
         init_weights_seed: makes the initial values reproducible.
-        convention: "paper"; or "adapterhub": a gate reads all tokens of the call, padding
-            included; a relative position bias counts keys from the first of the prefix.
+        convention: "paper"; "peft": layers of a decoder beside an encoder share keys and values;
+            or "adapterhub": a gate reads all tokens of the call, padding included; a relative
+            position bias counts keys from the first of the prefix.
         positions: "kept": tokens are numbered as without a prefix; "shifted": from P on.
         dtype: of the parameters, by name ("float32"); None for that of the model.
     """
@@ -79,7 +81,7 @@ class PrefixTuningConfig(BesideConfig):
     use_gating: bool = False
     shared_gating: bool = True
     init_weights_seed: int | None = field(None, SEED)
-    convention: str = field("paper", Choice("paper", "adapterhub"))
+    convention: str = field("paper", Choice("paper", "adapterhub", "peft"))
     positions: str = field("kept", Choice("kept", "shifted"))
     dtype: str | None = field(None, DTYPE)
 
@@ -106,13 +108,14 @@ class PrefixTuningConfig(BesideConfig):
                 f"({why}). Use a method at layers, such as LoRAConfig()."
             )
         decoders = {a.stack for a in anatomy.attentions if a.cross}
-        found = []
+        own = TIED if decoders and self.convention == "peft" else SELF
+        found = list[Placement]()
         for attention in anatomy.attentions:
             in_encoder = bool(decoders) and attention.stack not in decoders
             wanted = self.cross_prefix if attention.cross else self.encoder_prefix or not in_encoder
             if wanted and attention.layer not in self.leave_out:
-                at = "cross" if attention.cross else "encoder" if in_encoder else "self"
-                found.append(Placement(attention, self, f"{at}_prefix"))
+                at = "cross_prefix" if attention.cross else "encoder_prefix" if in_encoder else own
+                found.append(Placement(attention, self, at))
         found = by_tower(found)
         if not found:
             raise SiteError(

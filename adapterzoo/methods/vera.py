@@ -29,6 +29,7 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.low_rank import expand
 from adapterzoo.spelling import spelled
 
 from . import _vera_spelling
@@ -66,9 +67,12 @@ class Vera(Projected):
         """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
         a, b = self.projections(base, self.lambda_d)
-        update = linear(self.shrunk(x, a), b)  # [*batch, d_out]
-        update = linear(update, self.lambda_b) if self.dense else update * self.lambda_b
-        return torch.add(y, update.to(y.dtype), alpha=self.scaling)
+        if self.dense:
+            update = linear(linear(self.shrunk(x, a), b), self.lambda_b)  # [*batch, d_out]
+            return torch.add(y, update.to(y.dtype), alpha=self.scaling)
+        # with all scales in one small matrix, nothing is kept but A x, and no pass over y is added
+        scaled = b * torch.outer(self.lambda_b, self.lambda_d)  # Λ_b B Λ_d [d_out, r]
+        return expand(y, self.projected(x, a), scaled, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -25,6 +25,7 @@ from adapterzoo.composition import (
     fusion_key,
     fusions_of,
     has_tokens,
+    names_at_input,
     parse,
     parts_of,
     prompts_of,
@@ -223,13 +224,13 @@ def _shared_inputs(
     steps: Mapping[str, Step],
     present: Mapping[str, Mapping[str, Adapter]],
 ) -> dict[str, SharedLayers]:
-    """Return the `shared_inputs` of a plan: only adapters of a chain read the layer's own input."""
+    """Return the `shared_inputs` of a plan."""
     found: dict[str, dict[str, list[int]]] = {}
     for name in acting:
         for around, paths in model._adapter_state.records[name].shared_inputs.items():
             for path in paths:
-                chain = steps.get(path)
-                if not isinstance(chain, tuple) or name not in chain:
+                chain = names_at_input(steps.get(path))
+                if name not in chain:
                     continue
                 if isinstance(present[path][name], SharedInputAdapter):
                     layer = path.rpartition(".")[2]

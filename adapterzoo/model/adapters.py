@@ -33,7 +33,7 @@ from adapterzoo.runtime import Plan, shared_by
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
-from .heads.ties import leave_groups, list_ties
+from .heads.ties import leave_groups, list_ties, tables_of
 from .hf import guards
 from .hf.continuous_batching import refuse_while_batching
 from .hf.init_data import Collected, InitData, fitted
@@ -270,7 +270,9 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(name)
-    token_rows.update(model)
+    # other adapters change no ties
+    if tables_of(model, name) or token_rows.paths_of(model, name):
+        token_rows.update(model)
     list_ties(model, name)
 
 
@@ -305,7 +307,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
         inject.release_input(backbone.get_submodule(source), reader, name)
     for path in record.places:
         if path:
-            inject.take(backbone.get_submodule(path), name)
+            inject.take(layer_at(backbone, path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):

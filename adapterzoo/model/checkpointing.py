@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from adapterzoo import hub
+from adapterzoo.arguments import one_of
 from adapterzoo.checkpoint import fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
-from adapterzoo.inject.building import build, device_of, give_memory, inject_path, layer_at
+from adapterzoo.inject.building import build, device_of, inject_path, layer_at
 from adapterzoo.methods import undrawn
 from adapterzoo.names import check_name
 
@@ -27,7 +29,7 @@ from .adapterhub import arguments, loaders
 from .heads import checkpoints, tables, ties, token_rows
 from .heads.interface import LoadOptions
 from .hf import documents
-from .hf.info import info_of
+from .hf.info import info_of, name_of
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -155,8 +157,8 @@ def found(
     hub_options: Mapping[str, Any],
 ) -> tuple[Path, str | None]:
     """Return the folder of an adapter, and its name on the Hub; arguments as of `load_adapter`."""
-    revision = arguments.one_of(version=version, revision=revision)
-    base = hub_options.get("model_name") or info_of(model).model_name
+    revision = one_of(version=version, revision=revision)
+    base = hub_options.get("model_name") or name_of(model)
     folder = hub.resolve(path, revision, source, **{**hub_options, "model_name": base})
     return folder, None if folder == Path(path) else str(path)
 
@@ -286,14 +288,14 @@ def filled(
     fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
     by_path = fit.by_path(tensors)
     modules: dict[str, Adapter] = {}
+    taken: set[int] = set()
     for path, module in record.coming.items():
         if path in paths[1:]:
             # they share the table of the first
             modules[path] = modules[paths[0]]
             continue
-        real = _with_memory(model, module, path, list(record.places[path]))
-        modules[path] = real if dtype is None else real.to(dtype)
-        fit.fill(modules[path], by_path.get(path, {}))
+        places, values = list(record.places[path]), by_path.get(path, {})
+        modules[path] = _with_values(model, module, path, places, values, dtype, taken)
     modules |= token_rows.shared(record.places, modules)
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
@@ -308,15 +310,38 @@ def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfi
     return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
 
 
-def _with_memory(
-    model: AdaptedModel, adapter: Adapter, path: str, placements: list[Placement]
+def _with_values(
+    model: AdaptedModel,
+    adapter: Adapter,
+    path: str,
+    placements: list[Placement],
+    values: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    taken: set[int],
 ) -> Adapter:
-    """Return an adapter from the meta device with memory on the device of its layer."""
+    """Return an adapter from the meta device with the values of a file, on the layer's device.
+
+    Args:
+        model: with adapters.
+        adapter: on the meta device.
+        path: of its layer.
+        placements: of the adapter.
+        values: tensors of the file by key.
+        dtype: of its parameters; None: that of the layer.
+        taken: as of `fit.assign`.
+    """
     layer = layer_at(model._backbone, path)
-    if not path:
-        return adapter.to_empty(device=device_of(layer))
-    if give_memory(adapter, device_of(layer)):
+    device = device_of(layer)
+    if dtype is not None:
+        adapter = adapter.to(dtype)
+    if path and fit.assign(adapter, values, device, taken):
         return adapter
-    # a method may draw values in its own way: leave the caller's random state unchanged
-    with undrawn(), torch.random.fork_rng(devices=()):
-        return build(layer, path, placements, model.dtype)
+    if path:
+        # a method may draw values in its own way: leave the caller's random state unchanged
+        with undrawn(), torch.random.fork_rng(devices=()):
+            adapter = build(layer, path, placements, model.dtype)
+            adapter = adapter if dtype is None else adapter.to(dtype)
+    else:
+        adapter = adapter.to_empty(device=device)
+    fit.fill(adapter, values)
+    return adapter

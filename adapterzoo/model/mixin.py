@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 import torch
 from torch import Tensor, nn
 
+from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.arguments import one_of
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.checkpoint.setup_files import HeadSetup
 from adapterzoo.composition import Composition, Fuse, MultiTask
@@ -944,13 +946,13 @@ class AdapterModelMixin:
         """
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
-            load_as=arguments.one_of(load_as=load_as, adapter_name=adapter_name),
+            load_as=one_of(load_as=load_as, adapter_name=adapter_name),
             with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
-        options = {**arguments.of_hub(hub_kwargs), "config": config, "model_name": model_name}
+        options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
         load, before = slots.chosen(self, hotswap), (*self._adapter_state.records,)
         name = load(self, adapter_name_or_path, version, revision, source, options, asked)
         is_swapped = load is not checkpointing.load_adapter and name in before
@@ -1192,7 +1194,7 @@ class AdapterModelMixin:
         """
         return setups.load(
             self, adapter_setup_name_or_path, version, revision, source,
-            arguments.of_hub(hub_kwargs), set_active,
+            hub.checked(hub_kwargs), set_active,
             loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
 

@@ -41,6 +41,7 @@ class AdapterRecord:
         reads_calls: whether its layers use facts about calls, or shared modules.
         meta: JSON values from its checkpoint, which are saved again.
         coming: its modules by path, until they are in the model.
+        located: location of the first adapter of a layer → paths of such layers.
     """
 
     config: AdapterConfig
@@ -49,6 +50,15 @@ class AdapterRecord:
     reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
     coming: Mapping[str, Adapter] = field(default_factory=dict)
+    located: Mapping[str, tuple[str, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collect the paths, which are asked for again with each adapter and head that comes."""
+        found: dict[str, tuple[str, ...]] = {}
+        for path, placements in self.places.items():
+            if placements and (location := placements[0].location):
+                found[location] = (*found.get(location, ()), path)
+        object.__setattr__(self, "located", found)
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """Yield (path of a captured module, path of the site that reads it), each pair once.
@@ -248,7 +258,7 @@ def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
     """Return the adapters of a layer; for the path of the base model, the modules they share."""
     if not path:
         return inject.shared_of(backbone)
-    return inject.adapters_of(inject.below_wrappers(backbone.get_submodule(path)))
+    return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
 
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
@@ -288,14 +298,17 @@ def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:
 
 def shareable_of(model: AdaptedModel, name: str) -> dict[tuple[str, str], nn.Parameter]:
     """Return the parameters that an adapter can share, by the path of the layer and their key."""
+    return dict(shareable_in(model, name))
+
+
+def shareable_in(model: AdaptedModel, name: str) -> Iterator[tuple[tuple[str, str], nn.Parameter]]:
+    """Yield what `shareable_of` returns."""
     config = model._adapter_state.find(name).config
     keys = config.shareable if isinstance(config, MultiTaskConfig) else ()
-    return {
-        (path, key): parameter
-        for path, module in modules_of(model, name)
-        for key, parameter in module.named_parameters()
-        if key.rpartition(".")[2] in keys
-    }
+    for path, module in modules_of(model, name) if keys else ():
+        for key, parameter in module.named_parameters():
+            if key.rpartition(".")[2] in keys:
+                yield (path, key), parameter
 
 
 def parameters_of(model: AdaptedModel, name: str) -> Iterator[nn.Parameter]:

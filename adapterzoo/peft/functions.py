@@ -14,7 +14,6 @@ from adapterzoo.checkpoint import peft as format_of_peft
 from adapterzoo.errors import ConfigError, StateError, names_call
 from adapterzoo.inject import quantized
 from adapterzoo.model import AdapterModelMixin
-from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.peft import in_memory, original_weights, switching
 
 from .configs import PeftConfig, from_values
@@ -108,7 +107,7 @@ def load_peft_weights(
         FieldError: an argument is unknown.
     """
     revision = kwargs.pop("revision", None)
-    folder = hub.resolve(model_id, revision, **arguments.of_hub(kwargs))
+    folder = hub.resolve(model_id, revision, **hub.checked(kwargs))
     tensors = format_of_peft.tensors_in(folder)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from adapterzoo.kernels import (
     bottleneck_triton,
     butterfly_triton,
+    cayley_fold_triton,
     compose_triton,
     grouped_triton,
     low_rank_triton,
@@ -50,8 +51,9 @@ KINDS = {
 ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "w", "to"}
 FACTORS = {"a", "b", "t", "dt", "down", "down_bias", "up", "up_bias", "h"}
 WIDE = {"da", "db", "gain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
-WIDE |= {"du", "dup", "dup_bias", "scales"}
-NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64", "plan": "*i32"}
+WIDE |= {"du", "dup", "dup_bias", "scales", "m", "inverse"}
+WIDE |= {"parameters", "factors", "whole", "grad", "dR"}
+NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64", "plan": "*i32", "dropped": "*i1"}
 
 
 @dataclass
@@ -139,13 +141,15 @@ def row_norm_cases(small=False):
             for made in dict.fromkeys(
                 fitting(tile, small)(rows, rank, dtype) for rows in (4096, 14336)
             ):
-                yield Case(kernel, kind, made, "", wide, ("dots",))
+                plain = {**wide, "DIVIDES": False}
+                yield Case(kernel, kind, made, "", plain, ("dots", "m", "inverse"))
+                yield Case(kernel, kind, made, ", gain", wide, ("dots",))
         for made in dict.fromkeys(fitting(tile, small)(rows, 384, dtype) for rows in (4096, 14336)):
             yield Case(kernel, kind, made, ", wide rank", {**wide, "FUSED": False}, ("gram",))
 
 
 def rotate_cases(small=False):
-    """BOFT's rotations, at every width that chunks are padded to."""
+    """BOFT's rotations, at every width that tiles have."""
     tiles = {
         butterfly_triton.rotate_kernel: butterfly_triton.rotate_tile,
         butterfly_triton.rotate_backward_kernel: butterfly_triton.rotate_backward_tile,
@@ -153,12 +157,32 @@ def rotate_cases(small=False):
     for kernel, tile in tiles.items():
         for kind, dtype in (("half, float32 factors", torch.bfloat16), ("float32", torch.float32)):
             narrow = dtype is torch.float32 and kernel is butterfly_triton.rotate_backward_kernel
-            widths = (16, 32) if narrow else (16, 32, 64, 128)
+            widths = (32,) if narrow else (64, 128)
             if small and dtype is torch.float32:
                 widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
             for width in widths:
                 for made in dict.fromkeys(tile(rows, width, dtype) for rows in (1, 8192)):
-                    yield Case(kernel, kind, made)
+                    yield Case(kernel, kind, made, "", {"ALONE": True})
+                    if width <= 64:
+                        yield Case(kernel, kind, made, ", narrow", {"ALONE": False})
+
+
+def cayley_fold_cases(small=False):
+    """BOFT's and OFT's rotations, at every width that tiles have, narrow and wide blocks."""
+    for kernel in (
+        cayley_fold_triton.cayley_fold_kernel,
+        cayley_fold_triton.cayley_fold_backward_kernel,
+    ):
+        for b, m in ((4, 1), (8, 2), (2, 4), (32, 1), (16, 2), (4, 4), (64, 1)):
+            chunk = b << (m - 1)
+            if small and chunk > cayley_fold_triton._WIDEST_SMALL:
+                continue
+            tile = cayley_fold_triton.cayley_fold_tile(chunk)
+            sizes = {"B": b, "M": m, "USED": tile.columns // chunk * chunk}
+            label = f", b = {b}, m = {m}"
+            yield Case(kernel, "float32", tile, label, {**sizes, "DROPS": False}, ("dropped",))
+            if b == 8:
+                yield Case(kernel, "float32", tile, f"{label}, dropout", sizes)
 
 
 def bottleneck_cases(small=False):
@@ -295,6 +319,7 @@ CASES = {
     "compose": compose_cases,
     "row_norm": row_norm_cases,
     "rotate": rotate_cases,
+    "cayley_fold": cayley_fold_cases,
     "bottleneck": bottleneck_cases,
     "grouped": grouped_cases,
 }

@@ -12,6 +12,7 @@ from adapterzoo.kernels import (
     bottleneck,
     butterfly,
     cayley,
+    cayley_fold,
     compose,
     dora,
     grouped,
@@ -21,7 +22,7 @@ from adapterzoo.kernels.grouped import Groups
 
 __all__ = ["cases"]
 
-_MODULES = (bottleneck, butterfly, cayley, compose, dora, grouped, low_rank)
+_MODULES = (bottleneck, butterfly, cayley, cayley_fold, compose, dora, grouped, low_rank)
 S, P = 0.7, 0.3
 IN, OUT, BATCH = 24, 20, 4
 MODE = "triton" if _launch.INTERPRETED else "auto"
@@ -68,6 +69,17 @@ def norms(rank, of):
         (torch.randn(2, OUT, IN), torch.randn(2, rank, IN), torch.randn(2, OUT, rank), S),
     )
 
+    yield "row_gain", (torch.randn(OUT, IN), *of_rank(rank), torch.randn(OUT), S)
+    yield (
+        "row_gain",
+        (torch.randn(2, OUT, IN), *of_rank(rank, 2), torch.randn(OUT, 2).T, S),
+    )
+
+
+def of_rank(rank, *experts):
+    """Factors."""
+    return torch.randn(*experts, rank, IN), torch.randn(*experts, OUT, rank)
+
 
 def rotations(width, of):
     x, blocks = of(2 * width), torch.randn(2, width, width)
@@ -75,6 +87,14 @@ def rotations(width, of):
         yield "rotate", (x, own)
         yield "rotate_backward", (of(2 * width), x, own, True, True)
     yield "cayley", (blocks.mT,)
+    for m in (1, 2, 3):
+        R = torch.randn(2, m, 8, width, width) if width == 3 and m == 1 else torch.randn(m, 8, 6, 6)
+        dropped = torch.rand(*R.shape[:-2]) < 0.4
+        for mask in (None, dropped):
+            yield "cayley_fold", (R.mT, mask)
+            chunk = R.shape[-1] << (m - 1)
+            whole = torch.randn(*R.shape[:-4], 8 >> (m - 1), chunk, chunk)
+            yield "cayley_fold_backward", (whole.mT, whole, R, mask)
 
 
 def bottlenecks(width, of):

@@ -11,6 +11,8 @@ SHAPES = {
     "one of each": (1, 1, 1),
     "no rows": (0, 3, 16),
     "the narrowest": (70, 3, 16),
+    "narrow ones that share a tile": (70, 21, 4),
+    "odd ones that share a tile": (17, 23, 3),
     "padded": (17, 5, 15),
     "a prime above the narrowest": (130, 3, 17),
     "wide": (65, 2, 64),
@@ -123,7 +125,7 @@ def cases():
     # the kernels are what is tested here, at every width they can have
     butterfly_triton._WIDEST_FLOAT32 = butterfly_triton._WIDEST
     for dtypes in DTYPES:
-        for shape in SHAPES if dtypes == "float32" else list(SHAPES)[3:7:3]:
+        for shape in SHAPES if dtypes == "float32" else list(SHAPES)[3:9:3]:
             yield f"{shape}, {dtypes}", lambda s=shape, d=dtypes: shaped(s, d)
     for name in LAYOUTS:
         yield name, lambda n=name: layout(n)

@@ -104,6 +104,40 @@ def module():
     assert asked.requires_grad
 
 
+def gains():
+    """The magnitudes divided by the norms, and the norm's inverse; a fresh gain is exactly one."""
+    for rank in (3, 70):
+        w, a, b = (edged(*shape, torch.float16) for shape in ((70, 33), (rank, 33), (70, rank)))
+        w[4], b[4] = 0.0, 0.0
+        m = edged(70, 1, torch.float32)[:, 0]
+        gain, inverse = row_norm_triton.row_gain(w, a, b, m, S)
+        norm = torch.linalg.vector_norm(w.double() + S * b.double() @ a.double(), dim=-1)
+        zero = norm == 0
+        near("gain", gain, torch.where(zero, 1.0, m.double() / norm), 1e-6, torch.float32)
+        near("inverse", inverse, torch.where(zero, 0.0, 1 / norm), 1e-6, torch.float32)
+        again = row_norm_triton.row_norm(w, a, b, S)
+        assert torch.equal(row_norm_triton.row_gain(w, a, b, again, S)[0], torch.ones(70))
+
+
+def gain_through_the_operator():
+    w, a, b = (drawn(*s, dtype=torch.float32) for s in ((3, 9, 40), (3, 4, 40), (3, 9, 4)))
+    m, a = drawn(3, 9, dtype=torch.float32).requires_grad_(), a.requires_grad_()
+    with kernels.use("triton"), torch.autocast("cpu", torch.bfloat16):
+        got = dora.row_gain(w, a, b, m, S)
+    wide = m.detach().double().requires_grad_()
+    truth = wide / torch.linalg.vector_norm(w.double() + S * b.double() @ a.double(), dim=-1)
+    near("gain", got.detach(), truth.detach(), 1e-6, torch.float32)
+    of_m, of_a = torch.autograd.grad(got.square().sum(), (m, a), allow_unused=True)
+    near("of m", of_m, torch.autograd.grad(truth.square().sum(), wide)[0], 1e-6, torch.float32)
+    # the norm is a constant (§4.3)
+    assert of_a is None or not of_a.any()
+    for s in range(2):
+        d_in = 0 if s else 5
+        w, a, b = (drawn(*s, dtype=torch.float32) for s in ((4, d_in), (3, d_in), (4, 3)))
+        gain = row_norm_triton.row_gain(w, a, b, torch.zeros(4), S)[0]
+        assert torch.equal(gain, torch.ones(4) if s else torch.zeros(4))
+
+
 def cases():
     for dtypes in DTYPES:
         for shape in SHAPES if dtypes == "float32" else list(SHAPES)[3:7:3]:
@@ -116,3 +150,5 @@ def cases():
     yield "not a number", not_a_number
     yield "rows far apart", far_rows
     yield "through the operator", module
+    yield "gains", gains
+    yield "gain through the operator", gain_through_the_operator

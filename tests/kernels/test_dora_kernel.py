@@ -72,6 +72,20 @@ def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile, transposed):
     assert torch.equal(direction_reference(w, a, torch.zeros_like(b), 3.0), w)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (3, 7, 5), (2050, 2051)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_norm_of_a_weight_has_the_bits_of_an_update_of_zeros(shape, dtype, transposed):
+    w = torch.randn(shape, dtype=torch.float64).to(dtype)
+    w = w.mT if transposed else w
+    a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
+    with Operations() as run:
+        norm = dora.weight_norm(w)
+    assert torch.equal(norm, row_norm(w, a, b, 1.0))
+    assert not {name for name in run.names if "mm" in name}
+    torch.testing.assert_close(norm.double(), w.double().norm(dim=-1), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("left", [1e-2, 1e-4, 0.0])
 def test_a_sum_that_cancels_keeps_its_digits(left):
     # W ≈ −s B A, where the factored form ‖W‖² + 2s W·BA + … has nothing but rounding left

@@ -13,8 +13,9 @@ SCRIPT = Path(__file__).with_name("interpreted.py")
 CASES = {
     "low_rank": 30,
     "compose": 30,
-    "row_norm": 31,
-    "rotate": 27,
+    "row_norm": 33,
+    "rotate": 29,
+    "cayley_fold": 38,
     "bottleneck": 41,
     "grouped": 35,
     "opcheck": 97,

@@ -21,6 +21,7 @@ from adapterzoo.kernels import (
     _tiles_triton,
     bottleneck_triton,
     butterfly_triton,
+    cayley_fold_triton,
     compose_triton,
     grouped_triton,
     low_rank_triton,
@@ -35,6 +36,7 @@ MODULES = (
     compose_triton,
     row_norm_triton,
     butterfly_triton,
+    cayley_fold_triton,
     bottleneck_triton,
     grouped_triton,
 )
@@ -79,7 +81,7 @@ def kernels_of(*modules):
 def test_every_module_of_kernels_is_recorded():
     files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"_tiles_triton"}
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
-    assert len({name for _, name in kernels_of(*MODULES)}) == 15
+    assert len({name for _, name in kernels_of(*MODULES)}) == 17
 
 
 class Recorder:
@@ -153,6 +155,14 @@ def of_boft(empty, rows):
     return {y: x.shape}, grads, (x, blocks), ["rotate", "rotate_backward"]
 
 
+def of_rotations(empty, rows):
+    R, dropped = empty(rows, 2, 6, 4, 4), empty(rows, 2, 6, dtype=torch.bool)
+    whole, Q = cayley_fold_triton.cayley_fold(R, dropped)
+    grads = (cayley_fold_triton.cayley_fold_backward(whole, whole, Q, dropped),)
+    names = ["cayley_fold", "cayley_fold_backward"] if rows else []
+    return {whole: (rows, 3, 8, 8), Q: R.shape}, grads, (R,), names
+
+
 def of_bottlenecks(empty, rows, same=False):
     x, to, down, up = empty(rows, 40), empty(rows, 40), empty(8, 40), empty(40, 8)
     biases = empty(8), empty(40)
@@ -188,8 +198,8 @@ def of_mixed_batches(empty, rows):
 @pytest.mark.parametrize("rows", [0, 5, 300])
 @pytest.mark.parametrize(
     "run",
-    [low_rank, of_dora, of_boft, of_bottlenecks, of_bottlenecks_that_read_what_they_add_to,
-     of_mixed_batches],
+    [low_rank, of_dora, of_boft, of_rotations, of_bottlenecks,
+     of_bottlenecks_that_read_what_they_add_to, of_mixed_batches],
 )  # fmt: skip
 def test_every_kernel_runs_on_the_device_of_its_operands(recorded, run, device, rows):
     made, grads, likes, names = run(functools.partial(torch.empty, device=device), rows)

@@ -11,7 +11,7 @@ from families import tiny_config
 from test_launch import MODULES, kernels_of
 from transformers import AutoModel
 
-from adapterzoo import init, kernels
+from adapterzoo import BatchSplit, init, kernels
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.kernels import _launch
 
@@ -26,13 +26,14 @@ COUNTS = {
         {"shrink": INPUTS, "compose": SITES},
         {"compose_backward": SITES, "shrink_backward": INPUTS},
     ),
+    # and in training one kernel for all rotations of an input
     "boft": (
         {"rotate": SITES, "compose": SITES},
-        {"rotate_backward": SITES, "compose_backward": SITES},
+        {"rotate_backward": SITES, "compose_backward": SITES, "cayley_fold_backward": INPUTS},
     ),
 }
-# in training alone: the norms, for which a aᵀ is made by the kernel of x aᵀ
-NORMS = {"dora": {"row_norm": SITES, "shrink": SITES}}
+# in training alone: the norms, for which a aᵀ is made by the kernel of x aᵀ; the rotations
+NORMS = {"dora": {"row_norm": SITES, "shrink": SITES}, "boft": {"cayley_fold": INPUTS}}
 METHODS = {
     "lora": "lora[r=4]",
     "lora + dropout": "lora[r=4,dropout=0.1]",
@@ -68,6 +69,73 @@ def log():
         yield found
 
 
+def mixed(method, batch=("a", "b", None)):
+    config = tiny_config("llama")
+    config.num_hidden_layers = 1
+    model = init(AutoModel.from_config(config))
+    for name in filter(None, batch):
+        model.add_adapter(
+            name, replace(AdapterConfig.load(METHODS[method]), target_modules=r".*_proj")
+        )
+    model.active_adapters = BatchSplit(*batch, batch_sizes=[1] * len(batch))
+    return model
+
+
+@pytest.mark.parametrize("method", ["lora", "lora + dropout", "dora"])
+def test_a_mixed_batch_launches_as_often_as_one_adapter(log, method):
+    """In a forward without gradients; nothing is stacked again, and the plan is there."""
+    model = mixed(method).eval()
+    embeds = torch.randn(3, 7, 32)
+    with torch.no_grad():
+        model(inputs_embeds=embeds, use_cache=False)
+        log.clear()
+        model(inputs_embeds=embeds, use_cache=False)
+    assert log == {"grouped_shrink": INPUTS, "grouped_expand": SITES}
+    model.train()
+    log.clear()
+    out = model(inputs_embeds=embeds.requires_grad_(), use_cache=False)[0]
+    counts = {name: log[name] for name in ("grouped_shrink", "grouped_expand")}
+    assert counts == {"grouped_shrink": INPUTS, "grouped_expand": SITES}
+    log.clear()
+    out.sum().backward()
+    # gradients of x and of the factors of each
+    assert (
+        log["grouped_shrink"] + log["grouped_expand"] + log["grouped_outer"]
+        <= 3 * SITES + 2 * INPUTS
+    )
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("train", [False, True])
+def test_sharing_the_input_of_a_mixed_batch_changes_no_result(monkeypatch, method, train):
+    """Torch operations compute here, with the decisions of a GPU."""
+    torch.manual_seed(0)
+    model = mixed(method).double().train(train)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    embeds = torch.randn(3, 7, 32, dtype=torch.float64)
+    found = []
+    for on_gpu in (False, True):
+        with contextlib.ExitStack() as stack:
+            if on_gpu:
+                stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
+                stack.enter_context(kernels.use("triton"))
+                monkeypatch.setattr(kernels.mode, "takes_triton", lambda *args: False)
+            for _ in range(2):
+                model.zero_grad()
+                with torch.set_grad_enabled(train):
+                    out = model(inputs_embeds=embeds, use_cache=False)[0]
+            if train:
+                out.square().sum().backward()
+            grads = [p.grad for n, p in model.named_parameters() if "loras" in n]
+            found.append([out.detach(), *(g for g in grads if g is not None)])
+    assert len(found[0]) == len(found[1]) > train * 14
+    for plain, shared in zip(*found, strict=True):
+        torch.testing.assert_close(shared, plain, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_layer_launches_once_for_each_site_or_input(log, method):
     config = tiny_config("llama")
@@ -78,10 +146,11 @@ def test_a_layer_launches_once_for_each_site_or_input(log, method):
     model.train_adapter("a")
     model.train()
     log.clear()
-    forward, backward = COUNTS[method.partition(" ")[0].rstrip(",")]
+    name = method.partition(" ")[0].rstrip(",")
+    forward, backward = COUNTS[name]
     embeds = torch.randn(2, 7, 32, requires_grad=True)
     out = model(inputs_embeds=embeds, use_cache=False)[0]
-    norms = Counter(NORMS.get(method.partition(" ")[0], {}))
+    norms = Counter(NORMS.get(name, {}))
     assert log == Counter(forward) + norms
     log.clear()
     out.sum().backward()

@@ -26,7 +26,6 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
-from adapterzoo.inject.building import give_memory
 from adapterzoo.methods._low_rank import LowRank
 from adapterzoo.model.heads import copies
 
@@ -747,20 +746,35 @@ def with_parameter() -> nn.Module:
 def test_an_adapter_that_a_file_fills_gets_memory_and_others_are_made_again():
     outer, hidden, shared = nn.Module(), with_parameter(), with_parameter()
     outer.inner = with_parameter()
-    assert give_memory(outer, torch.device("cpu"))
+    values = {
+        "inner.own": torch.rand(2, 3).double(),
+        # one row of a larger tensor, and a dtype that the module does not have
+        "inner.fixed": torch.rand(4, 2)[1],
+        "inner.count": torch.tensor(7.0),
+    }
+    taken: set[int] = set()
+    assert fit.assign(outer, values, torch.device("cpu"), taken)
     made = {k: (t.device.type, t.dtype, t.shape) for k, t in outer.state_dict().items()}
     assert made == {
         "inner.own": ("cpu", torch.float64, (2, 3)),
         "inner.fixed": ("cpu", torch.float32, (2,)),
         "inner.count": ("cpu", torch.long, ()),
     }
+    assert all(torch.equal(t, values[k].to(t.dtype)) for k, t in outer.state_dict().items())
     assert [p.requires_grad for p in outer.parameters()] == [True, False]
+    # the whole tensor is taken, once; a part of one is copied
+    assert outer.inner.own.data_ptr() == values["inner.own"].data_ptr()
+    assert outer.inner.fixed.untyped_storage().nbytes() == 8
+    second = nn.Module()
+    second.inner = with_parameter()
+    assert fit.assign(second, values, torch.device("cpu"), taken)
+    assert second.inner.own.data_ptr() != outer.inner.own.data_ptr()
     # more than a file holds
     hidden.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     shared.again = shared.own
     for module in (hidden, shared):
         before = dict(module.named_buffers()) | dict(module.named_parameters())
-        assert not give_memory(module, torch.device("cpu"))
+        assert not fit.assign(module, {}, torch.device("cpu"), set())
         assert all(before[k] is t for k, t in [*module.named_parameters(), *module.named_buffers()])
 
 

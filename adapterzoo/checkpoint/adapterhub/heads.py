@@ -59,7 +59,7 @@ def write_head(
     """
     config = metadata.get("config")
     if not isinstance(config, Mapping):
-        return _task_fields(info.config.get("label2id")), dict(tensors)
+        return _task_fields(info.config().get("label2id")), dict(tensors)
     _check_sayable(info, config)
     if config["head_type"] == STATIC:
         own = {"model_class": config["model_class"], **_task_fields(config.get("label2id"))}
@@ -78,7 +78,7 @@ def _task_fields(label2id: object) -> dict[str, Any]:
 
 def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
     known = head_types.get(str(config.get("head_type")))
-    what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
+    what = None if known is None else known.adapterhub_quirk(info.model_type, info.config())
     if what is not None:
         raise CheckpointError(
             f"in such a {info.model_type} adapters {what} below a {config['head_type']!r} head, "
@@ -90,9 +90,9 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
 def _ties_there(info: ModelInfo) -> bool:
     """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
-    if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
+    if info.model_type == "mt5" or info.config().get("scale_decoder_outputs") is False:
         return False
-    return bool(info.config.get("tie_word_embeddings"))
+    return bool(info.config().get("tie_word_embeddings"))
 
 
 def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:

@@ -220,7 +220,7 @@ def below_model(info: ModelInfo, container: Container) -> str:
     entry = ""
     if container.in_encoder:
         own = LAYOUTS.get(info.model_type)
-        entry = "encoder" if info.config.get("is_encoder_decoder") else own.entry if own else ""
+        entry = "encoder" if info.config().get("is_encoder_decoder") else own.entry if own else ""
     return ".".join(filter(None, (entry, container.below)))
 
 

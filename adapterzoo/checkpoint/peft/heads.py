@@ -64,9 +64,9 @@ def head_from(
         name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         name = name.replace(".base_layer.", ".")
         own = _base_tensor(name, info)
-        is_own = name in info.output and _is_saved(name, theirs.modules_to_save)
+        is_own = name in info.output() and _is_saved(name, theirs.modules_to_save)
         own_output |= is_own
-        if own is None or is_own or (name in info.output and _is_other(own, tensor)):
+        if own is None or is_own or (name in info.output() and _is_other(own, tensor)):
             head[name] = tensor
         # PEFT saves adapted embeddings too: ignore them if they equal the model's
         elif _is_other(own, tensor):
@@ -85,7 +85,7 @@ def head_from(
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
     # PEFT's files have no labels: take those of the model
-    return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
+    return info.from_static(_class_in(theirs, info), head, info.config().get("label2id"))
 
 
 def _is_saved(key: str, names: Iterable[str]) -> bool:

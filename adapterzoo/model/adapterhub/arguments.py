@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from adapterzoo import hub
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, ConfigError, FieldError, listing
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.model.heads.interface import LoadOptions
 
 
@@ -32,41 +31,6 @@ def chosen_format(format: str, use_safetensors: bool | None) -> str:
             f"format={format!r} is another format. Write only format={format!r}."
         )
     return meant
-
-
-def one_of(**given: Any) -> Any:
-    """Return the value of an argument with several names; None if it is not given.
-
-    Args:
-        **given: the names, with the values under each.
-
-    Raises:
-        ConfigError: the values differ.
-    """
-    found = [(name, value) for name, value in given.items() if value is not None]
-    for name, value in found[:-1]:
-        last, other = found[-1]
-        if value is not other and value != other:
-            raise ConfigError(
-                f"{name}={value!r} and {last}={other!r} mean the same thing and differ. Write only "
-                f"{last}={other!r}."
-            )
-    return found[-1][1] if found else None
-
-
-def of_hub(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments that are passed on to the Hub.
-
-    Raises:
-        FieldError: there is no such argument.
-    """
-    legal = sorted({*hub.OPTIONS} - {"revision"})
-    if unknown := sorted(given.keys() - {*legal}):
-        raise FieldError(
-            f"{unknown[0]}={given[unknown[0]]!r}: there is no such argument. Those for the Hub are "
-            f"{listing(legal)}. Leave it out."
-        )
-    return given
 
 
 def labels(id2label: Mapping[int, str] | None, count: int | None) -> Mapping[int, str] | None:

@@ -24,7 +24,13 @@ from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key,
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.inject.building import at_hand, layer_at, own_parameters
+from adapterzoo.inject.building import (
+    at_hand,
+    layer_at,
+    own_parameters,
+    plain_modules,
+    plain_state,
+)
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._patterns import matches
 from adapterzoo.model.activation import replan
@@ -82,9 +88,9 @@ def _layers(
     seen.add(id(module))
     own = [t for _, t in _tensors(module) if id(t) not in shared]
     if own or is_parametrized(module):
-        whole = (t for m in _modules(module) for _, t in _tensors(m))
+        whole = (t for _, m in plain_modules(module) for _, t in _tensors(m))
         if not any(id(t) in shared for t in whole):
-            seen.update(map(id, _modules(module)))
+            seen.update(id(m) for _, m in plain_modules(module))
             yield path, module
             return
     for name, child in module.named_children():
@@ -96,14 +102,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and key not in module._non_persistent_buffers_set:
             yield key, tensor
-
-
-def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and those below, without adapters."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, inject.AdapterDict):
-            yield from _modules(child)
 
 
 def shared_ids(model: AdaptedModel) -> set[int]:
@@ -135,9 +133,9 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
     Raises:
         ConfigError: the adapter has rows of the output layer as well.
     """
-    whole, output = cast("nn.Module", model), output_path(model)
-    inside = {id(module) for module in model._backbone.modules()}
-    head = [path for path, m in whole.named_modules() if path and id(m) not in inside]
+    if all(member.get("modules_to_save") is None for member in config.members):
+        return config, False
+    output, head = output_path(model), [path for path, _ in _outside(model) if path]
     has_output, members = False, []
     for member in config.members:
         names = member.get("modules_to_save")
@@ -173,9 +171,15 @@ def output_path(model: AdaptedModel) -> str | None:
     output = model.get_output_embeddings()
     if output is None or model._backbone is cast("nn.Module", model):
         return None
-    inside = {id(module) for module in model._backbone.modules()}
-    paths = (path for path, m in cast("nn.Module", model).named_modules() if m is output)
-    return None if id(output) in inside else next(paths, None)
+    return next((path for path, module in _outside(model) if module is output), None)
+
+
+def _outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside the base model with their paths, without adapters."""
+    inside = {id(module) for _, module in plain_modules(model._backbone)}
+    for path, module in plain_modules(cast("nn.Module", model)):
+        if id(module) not in inside:
+            yield path, module
 
 
 def _copied(layer: nn.Module) -> nn.Module:
@@ -253,7 +257,8 @@ def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Param
                 put(model, owner, made(model))
             layers = layers_with(model, owner)
         for layer in layers.values():
-            own = (p for m in _modules(layer) for p in m._parameters.values() if p is not None)
+            modules = (module for _, module in plain_modules(layer))
+            own = (p for m in modules for p in m._parameters.values() if p is not None)
             yield from (p for p in own if p.is_floating_point() and packing_of(p) is None)
 
 
@@ -298,21 +303,16 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     backbone = model._backbone
     if backbone is cast("nn.Module", model):
         return {}
-    shared = shared_ids(model)
+    shared, inside = shared_ids(model), f"{model.base_model_prefix}."
     kept = dict(_tensors(cast("nn.Module", model)))
     for name, child in model.named_children():
         if child is not backbone:
-            kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
+            kept |= plain_state(child, name)
     # quantized layers make some entries anew each time, so compare names
-    inside = [f"{model.base_model_prefix}."]
-    inside += [
-        f"{path}.{_HELD}." for paths in model._adapter_state.copies.values() for path in paths
-    ]
-    inside += [f"{path}.{_HELD}." for path, _ in model._adapter_state.outputs]
     return {
         key: tensor
         for key, tensor in kept.items()
-        if id(tensor) not in shared and not key.startswith(tuple(inside))
+        if id(tensor) not in shared and not key.startswith(inside)
     }
 
 

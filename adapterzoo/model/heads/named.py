@@ -13,6 +13,7 @@ from adapterzoo.checkpoint import fit
 from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, parts_of
 from adapterzoo.errors import StateError, listing
 from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
+from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.hf.info import Tasks
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
 from adapterzoo.model.hf.towers import refuse_unreadable
@@ -115,14 +116,14 @@ class NamedHeads(HeadStrategy):
 
     def ties(self) -> dict[str, str]:
         """Return the keys of the heads' parameters that are the base model's or an adapter's."""
-        prefix = self.model.base_model_prefix
-        names = {id(p): name for name, p in self.model._backbone.named_parameters(prefix=prefix)}
-        found = {}
+        names, found = tables.shared_with_heads(self.model), {}
         for name, head in self.model.heads.items():
-            for key, parameter in head.named_parameters(f"heads.{name}", remove_duplicate=False):
-                source = names.setdefault(id(parameter), key)
-                if source != key:
-                    found[key] = source
+            for path, module in plain_modules(head, f"heads.{name}"):
+                for own, parameter in module._parameters.items():
+                    key = f"{path}.{own}"
+                    source = key if parameter is None else names.setdefault(id(parameter), key)
+                    if source != key:
+                        found[key] = source
         return found
 
     # --- train, merge ---

@@ -31,7 +31,7 @@ from adapterzoo.runtime import Plan
 from .embeddings import drop_biases
 from .interface import HeadNames
 from .output_layers import start_with
-from .tables import table_of
+from .tables import shared_with_heads, table_of
 from .ties import list_ties, update_outputs
 
 
@@ -297,7 +297,7 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
         head: of the model, or not yet.
         but: a tensor of an adapter that counts as the head's own.
     """
-    backbone = {id(p) for p in model._backbone.parameters()} - {id(but)}
+    backbone = shared_with_heads(model).keys() - {id(but)}
     tensors = head.state_dict(keep_vars=True)
     # a parameter with two names is there once
     first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}

@@ -19,6 +19,7 @@ from adapterzoo.model.state import (
     base_prefix,
     modules_of,
     prefixes_of,
+    shareable_in,
     shareable_of,
 )
 
@@ -31,8 +32,7 @@ LOCATION = "embeddings"
 def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     """Return the paths of the embeddings for which an adapter has a table; they share one."""
     record = model._adapter_state.records.get(name)
-    places = {} if record is None else record.places
-    return tuple(path for path, ps in places.items() if ps and ps[0].location == LOCATION)
+    return () if record is None else record.located.get(LOCATION, ())
 
 
 def ties(model: AdaptedModel) -> dict[str, str]:
@@ -191,20 +191,31 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
     """
     state = model._adapter_state
     for name in names:
-        own, seed = shareable_of(model, name), state.find(name).config.get("init_weights_seed")
+        config, own = state.find(name).config, shareable_of(model, name)
+        seed = config.get("init_weights_seed")
         if not own or (seed is not None and any(not bool(p.any()) for p in own.values())):
             continue
         for other, record in state.records.items():
-            theirs = shareable_of(model, other)
-            alike = record.config == state.records[name].config and own.keys() == theirs.keys()
-            if other == name or not alike:
+            # most other adapters differ in the first parameter: compare no more of these
+            if other == name or type(record.config) is not type(config):
                 continue
-            if all(p.device == t.device and torch.equal(p, t) for p, t in _pairs(own, theirs)):
+            first = next(shareable_in(model, other), None)
+            if first is None or first[0] not in own or not _is_equal(own[first[0]], first[1]):
+                continue
+            theirs = shareable_of(model, other)
+            if record.config != config or own.keys() != theirs.keys():
+                continue
+            if all(_is_equal(p, t) for p, t in _pairs(own, theirs)):
                 group = next((g for g, n in state.sharing.items() if other in n), None)
                 members = state.sharing.pop(group) if group is not None else (other,)
                 same = (*members, *(n for n in (name,) if n not in members))
                 _join(model, same, other, None if group == _group_name(members) else group)
                 break
+
+
+def _is_equal(parameter: nn.Parameter, other: nn.Parameter) -> bool:
+    alike = parameter.device == other.device and parameter.dtype == other.dtype
+    return alike and torch.equal(parameter, other)
 
 
 def _group_name(names: Sequence[str]) -> str:

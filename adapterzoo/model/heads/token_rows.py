@@ -25,8 +25,7 @@ _OUTPUT = "head//"
 def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     """Return the paths of the embeddings of which an adapter has rows of its own."""
     record = model._adapter_state.records.get(name)
-    places = {} if record is None else record.places
-    return tuple(path for path, ps in places.items() if ps and ps[0].location == ROWS)
+    return () if record is None else record.located.get(ROWS, ())
 
 
 def shared(places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,8 +137,9 @@ def ties(model: AdaptedModel) -> dict[str, str]:
     own = {
         id(tensor)
         for name in model._adapter_state.records
+        if (paths := paths_of(model, name))
         for path, module in modules_of(model, name)
-        if path in paths_of(model, name)
+        if path in paths
         for tensor in module.state_dict(keep_vars=True).values()
     }
     first: dict[int, str] = {}

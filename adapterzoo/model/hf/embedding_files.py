@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer
 
 from adapterzoo.checkpoint import files, folders
 from adapterzoo.errors import CheckpointError, ConfigError
@@ -79,6 +78,9 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
 def _tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         return None
+    # importing tokenizers takes a tenth of all imports, and most models need none
+    from transformers import AutoTokenizer
+
     with folders.reading(folder):
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)

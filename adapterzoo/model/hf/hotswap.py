@@ -73,6 +73,7 @@ def load(
         refuse_while_batching(model)
         check_setup(model, parse(name), ())
     write(writes)
+    _forget_former(model, name)
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
     if asked.set_active:
         set_active(model, name)
@@ -101,7 +102,14 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
         raise ConfigError(f"the adapter {name!r} has its own values. Write another into=….")
     modules = dict(modules_of(model, name))
     write(_writes(model, into, record.config, record.places, modules))
+    _forget_former(model, into)
     model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
+
+
+def _forget_former(model: AdaptedModel, name: str) -> None:
+    """Clear what the adapter's modules keep of their former values."""
+    for _, module in modules_of(model, name):
+        module.train(module.training)
 
 
 def _slot(model: AdaptedModel, name: str) -> AdapterRecord:

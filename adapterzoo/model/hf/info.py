@@ -17,6 +17,7 @@ from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.building import plain_state
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
@@ -44,9 +45,9 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         prefix=base_prefix(model).removesuffix("."),
         model_type=config.model_type,
         model_class=class_name(model),
-        model_name=getattr(config, "_name_or_path", "") or None,
+        model_name=name_of(model),
         hidden_size=getattr(text, "hidden_size", None),
-        config=tasks.config,
+        config=lambda: tasks.config,
         named_heads=strategy.is_named,
         static_head=functools.cache(
             lambda: _shapes(record.tensors) if (record := strategy.record(None)) else {}
@@ -63,8 +64,13 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         split_experts=frozenset(
             layer for layers in split_experts(config.model_type).values() for layer in layers
         ),
-        output=frozenset(strategy.output_tensors()),
+        output=functools.cache(lambda: frozenset(strategy.output_tensors())),
     )
+
+
+def name_of(model: Any) -> str | None:
+    """Return the name or path that a model was loaded from; None if it was not."""
+    return getattr(model.config, "_name_or_path", "") or None
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -78,21 +84,21 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
 
 
 class Tasks:
-    """Named heads of a model as the heads of transformers' task classes, and back.
-
-    Attributes:
-        config: dict of the model's config, with that of the text part on top.
-    """
+    """Named heads of a model as the heads of transformers' task classes, and back."""
 
     def __init__(self, model: Any) -> None:
-        """Read the config.
+        """Keep the model.
 
         Args:
             model: with adapters.
         """
-        text = text_config(model.config)
-        self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
         self._model = model
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The dict of the model's config, with that of the text part on top."""
+        own = self._model.config
+        return {**_as_dict(own), **_as_dict(text_config(own))}
 
     def named(
         self,
@@ -273,9 +279,7 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
     Args:
         model: of a class of transformers, perhaps with adapters.
     """
-    dicts = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, AdapterDict))
-    own = model.state_dict(keep_vars=True)
-    own = {key: tensor for key, tensor in own.items() if not key.startswith(dicts)}
+    own = plain_state(model)
     start = f"{model.base_model_prefix}."
     inside = {key for key in own if key.startswith(start)}
     if model.base_model is model:

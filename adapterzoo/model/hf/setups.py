@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from adapterzoo import hub
+from adapterzoo.arguments import one_of
 from adapterzoo.checkpoint import setup_files
 from adapterzoo.checkpoint.setup_files import HeadSetup, names_of
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import AdapterZooError, DuplicateNameError, StateError, unknown_name
 from adapterzoo.model import adapters, checkpointing, fusion
 from adapterzoo.model.activation import set_active as activate
-from adapterzoo.model.adapterhub import arguments, loaders
+from adapterzoo.model.adapterhub import loaders
 from adapterzoo.model.heads import checkpoints as head_files
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.state import AdaptedModel
@@ -84,7 +85,7 @@ def load(
     Raises:
         DuplicateNameError: a name is taken.
     """
-    wanted = arguments.one_of(version=version, revision=revision)
+    wanted = one_of(version=version, revision=revision)
     folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
     strategy, state = model._head_strategy, model._adapter_state

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
 from adapterzoo.errors import ConfigError
 
@@ -22,6 +21,9 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
     Raises:
         ConfigError: there is no tokenizer, or the text has no tokens.
     """
+    # importing tokenizers takes a tenth of all imports, and most models need none
+    from transformers import AutoTokenizer
+
     name = getattr(model.config, "_name_or_path", "")
     try:
         ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
+from adapterzoo.arguments import one_of
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject import quantized
 from adapterzoo.model import adapters, merging, training
 from adapterzoo.model.activation import make_plan, set_active
-from adapterzoo.model.adapterhub.arguments import one_of
 from adapterzoo.model.state import AdaptedModel, parameters_of
 
 from . import autocast, configs

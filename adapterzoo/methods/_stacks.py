@@ -1,0 +1,151 @@
+"""Stacks of the factors of a mixed batch, kept in evaluation as long as the factors stay the same.
+
+They take as much memory as the factors themselves, at each layer for the adapters of its latest
+mixed batch; the factors A of layers that share an input are kept at the first of them. Another
+mixed batch, `train`, `eval`, a move or cast, and deleting an adapter of the layer free them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from adapterzoo.contracts import Adapter, BaseLayer
+from adapterzoo.forgetting import Together
+from adapterzoo.kernels.grouped import Stack, stacked_down, stacked_up
+
+from ._weight_cache import PLAIN, is_recorded, is_shared
+
+
+def kept_stack(
+    adapters: Sequence[Adapter],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: Sequence[float],
+    base: BaseLayer,
+) -> Stack:
+    """Return `stacked(a, b, scaling)`, in evaluation the one of the batch before if it still holds.
+
+    Args:
+        adapters: of one layer.
+        a: their factors A.
+        b: their factors B.
+        scaling: their factors s.
+        base: the layer.
+    """
+    down, up = kept_down(adapters, [a], base), kept_up(adapters, b, base)
+    return Stack(down, up, tuple(scaling))
+
+
+def kept_down(
+    adapters: Sequence[Adapter], a: Sequence[Sequence[Tensor]], base: BaseLayer
+) -> Tensor:
+    """Return the factors A of the adapters of several layers, `[n, sum of ranks, d_in]`, kept so.
+
+    Args:
+        adapters: of the first layer.
+        a: for each layer the factors of its adapters.
+        base: the first layer.
+    """
+
+    def made() -> Tensor:
+        parts = [stacked_down(each) for each in a]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    return _kept("down", made, [*chain.from_iterable(a)], adapters, base)
+
+
+def kept_up(adapters: Sequence[Adapter], b: Sequence[Tensor], base: BaseLayer) -> Tensor:
+    """Return the factors B of the adapters of a layer, `[n, d_out, rank]`, kept so."""
+    return _kept("up", lambda: stacked_up(b), b, adapters, base)
+
+
+def _kept(
+    slot: str,
+    make: Callable[[], Tensor],
+    sources: Sequence[Tensor],
+    adapters: Sequence[Adapter],
+    base: BaseLayer,
+) -> Tensor:
+    """Return a stack, in evaluation the one of the batch before if it still holds.
+
+    What makes it invalid is that of `WeightCache`. An optimizer that writes untracked needs a
+    gradient first: where one is accumulated, the stacks are forgotten.
+    """
+    if torch.is_grad_enabled() or adapters[0].training or is_recorded(sources[0]):
+        return make()
+    together = base.together(adapters[0])
+    if together is None:
+        return make()
+    slots = together.kept
+    if not isinstance(slots, _Slots):
+        slots = together.kept = _Slots()
+    kept = slots.get(slot)
+    if kept is not None and kept.holds(sources):
+        return kept.stack
+    if kept is not None:
+        del slots[slot]
+        kept.close()
+    stack = make()
+    if all(map(_can_change_noticed, sources)):
+        slots[slot] = _Kept(stack, sources, together)
+    return stack
+
+
+class _Slots(dict[str, "_Kept"]):
+    """The stacks of a layer."""
+
+    def close(self) -> None:
+        """Stop watching their factors."""
+        for kept in self.values():
+            kept.close()
+
+
+class _Kept:
+    """A stack with the state of its factors."""
+
+    def __init__(self, stack: Tensor, sources: Sequence[Tensor], together: Together) -> None:
+        self.stack, self._stream = stack, _stream(sources[0])
+        self._marks = [(source, source._version, source.data_ptr()) for source in sources]
+        learned = [source for source in sources if source.requires_grad]
+        self._hooks = [
+            source.register_post_accumulate_grad_hook(lambda _: together.forget())
+            for source in learned
+        ]
+
+    def holds(self, sources: Sequence[Tensor]) -> bool:
+        """Return whether it is the stack of these factors, with their present values."""
+        marks = self._marks
+        if len(sources) != len(marks):
+            return False
+        for source, (known, version, place) in zip(sources, marks, strict=True):
+            if source is not known or source._version != version or source.data_ptr() != place:
+                return False
+            if source.grad is not None:
+                return False
+        return self._stream == _stream(sources[0])
+
+    def close(self) -> None:
+        """Stop watching the factors."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _stream(source: Tensor) -> int:
+    # another stream may read the stack before it is there
+    return torch.cuda.current_stream(source.device).cuda_stream if source.is_cuda else 0
+
+
+def _can_change_noticed(source: Tensor) -> bool:
+    """Return whether each change of a factor will be noticed."""
+    return not (
+        type(source) not in PLAIN
+        or not source.is_leaf
+        or source._base is not None
+        or source.is_inference()
+        or source.grad is not None
+        or is_shared(source)
+    )

@@ -1,0 +1,155 @@
+"""Few rows without gradients on a GPU: plain operations, because the host's calls take the time."""
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adapterzoo.kernels import mode
+from adapterzoo.kernels.compose import compose
+from adapterzoo.kernels.dora import row_norm
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.low_rank import expand, low_rank, shrink
+
+WIDTH, RANK = 256, 8
+
+
+class Called(TorchDispatchMode):
+    """Names of the operations, except views; an operator of ours hides those inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        own = name.startswith("adapterzoo")
+        short = name.partition("::")[2].partition(".")[0]
+        if own or not (func.is_view or short in ("t", "view", "_unsafe_view", "detach", "alias")):
+            self.names.append(name.partition(".")[0].removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def called(run):
+    with torch.no_grad(), Called() as found:
+        run()
+    return found.names
+
+
+@pytest.fixture
+def gpu():
+    """Tensors of a GPU without values."""
+    with FakeTensorMode():
+        yield
+
+
+def operands(rows, dtype=torch.float16):
+    def made(*shape, of=dtype):
+        return torch.empty(*shape, dtype=of, device="cuda")
+
+    x, y = made(rows, 1, WIDTH), made(rows, 1, WIDTH)
+    return x, y, made(RANK, WIDTH), made(WIDTH, RANK), made(WIDTH, of=torch.float32)
+
+
+FEW, MANY = 4, mode._FEW // WIDTH + 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_update_of_few_rows_is_three_plain_operations():
+    x, y, a, b, gain = operands(FEW)
+    plain = called(lambda: low_rank(y, x, a, b, 0.5))
+    assert plain in (["mm", "mm", "add"], ["linear", "linear", "add"])
+    assert not any("adapterzoo" in name for name in called(lambda: compose(y, gain, None)))
+    t = shrink(x, a)
+    names = called(lambda: compose(y, gain, None, t, b, 0.5))
+    assert not any("adapterzoo" in name for name in names)
+    assert len(names) <= 8
+
+
+@pytest.mark.usefixtures("gpu")
+def test_many_rows_are_left_to_the_kernels():
+    x, y, a, b, gain = operands(MANY)
+    names = called(lambda: low_rank(y, x, a, b, 0.5))
+    assert names == ["adapterzoo::low_rank_shrink", "adapterzoo::low_rank_expand"]
+    assert called(lambda: compose(y, gain, None)) == ["adapterzoo::compose"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_weight_is_never_few():
+    w = torch.empty(4096, 4096, device="cuda", dtype=torch.float16)
+    names = called(lambda: row_norm(w, w[:RANK], w[:, :RANK], 0.5))
+    assert names == ["adapterzoo::row_norm"]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "where", ["torch.compiler.is_compiling", "adapterzoo.kernels._launch.is_captured"]
+)
+def test_captured_and_compiled_code_has_the_kernels(where):
+    """The host makes no calls there."""
+    x, y, a, b, _ = operands(FEW)
+    with mock.patch(where, return_value=True):
+        names = called(lambda: expand(y, shrink(x, a), b, 0.5))
+    assert names == ["adapterzoo::low_rank_shrink", "adapterzoo::low_rank_expand"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_dropout_draws_the_same_with_and_without_gradients():
+    """A reentrant checkpoint runs first without gradients, then with them."""
+    x, y, a, b, _ = operands(FEW)
+    for drawn in (lambda: shrink(x, a, 0.1, True), lambda: low_rank(y, x, a, b, 0.5, 0.1, True)):
+        names = called(drawn)
+        assert "adapterzoo::low_rank_shrink" in names
+        assert "randint" in names
+    with torch.enable_grad():
+        assert mode.may_take_triton(x)
+    with torch.no_grad():
+        assert mode.may_take_triton(x, draws=True)
+        assert not mode.may_take_triton(x)
+        with mock.patch.object(mode, "_mode", "triton"):
+            assert mode.may_take_triton(x)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_mixed_batch_of_few_rows_is_plain_and_reads_nothing_back():
+    x, y, a, b, _ = operands(FEW)
+    stacks = torch.stack([a, a]), torch.stack([b, b])
+    groups = Groups.of([0, 1, None, 0])
+    # fake tensors raise where the host would read a value
+    names = called(lambda: grouped_low_rank(y, x, *stacks, [0.5, 0.5], groups))
+    assert not any("adapterzoo" in name or "item" in name for name in names)
+
+
+def python_calls(run):
+    """How many functions of Python a call enters."""
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_plain_way_enters_fewer_functions():
+    """On this CPU: what the mode `triton` would register, without its kernels."""
+    x, y = torch.randn(FEW, 1, WIDTH), torch.randn(FEW, 1, WIDTH)
+    a, b = torch.randn(RANK, WIDTH), torch.randn(WIDTH, RANK)
+    with torch.no_grad():
+        plain = python_calls(lambda: low_rank(y, x, a, b, 0.5))
+        with (
+            mock.patch.object(mode, "asks_triton", return_value=True),
+            mock.patch.object(mode, "_is_bound_by_host", return_value=False),
+            mock.patch.object(mode, "_mode", "triton"),
+            mock.patch.object(mode, "takes_triton", return_value=False),
+        ):
+            registered = python_calls(lambda: low_rank(y, x, a, b, 0.5))
+    assert plain < registered
