@@ -158,7 +158,9 @@ def rotate_cases(small=False):
         for kind, dtype in (("half, float32 factors", torch.bfloat16), ("float32", torch.float32)):
             narrow = dtype is torch.float32 and kernel is butterfly_triton.rotate_backward_kernel
             widths = (32,) if narrow else (64, 128)
-            if small and dtype is torch.float32:
+            if small and (
+                dtype is torch.float32 or kernel is butterfly_triton.rotate_backward_kernel
+            ):
                 widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
             for width in widths:
                 for made in dict.fromkeys(tile(rows, width, dtype) for rows in (1, 8192)):

@@ -20,7 +20,7 @@ COUNTS = {
     "low_rank": (264, 132, 12),
     "compose": (132, 42, 36),
     "row_norm": (126, 0, 0),
-    "rotate": (126, 60, 0),
+    "rotate": (120, 57, 0),
     "cayley_fold": (90, 3, 15),
     "bottleneck": (174, 114, 0),
     "grouped": (288, 168, 0),
