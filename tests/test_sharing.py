@@ -23,7 +23,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def share_also_of_few_tokens(monkeypatch):
-    monkeypatch.setattr("adapterzoo.runtime.FEW", 0)
+    monkeypatch.setattr("adapterzoo.kernels.mode.FEW", 0)
 
 
 def built(family, *configs, dtype=torch.float64):
