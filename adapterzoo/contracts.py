@@ -76,6 +76,17 @@ class BaseLayer(ABC):
     def scale(self) -> float | Tensor:
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
+    def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return weight and bias if the layer is their product with x, and both are frozen.
+
+        Then `kernels.frozen.product` can compute the layer and its update together. None for any
+        other layer, and for an x that is too small for it to pay.
+
+        Args:
+            x: `[*batch, d_in]`.
+        """
+        return None
+
     @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
@@ -449,6 +460,21 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
+    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return what `forward` returns, where calls cost more than what they compute.
+
+        A layer asks for it in evaluation without gradients, if the adapter acts alone.
+
+        Args:
+            x: the layer's input, `[*batch, d_in]`.
+            layer: the layer.
+            run: computes its untouched output, once.
+
+        Returns:
+            The bits of `forward`; None, before `run` is called, if `forward` has to compute it.
+        """
+        return None
+
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether `forward_batched` supports these; if not, each is called on its rows."""
@@ -802,10 +828,18 @@ def can_batch(adapters: Sequence[Adapter]) -> bool:
     kind = type(adapters[0])
     if any(type(adapter) is not kind for adapter in adapters):
         return False
-    owners = [
-        next(c for c in kind.__mro__ if name in vars(c)) for name in ("forward_batched", "forward")
-    ]
-    return issubclass(*owners) and kind.supports_batching(adapters)
+    return _belongs(kind, "forward_batched") and kind.supports_batching(adapters)
+
+
+def can_take_few(adapter: Adapter) -> bool:
+    """Return whether the adapter's class has an `on_few` for its `forward`."""
+    return _belongs(type(adapter), "on_few") and type(adapter).on_few is not Adapter.on_few
+
+
+def _belongs(kind: type[Adapter], name: str) -> bool:
+    """Return whether a class that overrides `forward` has overridden a method too."""
+    owners = [next(c for c in kind.__mro__ if n in vars(c)) for n in (name, "forward")]
+    return issubclass(*owners)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

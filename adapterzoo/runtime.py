@@ -153,10 +153,6 @@ class Block:
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-# inputs with up to this many values are small
-FEW = 1 << 14
-
-
 class SharedInput:
     """The adapters of query, key and value, or of gate and up, in one call of their module.
 
@@ -186,8 +182,8 @@ class SharedInput:
         """Return an adapter's projection of x `[*batch, d_in]`; it need not be a member."""
         kind = type(adapter)
         # for few tokens sharing costs more calls than it saves, except on a GPU, where launches
-        # count; training and evaluation do the same, so that without dropout bits are equal
-        if x.numel() <= FEW and mode.is_plain(x):
+        # count
+        if mode.is_few(x):
             return kind.from_input((adapter,), x)[0]
         for i, (owner, source, part) in enumerate(self._waiting):
             if owner is adapter and source is x:
@@ -376,10 +372,11 @@ class ActiveState(threading.local):
     def plan(self) -> Plan:
         """The active plan of the calling thread and task."""
         # runs at every layer: the usual case comes first
-        if self.override is None and not self.default.has_blocks:
-            return self.default.plan
+        default = self.default
+        if self.override is None and not default.has_blocks:
+            return default.plan
         held = self.held
-        return self.default.plan if held is None else held
+        return default.plan if held is None else held
 
     @property
     def held(self) -> Plan | None:

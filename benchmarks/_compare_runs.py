@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,20 +109,20 @@ def run_row(row: Row, setting: Setting, path: Path, start: int) -> float:
         rate = rate_of(index)
         run = log.get(row.label, "search", rate, 0)
         if run is None:
-            begun = time.monotonic()
+            begun = time.process_time()
             model = trained(row, setting, rate, 0)
             found = loss_of(model, setting, data.validation)
             best = min(best, (found, rate, model), key=lambda kept: kept[0])
             run = log.add(
                 row=row.label, kind="search", rate=rate, seed=0, loss=found,
-                seconds=time.monotonic() - begun,
+                seconds=time.process_time() - begun,
             )  # fmt: skip
         return float(run["loss"])
 
-    rate = rate_of(climb(loss, start))
+    rate = rate_of(climb(loss, start, guessed(data.validation.rows.labels)))
     for seed, part in enumerate(data.tests):
         if log.get(row.label, "test", rate, seed) is None:
-            begun = time.monotonic()
+            begun = time.process_time()
             is_kept = seed == 0 and best[1] == rate
             model = best[2] if is_kept else trained(row, setting, rate, seed)
             logits = predicted(model, setting, part)
@@ -129,28 +130,39 @@ def run_row(row: Row, setting: Setting, path: Path, start: int) -> float:
             log.add(
                 row=row.label, kind="test", rate=rate, seed=seed,
                 correct="".join(str(int(value)) for value in correct),
-                seconds=time.monotonic() - begun,
+                seconds=time.process_time() - begun,
             )  # fmt: skip
     return rate
 
 
-def climb(loss: Callable[[int], float], start: int) -> int:
+def climb(loss: Callable[[int], float], start: int, guess: float) -> int:
     """Return the index of the lowest loss, with both of its neighbours tried and worse.
 
+    Trainings with rates that are too high all end near the loss of guessing, where no neighbour
+    shows the way; then lower rates are tried.
+
     Args:
-        loss: of an index, assumed to have one minimum.
+        loss: of an index, assumed to have one minimum among those below `guess`.
         start: tried first.
+        guess: loss without training.
     """
     losses = {start: loss(start), start + 1: loss(start + 1)}
-    direction = 1 if losses[start + 1] < losses[start] else -1
+    while min(losses.values()) >= guess and len(losses) < _MOST:
+        losses[min(losses) - 1] = loss(min(losses) - 1)
     best = min(losses, key=losses.__getitem__)
-    while len(losses) < _MOST:
+    direction = 1 if best + 1 not in losses else -1
+    while len(losses) < _MOST and best + direction not in losses:
         following = best + direction
         losses[following] = loss(following)
-        if not losses[following] < losses[best]:
-            break
-        best = following
+        if losses[following] < losses[best]:
+            best = following
     return best
+
+
+def guessed(labels: Sequence[int]) -> float:
+    """Return the cross-entropy of the shares of the labels."""
+    counts = Counter(labels).values()
+    return -sum(n / len(labels) * math.log(n / len(labels)) for n in counts)
 
 
 def first_index(trainable: int) -> int:

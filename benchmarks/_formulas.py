@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import peft
@@ -28,7 +29,7 @@ from _report import Figure
 _GATE = 1e-4
 _GOAL = 1.10
 _SHAPE = "Llama, 512 wide, 2 layers"
-_ROWS, _TOKENS, _WIDTH = 8, 128, 512
+_ROWS, _TOKENS, _WIDTH = 4, 128, 512
 
 
 class Scaled(nn.Module):
@@ -41,11 +42,15 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[*batch, d_in]` → `[*batch, d_out]`."""
-        return self.base(x * self.ia3_l) if self.at_input else self.base(x) * self.ia3_l
+        y: Tensor = self.base(x * self.ia3_l) if self.at_input else self.base(x) * self.ia3_l
+        return y
 
 
 class Projected(nn.Module):
     """VeRA: W x + (Λ_b B Λ_d) A x, which keeps A x alone."""
+
+    A: Tensor
+    B: Tensor
 
     def __init__(self, base: nn.Module, adapter: Any, shared: Any) -> None:
         super().__init__()
@@ -65,6 +70,9 @@ class Projected(nn.Module):
 class Rotated(nn.Module):
     """OFT: W (Q x) with Q = I + 2 S + … + S⁴ in each block."""
 
+    places: Tensor
+    eye: Tensor
+
     def __init__(self, base: nn.Module, adapter: Any) -> None:
         super().__init__()
         self.base, self.R = base, adapter.oft_R
@@ -83,7 +91,8 @@ class Rotated(nn.Module):
             Q = 2 * self.eye + S @ Q
         Q = self.eye + S @ Q  # [blocks, b, b]
         parts = x.view(-1, self.number, self.size).transpose(0, 1)  # [blocks, rows, b]
-        return self.base((parts @ Q).transpose(0, 1).reshape(x.shape))
+        y: Tensor = self.base((parts @ Q).transpose(0, 1).reshape(x.shape))
+        return y
 
 
 class Sharded(nn.Module):
@@ -138,7 +147,8 @@ class Narrowed(nn.Module):
         flat = y.flatten(0, -2)
         inner = linear(flat, down.reshape(-1, y.shape[-1]), self.down_bias)  # [rows, width]
         update = linear(gelu(inner), up.reshape(y.shape[-1], -1), self.up_bias)
-        return (flat + update).view(y.shape)
+        added: Tensor = flat + update
+        return added.view(y.shape)
 
 
 _NAME = "benchmark_prefix"
@@ -301,7 +311,7 @@ def loss_of(model: Any, rows: int = _ROWS, tokens: int = _TOKENS) -> Tensor:
     """A scalar that depends on the states of all tokens of the call."""
     source = torch.Generator().manual_seed(1)
     inside = plain(model) if isinstance(model, PeftModel) else model
-    config = (inside.base if isinstance(inside, Prompted) else inside).config
+    config: Any = (inside.base if isinstance(inside, Prompted) else inside).config
     shape = (rows, tokens, config.hidden_size)
     embeds = torch.randn(shape, generator=source).requires_grad_()
     weights = torch.randn(shape, generator=source)
@@ -323,7 +333,7 @@ def difference(ours: Any, formula: Any, **size: int) -> float:
         model.zero_grad(set_to_none=True)
         loss = loss_of(model, **size)
         loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in own(ours))])
+        found.append([loss.detach(), *(p.grad.clone() for p in own(ours) if p.grad is not None)])
     pairs = zip(*found, strict=True)
     return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
 
@@ -348,13 +358,14 @@ def formulas(rounds: int) -> list[Figure]:
         formula = method.formula(base, ours)
         if not (apart := difference(ours, formula, rows=2, tokens=32)) < _GATE:
             sys.exit(f"{method.title}: adapterzoo and its formula differ by {apart}")
-        runs = {"ours": lambda m=ours: step(m)}  # type: ignore[misc]
+        runs = {"ours": partial(step, ours)}
         theirs = method.peft(base)
         if theirs is not None:
-            runs["PEFT"] = lambda m=theirs: step(m)  # type: ignore[misc]
-        for run in (lambda m=formula: step(m), *runs.values()):  # type: ignore[misc]
+            runs["PEFT"] = partial(step, theirs)
+        floor = partial(step, formula)
+        for run in (floor, *runs.values()):
             run()
-        times = ratios(lambda m=formula: step(m), runs, rounds, rivals=["PEFT"])  # type: ignore[misc]
+        times = ratios(floor, runs, rounds, rivals=["PEFT"])
         name = f"{method.title} / its formula, {_SHAPE}"
         found.append(Figure(f"step: {name}", times["ours"], times.get("PEFT"), _GOAL))
         a, b = kept(method, base)

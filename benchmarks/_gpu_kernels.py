@@ -20,6 +20,9 @@ from adapterzoo.kernels import (
     bottleneck_triton,
     butterfly,
     butterfly_triton,
+    cayley,
+    cayley_fold,
+    cayley_fold_triton,
     compose,
     compose_triton,
     dora,
@@ -272,6 +275,12 @@ def _bottleneck_by_torch(v: Operands, dy: Tensor) -> Tensor:
     return v["x"] + S * torch.addmm(v["up_bias"], h, v["up"].T)
 
 
+def _turns(s: Shape) -> dict[str, tuple[int, ...]]:
+    # wider chunks have one factor
+    m = 2 if 2 <= s.rank <= 32 else 1
+    return {"r": (m, m * -(-s.d_in // s.rank), s.rank // m, s.rank // m)}
+
+
 # of each row of a mixed batch; one is far from its neighbour, one has none, none is sorted
 _ADAPTERS = (2, 0, None, 4, 0, 2, 1, 3)
 _GROUPS = Groups.of(_ADAPTERS)
@@ -387,6 +396,21 @@ KERNELS = [
         aligned=(16, 32, 48, 64, 128),
         timed=(16, 32, 64),
         rivals=(_rotated_by_torch, _rotate_gradients),
+    ),
+    Kernel(
+        "cayley_fold",
+        _turns,
+        lambda v: cayley_fold.cayley_fold(v["r"]).squeeze(-4),
+        lambda v: butterfly.fold(cayley.cayley_reference(v["r"]), 1),
+        ("r",),
+        ("r",),
+        lambda s: 2 * s.d_in * s.rank**2,
+        (lambda rows, rank, dtype: cayley_fold_triton.cayley_fold_tile(rank),),
+        fixed=("r",),
+        ranks=(16, 32, 64),
+        aligned=(16, 32, 64),
+        timed=(16, 32, 64),
+        limit=1e-5,
     ),
     Kernel(
         "bottleneck",

@@ -61,7 +61,7 @@ def sections(rounds: int) -> dict[str, Callable[[], list[Figure]]]:
     return {
         "steps": lambda: [f for shape, methods in STEPS for f in steps(shape, methods, rounds)],
         "avx2": lambda: without_avx512(rounds),
-        "formulas": lambda: formulas(rounds),
+        "formulas": lambda: formulas(max(rounds - 2, 2)),
         "bfloat16": half_precision,
         "forwards": lambda: (
             small(TINY, "1 × 16 tokens", 3 * rounds) + small(one, "1 × 1 token", 3 * rounds)
@@ -235,7 +235,15 @@ def own_steps(rounds: int) -> dict[str, Any]:
 
 def without_avx512(rounds: int) -> list[Figure]:
     """`own_steps` in a process that uses no AVX-512."""
-    command = [sys.executable, "-W", "ignore", __file__, "--own-steps", "--rounds", str(rounds - 2)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        "--own-steps",
+        "--rounds",
+        str(max(rounds - 4, 3)),
+    ]
     done = subprocess.run(
         command, capture_output=True, check=True, text=True, env={**os.environ, **AVX2}
     )

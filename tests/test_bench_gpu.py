@@ -212,7 +212,7 @@ def test_the_gate_takes_every_configuration_that_is_measured():
         widest = max(kernel.ranks)
         narrow = min(kernel.ranks)
         ranks = [r for r in (1, 8, 16, 17, 32, 64, 65, 128, 256, 384) if narrow <= r]
-        if kernel.name in ("rotate", "bottleneck"):
+        if kernel.name in ("rotate", "cayley_fold", "bottleneck"):
             # wider ones are products for cuBLAS
             ranks = [r for r in ranks if r <= widest]
         used = {
@@ -254,7 +254,8 @@ def test_every_kernel_of_the_package_is_in_the_gate():
     modules = {path.stem for path in (ROOT / "adapterzoo" / "kernels").glob("*_triton.py")}
     used = {of.__module__.rpartition(".")[2] for kernel in KERNELS for of in kernel.tiles}
     # those whose tiles are asked for by a rank of their own
-    used |= {"grouped_triton"} if "grouped low rank" in kernel_names() else set()
+    names = {"grouped low rank": "grouped_triton", "cayley_fold": "cayley_fold_triton"}
+    used |= {module for name, module in names.items() if name in kernel_names()}
     assert modules - {"_tiles_triton"} <= used
 
 

@@ -22,7 +22,7 @@ from _compare_labels import Box, placed, width
 from _compare_plot import FAMILIES, plot
 from _compare_report import UNMEASURED, is_near_best, page, table
 from _compare_rows import LEFT_OUT, OPTIONS, Row, named_configs, rows
-from _compare_runs import Log, climb, first_index, rate_of
+from _compare_runs import Log, climb, first_index, guessed, rate_of
 from _compare_train import divided
 from _data import Rows
 from adapterzoo.configs import config_strings
@@ -100,11 +100,20 @@ def test_a_search_ends_where_both_neighbours_are_worse(start, lowest):
         tried.append(index)
         return abs(index - lowest) if index < 0 else math.inf
 
-    found = climb(loss, start)
+    found = climb(loss, start, math.inf)
     assert len(tried) == len(set(tried)) <= 7
     if abs(start - lowest) <= 4:
         assert found == lowest
         assert {lowest - 1, lowest, lowest + 1} <= set(tried)
+
+
+def test_a_search_leaves_the_rates_that_all_end_in_guessing():
+    losses = {-9: 0.68, -8: 0.6, -7: 0.5, -6: 0.55, -5: 0.715, -4: 0.704, -3: 0.747}
+    assert climb(losses.__getitem__, -5, guess=guessed([0, 1, 0, 1])) == -7
+
+
+def test_the_loss_of_guessing_is_the_entropy_of_the_labels():
+    assert guessed([0, 1, 1, 1]) == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
 
 
 def test_a_search_starts_at_one_over_the_root_of_the_parameters():

@@ -24,8 +24,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import adapterzoo
 from _measure import operators, saved_bytes
 from _models import DENSE, PROJECTIONS, Shape, twin
-from adapterzoo import runtime
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.kernels import mode
 from adapterzoo.methods.lora import LoRA
 
 WIDTH, INNER, RANK, REDUCED = 64, 160, 4, 8
@@ -205,7 +205,7 @@ def weight_bytes(base, method):
 
 @pytest.fixture(autouse=True)
 def as_of_many_tokens(monkeypatch):
-    monkeypatch.setattr(runtime, "FEW", 0)
+    monkeypatch.setattr(mode, "FEW", 0)
 
 
 # rotations: factors, what folds them, and the folded
@@ -355,7 +355,7 @@ def test_one_product_more_with_the_weight_is_seen(monkeypatch):
 
 def main():
     """Write the table to stdout."""
-    runtime.FEW = 0
+    mode.FEW = 0
     pairs = [(base, method) for base in BASES if "dropout" not in base for method in BOFT]
     weights = {(b, m): kept_bytes(b, adapted(b, m), 8) - kept_by_tokens(b, m, 8) for b, m in pairs}
     rows = [f"    {key}: {value},\n" for key, value in weights.items()]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from adapterzoo.contracts import Adapter
+from torch import Tensor
+
+from adapterzoo.contracts import Adapter, can_take_few
 
 from ._steps import Chain, Step
 
@@ -24,11 +26,16 @@ class BoundStep:
         step: the step; it names adapters by keys of `adapters`.
         adapters: number → adapter; None if the step has the names of adapters at the layer.
         named: the step with the names of adapters.
+        only: the adapter of a site that evaluates nothing else, and neither captures nor shares
+            inputs; None: the site needs more of the plan.
+        on_few: that of the adapter; None: it has none.
     """
 
     step: Step = field(compare=False, repr=False)
     adapters: Mapping[str, Any] | None = field(compare=False, repr=False)
     named: Step
+    only: Adapter | None = field(default=None, compare=False, repr=False)
+    on_few: Callable[..., Tensor | None] | None = field(default=None, compare=False, repr=False)
 
     def by_name(self) -> BoundStep:
         """Return the site for a copy of the layer, which has its own adapters."""
@@ -40,17 +47,22 @@ def by_name(step: Step) -> BoundStep:
     return BoundStep(step, None, step)
 
 
-def bound(step: Step, adapters: Mapping[str, Adapter | Callable[..., Any]]) -> BoundStep:
+def bound(
+    step: Step, adapters: Mapping[str, Adapter | Callable[..., Any]], alone: bool = False
+) -> BoundStep:
     """Return a site that holds its adapters.
 
     Args:
         step: with the names of adapters.
         adapters: those at the site, by name; if one is missing, they are looked up in each call.
+        alone: whether a plan has nothing for the site but its step.
     """
     if isinstance(step, tuple) and len(set(step)) == len(step):
         numbers = _numbers(len(step))
         held = dict(zip(numbers, map(adapters.__getitem__, step), strict=True))
-        return BoundStep(numbers, held, step)
+        only = cast("Adapter", held[numbers[0]]) if alone and len(step) == 1 else None
+        quick = only.on_few if only is not None and can_take_few(only) else None
+        return BoundStep(numbers, held, step, only, quick)
     found: dict[str, str] = {}
     numbered = _renamed(step, lambda name: found.setdefault(name, str(len(found))))
     if not found.keys() <= adapters.keys():

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _global
 
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
 from adapterzoo.contracts import BaseLayer, compute_dtype
@@ -51,6 +52,22 @@ def acting(layer: nn.Module, site: BoundStep) -> tuple[Step, Mapping[str, Any]]:
     return site.step, adapters_of(layer) if adapters is None else adapters
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a call of the module runs more than the forward of its class.
+
+    Args:
+        module: called without gradients.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        # accelerate keeps its hooks in the instance
+        or "forward" in module.__dict__
+        or _global._global_forward_hooks
+        or _global._global_forward_pre_hooks
+    )
+
+
 class Adapted(nn.Module):
     """Mixed into the class of a layer that has adapters, or of a module that helps such layers."""
 
@@ -64,15 +81,28 @@ class Adapted(nn.Module):
         """Run the forward with the active adapters; the plain one if none is active."""
         link = self._link
         active = link.active
-        plan = active.plan
-        if plan.setup is None:
-            return super().forward(*args, **kwargs)
+        # the usual case of `active.plan`
+        default = active.default
+        usual = active.override is None and not default.has_blocks
+        plan = default.plan if usual else active.plan
+        site = plan.sites.get(link.path)
+        if site is None:
+            if plan.setup is None:
+                return super().forward(*args, **kwargs)
+        elif site.only is not None and args and not self._read:
+            few = None if kwargs or torch.is_grad_enabled() else site.on_few
+            if few is not None and not (site.only.training or is_hooked(site.only)):
+                y = few(args[0], self, super().forward)
+                if y is not None:
+                    return y
+            base = LayerCall(self, super().forward, args, kwargs, None, active.call)
+            y = site.only(args[0], base)
+            return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
         forward = super().forward
         if link.path in plan.shared_inputs:
             forward = self._gathering
-        site = plan.sites.get(link.path)
         if site is None:
             return forward(*args, **kwargs)
         step, adapters = acting(self, site)

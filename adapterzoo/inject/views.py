@@ -7,7 +7,8 @@ d_out]`, fused experts keep one tensor for all, and quantized ones are packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,70 +20,74 @@ from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.forgetting import Together
+from adapterzoo.kernels.frozen import takes
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.runtime import CallContext, SharedInput
+from adapterzoo.runtime import FEW, CallContext, SharedInput
 
 from .quantized import packing_of
 
 
 class LayerCall(BaseLayer):
-    """One call of a layer, as passed to its adapters."""
+    """One call of a layer, as passed to its adapters.
 
-    __slots__ = (
-        "_args",
-        "_context",
-        "_forward",
-        "_kwargs",
-        "_last",
-        "_module",
-        "_residual",
-        "_rest",
-        "kept",
-        "shown",
-        "shown_bias",
-    )
+    Attributes:
+        shown: the weight to show; None: the layer's own.
+        shown_bias: the bias likewise.
+        kept: the untouched values of parameters that hold merged ones.
+    """
+
+    # made at each layer in each call: what few calls set is a default of the class
+    shown: Tensor | None = None
+    shown_bias: Tensor | None = None
+    kept: Mapping[str, Tensor] = MappingProxyType({})
+    _rest: tuple[Any, ...] | list[Any] | None = None
+    # the last input and its output: a later adapter may need the same one
+    _x: Tensor | None = None
+    _y: Any = None
 
     def __init__(
         self,
         module: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
         residual: Tensor | None = None,
         context: CallContext | None = None,
     ) -> None:
         self._module = module
         self._forward = forward
         self._args = args
-        self._kwargs = kwargs or {}
+        self._kwargs = kwargs
         self._residual = residual
         self._context = context
-        self._rest: tuple[Any, ...] | list[Any] | None = None
-        # the last input and its output: a later adapter may need the same one
-        self._last: tuple[Tensor, Tensor] | None = None
-        self.shown: Tensor | None = None
-        self.shown_bias: Tensor | None = None
-        # the untouched values of parameters that hold merged ones
-        self.kept: Mapping[str, Tensor] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the untouched layer's output; keep its other return values for `pack`."""
-        if self._last is None or self._last[0] is not x:
-            self._last = x, self._run(x)
-        return self._last[1]
+        if self._x is not x:
+            out = self._run(x)
+            # blocks may return (hidden, attention weights, …)
+            if isinstance(out, (tuple, list)):
+                self._rest = out[1:]
+                out = out[0]
+            self._x, self._y = x, out
+        return self._y  # type: ignore[no-any-return]
 
     original = __call__
 
-    def _run(self, x: Tensor) -> Tensor:
-        if self._args or not self._kwargs:
-            out = self._forward(x, *self._args[1:], **self._kwargs)
-        else:
-            out = self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
-        # blocks may return (hidden, attention weights, …)
-        if isinstance(out, tuple | list):
-            self._rest = out[1:]
-            return cast("Tensor", out[0])
-        return cast("Tensor", out)
+    def _run(self, x: Tensor) -> Any:
+        if not self._kwargs:
+            return self._forward(x, *self._args[1:])
+        if self._args:
+            return self._forward(x, *self._args[1:], **self._kwargs)
+        return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
+
+    def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return the parameters of a frozen linear layer."""
+        # few tokens first: there each call counts
+        if x.numel() <= FEW or getattr(self._forward, "__func__", None) is not nn.Linear.forward:
+            return None
+        w, bias = own(self._module, "weight"), own(self._module, "bias")
+        return (w, bias) if w is not None and takes(x, w, bias) else None
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""
@@ -164,7 +169,7 @@ class LayerCall(BaseLayer):
         """
         positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
         named = dict(zip(positions, self._args, strict=False))
-        return LayerStackCall(self._in_model().stack, named | self._kwargs)
+        return LayerStackCall(self._in_model().stack, {**named, **self._kwargs})
 
     @property
     def is_in_call(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, addcmul
+from torch import Tensor, lerp
 from torch.nn.functional import hardshrink, linear
 
 from . import mode
@@ -25,12 +25,17 @@ def compose(
     if t is not None and b is not None and is_small(y):
         wide = torch.add(wide, linear(t.to(gain.dtype), b.to(gain.dtype)), alpha=scaling)
         t = None
-    out = wide * gain if bias is None else addcmul((1 - gain) * bias, wide, gain)
+    out = wide * gain if bias is None else lerp(bias.to(gain.dtype), wide, gain)
     if t is not None and b is not None:
         # apply the gain of each output feature to its row of b
         b = gain.unsqueeze(-1) * b.to(gain.dtype)  # [d_out, rank]
         out = rows_of(out).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)  # [rows, d_out]
     return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
+
+
+def scaled(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the bits of `compose` without t, for operands of one dtype."""
+    return y * gain if bias is None else lerp(bias, y, gain)
 
 
 def compose_backward(

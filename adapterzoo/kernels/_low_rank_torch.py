@@ -7,7 +7,6 @@ its gradient are computed and kept as `[rank, rows]`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +31,20 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
 
 def shrink_backward(
-    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor | None,
+    needs_x: bool = True,
+    needs_a: bool = True,
+    onto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read.
+    Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read. With `onto`,
+    the gradient of x is added to it, in place unless gradients are needed.
     """
-    needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
     shape = *dt.shape[:-1], a.shape[-1]
     flat = rows_of(dt)
@@ -46,9 +52,18 @@ def shrink_backward(
     if noise is not None:
         flat = flat * _dropout.kept_scale(p)  # [rows, rank]
         kept = _dropout.mask(noise, shape, p).to(a.dtype)
-    if needs_x:
+    if onto is not None and not torch.is_grad_enabled():
+        dx = onto.contiguous()
+        if noise is not None:
+            dx.addcmul_((flat @ a).view(shape), kept)
+        elif dx.dtype is a.dtype:
+            rows_of(dx).addmm_(flat, a)  # [rows, d_in]
+        else:
+            dx.add_((flat @ a).view(shape))
+    elif needs_x:
         dx = (flat @ a).view(shape)  # [*batch, d_in]
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
+        dx = dx if onto is None else onto + dx
     if needs_a:
         if noise is not None:
             # in place, to save a large temporary, unless gradients are needed
@@ -82,46 +97,15 @@ def expand_backward(
     flat = rows_of(dy.to(t.dtype))  # [rows, d_out]
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:
-        s_b = scaling * b.to(t.dtype)  # [d_out, rank]
-        dt = _transposed(s_b.T @ flat.T, dy)  # [*batch, rank]
+        # here [rows, rank] is the faster one, except where d_out is small
+        dt = (flat @ (scaling * b.to(t.dtype))).view(*dy.shape[:-1], b.shape[1])  # [*batch, rank]
     if needs_b:
         db = (rows_of(t).T @ flat * scaling).T.to(b.dtype).contiguous()  # [d_out, rank]
     return dt, db
 
 
-class Shrink(torch.autograd.Function):
-    """`shrink` by several factors at once; keeps x, the factors and `noise`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, noise: Tensor | None, *factors: Tensor) -> Any:
-        """`x` `[*batch, d_in]`, factors `[rank, d_in]` → `[*batch, sum of ranks]`, one dtype."""
-        # without gradients of the factors, only the dtype of x is needed
-        learns = any(ctx.needs_input_grad[3:])
-        ctx.save_for_backward(x if learns else x.new_empty(0), noise, *factors)
-        ctx.p = p
-        return shrink(x, joined(factors), p, noise)
-
-    @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> Any:
-        """`dt` `[*batch, sum of ranks]`."""
-        x, noise, *factors = ctx.saved_tensors
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        dx, da = shrink_backward(dt, x, joined(factors), ctx.p, noise, needs_x, any(needs))
-        parts = da.split([a.shape[0] for a in factors]) if any(needs) else factors
-        grads = (part if need else None for part, need in zip(parts, needs, strict=True))
-        return dx if needs_x else None, None, None, *grads
-
-
 # `expand` that keeps t, for operands of one dtype
 Expand = differentiated(expand, expand_backward, added=True)
-
-
-def project(x: Tensor, factors: Sequence[Tensor], p: float, noise: Tensor | None) -> Tensor:
-    """`shrink` by several factors at once, differentiable, for operands of one dtype."""
-    if not torch.is_grad_enabled():
-        return shrink(x, joined(factors), p, noise)
-    t: Tensor = Shrink.apply(x, p, noise, *factors)
-    return t
 
 
 def added(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -141,6 +125,11 @@ def joined(factors: Sequence[Tensor]) -> Tensor:
 def is_small(x: Tensor) -> bool:
     """Return whether to use fewer rather than faster operations, as compilers need."""
     return x.numel() <= SMALL or torch.compiler.is_compiling()
+
+
+def is_large(x: Tensor) -> bool:
+    """Return whether it pays to add in place what is added to a gradient of `x`."""
+    return x.numel() > SMALL
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ._tiles_triton import FEW, Tile, added, is_small, precision, product
 _WIDEST = 128
 # for the backward in float32, whose products split both operands in two parts
 _WIDEST_FLOAT32 = 32
-# for the forward in float32 on GPUs with little shared memory; see `is_small`
+# on GPUs with little shared memory for the forward in float32 and the backward; see `is_small`
 _WIDEST_SMALL = 64
 # narrower chunks share a tile: its rows of 128 bytes in half precision are whole memory requests
 _NARROWEST = 64
@@ -186,7 +186,8 @@ def rotate_backward(
     Without `needs_blocks`, `x` may be empty: only its dtype is read.
     """
     left, own = _shaped(dy, blocks)
-    if own.shape[-1] > (_WIDEST_FLOAT32 if x.dtype is torch.float32 else _WIDEST):
+    half = _WIDEST_SMALL if is_small(dy) else _WIDEST
+    if own.shape[-1] > (_WIDEST_FLOAT32 if x.dtype is torch.float32 else half):
         return _butterfly_torch.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
     flat = _shaped(x, blocks)[0] if needs_blocks else left
     experts, chunks, width, _ = own.shape

@@ -2,6 +2,7 @@
 
 Paper: Liu et al. 2023, arXiv:2311.06243, §3 and §4. `cayley` makes rotations of the parameters,
 and `folded` makes one factor of m; on a GPU one kernel does both, unless chunks are wide.
+The host never waits, and all memory is torch's, as a captured graph requires.
 """
 
 from __future__ import annotations

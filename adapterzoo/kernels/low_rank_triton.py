@@ -120,7 +120,13 @@ def shrunk(
 
 
 def shrink_backward(
-    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor | None,
+    needs_x: bool = True,
+    needs_a: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
@@ -129,8 +135,7 @@ def shrink_backward(
     `needs_a`, `x` may be empty: only its dtype is read.
     """
     if noise is None:
-        return _low_rank_torch.shrink_backward(dt, x, a, p, None, *needs)
-    needs_x, needs_a = needs or (True,) * 2
+        return _low_rank_torch.shrink_backward(dt, x, a, p, None, needs_x, needs_a)
     left, scale = dt.reshape(-1, a.shape[0]).to(a.dtype), _dropout.kept_scale(p)  # [rows, rank]
     dx, da = x.new_empty(0), a.new_empty(0)
     # the sum is not read; alpha is applied before the result is rounded

@@ -16,6 +16,9 @@ from .exact import is_autocast
 _MODES = ("auto", "reference", "triton")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+# inputs with up to this many values are small
+FEW = 1 << 14
+
 # On a GPU a call of an operator costs the host as much as ten plain ones, and the GPU waits for the
 # host if there is little to compute. With up to so many values the passes that plain operations add
 # (one over y for a low-rank update, four of float32 for a composition) take less than a launch.
@@ -88,6 +91,22 @@ def is_plain(x: Tensor, draws: bool = False) -> bool:
         cast = torch.is_autocast_enabled("cpu")
         return not (cast or (torch._C._are_functorch_transforms_active() and is_reference()))
     return not (is_autocast(x.device) or may_take_triton(x, draws) or is_reference())
+
+
+def is_eager(x: Tensor) -> bool:
+    """Return whether operations on `x` run as they are called: no compiler, transform or autocast.
+
+    Only then may a hand-written backward change in place what it alone holds.
+    """
+    return not (torch.compiler.is_compiling() or is_autocast(x.device) or is_reference())
+
+
+def is_few(x: Tensor) -> bool:
+    """Return whether `x` is small and plain, so that calls cost more than what they compute.
+
+    Training and evaluation do the same, so that without dropout bits are equal.
+    """
+    return x.numel() <= FEW and is_plain(x)
 
 
 def may_take_triton(x: Tensor, draws: bool = False) -> bool:

@@ -141,7 +141,7 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         _write(w, a, b, scaling, None, out, None)
     else:
         for parts in zip(w, a, b, out, strict=True):
-            _write(*parts[:3], scaling, None, parts[3], None)
+            _write(parts[0], parts[1], parts[2], scaling, None, parts[3], None)
     return out
 
 
@@ -158,7 +158,8 @@ def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tupl
         _write(w, a, b, scaling, m.contiguous(), out, inverse)
     else:
         for parts in zip(w, a, b, m.contiguous(), out, inverse, strict=True):
-            _write(*parts[:3], scaling, *parts[3:])
+            own_w, own_a, own_b, *rest = parts
+            _write(own_w, own_a, own_b, scaling, rest[0], rest[1], rest[2])
     return out, inverse
 
 

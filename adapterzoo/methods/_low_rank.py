@@ -19,7 +19,7 @@ from adapterzoo.contracts import BaseLayer, FactoredAdapter, SharedInputAdapter,
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_shrink
-from adapterzoo.kernels.low_rank import shrink
+from adapterzoo.kernels.low_rank import fork
 
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
@@ -91,14 +91,15 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         return type(a), a.device, a.dtype, a.shape[1:], self.dropout, self.training
 
     @classmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """Return the x Aᵀ `[*batch, rank]` of each; they share the dropout mask of x."""
+    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return x and its own x Aᵀ `[*batch, rank]` for each; they share the dropout mask.
+
+        This x is for `frozen.product` alone; see `fork`.
+        """
         factors = [a.lora_A for a in adapters]
-        t = shrink(x, factors, adapters[0].dropout, adapters[0].training)
-        if len(factors) == 1:
-            return (t,)
-        parts: tuple[Tensor, ...] = t.split([a.shape[0] for a in factors], -1)
-        return parts
+        x, t = fork(x, factors, adapters[0].dropout, adapters[0].training)
+        parts = (t,) if len(factors) == 1 else t.split([a.shape[0] for a in factors], -1)
+        return [(x, part) for part in parts]
 
     @classmethod
     def from_rows(

@@ -10,13 +10,16 @@ multiplied by g as well.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
+from adapterzoo.kernels._compose_torch import compose as composed
+from adapterzoo.kernels._compose_torch import scaled
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
     direction_reference,
@@ -27,6 +30,7 @@ from adapterzoo.kernels.dora import (
 )
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink
+from adapterzoo.kernels.mode import FEW, is_few
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
@@ -109,6 +113,28 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             return compose(y, gain, bias, *last)
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
+
+    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the output for few tokens in evaluation; None where `forward` must."""
+        found = self.kept_at(layer) if is_few(x) else None
+        if found is None:
+            return None
+        gain, a, b = found
+        if not (x.dtype is gain.dtype is a.dtype is b.dtype):
+            return None
+        y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
+        bias = None if self.adapterhub else layer._parameters.get("bias")
+        if y.dtype is not x.dtype or y.numel() > FEW or not (bias is None or bias.dtype is y.dtype):
+            return composed(y, gain, bias, t, b, self.scaling)
+        return scaled(torch.add(y, linear(t, b), alpha=self.scaling), gain, bias)
+
+    def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return g, A and B where g is kept and A x needs nothing else; None elsewhere.
+
+        Args:
+            layer: the layer.
+        """
+        return None
 
     @classmethod
     def forward_batched(

@@ -184,13 +184,13 @@ class Projected(WeightAdapter):
         d, s = self.lambda_d.to(a.dtype), self.lambda_b.to(b.dtype)
         return (d @ a, s @ b) if self.dense else (d.unsqueeze(-1) * a, s.unsqueeze(-1) * b)
 
-    def projected(self, x: Tensor, a: Tensor) -> Tensor:
+    def down(self, x: Tensor, a: Tensor) -> Tensor:
         """Return A dropout(x), `[*batch, d_in]` → `[*batch, r]`."""
         return linear(dropout(x.to(a.dtype), self.dropout, self.training), a)
 
     def shrunk(self, x: Tensor, a: Tensor) -> Tensor:
         """Return Λ_d A dropout(x), `[*batch, d_in]` → `[*batch, r]`."""
-        t = self.projected(x, a)
+        t = self.down(x, a)
         return linear(t, self.lambda_d) if self.dense else t * self.lambda_d
 
     def extra_repr(self) -> str:

@@ -13,25 +13,29 @@ Cannot do: embeddings, whose input has no features to rotate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
+from adapterzoo.kernels._butterfly_torch import rotate_into
+from adapterzoo.kernels._compose_torch import compose as composed
+from adapterzoo.kernels._compose_torch import scaled
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.mode import is_few
 from adapterzoo.spelling import spelled
 
 from . import _boft_spelling
@@ -127,6 +131,20 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
+
+    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the output for few tokens in evaluation; None where `forward` must."""
+        R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
+        if R is None or s is None or not is_few(x) or not x.is_contiguous():
+            return None
+        Q = self.kept_rotation.found(x.dtype, R)
+        if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
+            return None
+        y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
+        gain, bias = s.squeeze(-1), layer._parameters.get("bias")  # [d_out] each
+        if y.dtype is not x.dtype or not (bias is None or bias.dtype is y.dtype):
+            return composed(y, gain, bias, None, None, 1.0)
+        return scaled(y, gain, bias)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

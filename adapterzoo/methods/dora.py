@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
@@ -121,7 +121,7 @@ class DoRA(Magnitudes, LowRank):
         """Return A x and B; in an embedding `x` is token numbers `[*batch]`."""
         if self.looks_up:
             return self.looked_up(x, base) * base.scale, self.lora_B
-        return base.from_input(self, x), self.lora_B
+        return base.from_input(self, x)[1], self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -149,6 +149,15 @@ class DoRA(Magnitudes, LowRank):
     def gain_at(self, base: BaseLayer) -> Tensor:
         """Return g `[*experts, d_out]`."""
         return self.gain(base.weight)
+
+    def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return g, A and B where g is kept."""
+        own = self._parameters
+        w, a, b, m = layer._parameters.get("weight"), own["lora_A"], own["lora_B"], own["m"]
+        if self.looks_up or w is None or a is None or b is None or m is None:
+            return None
+        gain = self.kept_gain.found(self.scaling, w, a, b, m)
+        return None if gain is None else (gain, a, b)
 
     def gain(self, w: Tensor) -> Tensor:
         """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""

@@ -14,7 +14,7 @@ Cost per site: rank · (d_in + d_out) parameters, two products of that size, fou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -29,6 +29,7 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels import mode
+from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
@@ -36,6 +37,7 @@ from adapterzoo.kernels.grouped import (
     grouped_shrink,
 )
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.mode import FEW, is_few
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -89,7 +91,11 @@ class LoRAConfig(InvokedConfig):
 
 
 class LoRA(Started):
-    """y = base(x) + s · B A dropout(x) (+ s · B's bias)."""
+    """y = base(x) + s · B A dropout(x) (+ s · B's bias).
+
+    Attributes:
+        is_bare: whether there is nothing but the factors, on features.
+    """
 
     is_additive = True
 
@@ -118,15 +124,22 @@ class LoRA(Started):
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
+        options = self.gate, self.lora_B_bias, self.start, self.invocation
+        self.is_bare = not self.looks_up and options == (None,) * 4
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        y, b = base(x), self.lora_B
+        b = self.lora_B
+        simple = self.gate is None and self.lora_B_bias is None and self.start is None
+        if simple and (frozen := base.frozen(x)) is not None:
+            own, t = base.from_input(self, x)  # [*batch, rank]
+            return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
+        y = base(x)
         if self.looks_up:
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
-        t = base.from_input(self, x)  # [*batch, rank]
-        if self.gate is None and self.lora_B_bias is None and self.start is None:
+        _, t = base.from_input(self, x)  # [*batch, rank]
+        if simple:
             return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
         update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
@@ -134,6 +147,19 @@ class LoRA(Started):
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
+
+    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the output for few tokens in evaluation; None where `forward` must."""
+        own = self._parameters
+        a, b = own.get("lora_A"), own.get("lora_B")
+        if a is None or b is None or not self.is_bare:
+            return None
+        if not (a.dtype is b.dtype is x.dtype and is_few(x)):
+            return None
+        y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
+        if y.dtype is not x.dtype or y.numel() > FEW:
+            return expand(y, t, b, self.scaling)
+        return torch.add(y, linear(t, b), alpha=self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -9,7 +9,8 @@ Differs from the paper: nothing; dropout before A is off by default. Differs fro
 is adapted twice keeps one copy of A and B; the vectors live in the dtype of their layer. Differs
 from adapters: all of it but `convention="adapterhub"`, which is what adapters computes: dense
 trained matrices `[r, r]` and `[d_out, d_out]` in the place of Λ, and a factor alpha / r.
-Cost per site: r + d_out parameters, LoRA's two products; r · (d_in + d_out) numbers once for all.
+Cost per site: r + d_out parameters, LoRA's products; r · (d_in + d_out) numbers once for all. A
+step keeps A x alone; PEFT keeps B Λ_d A x too, and saves one product.
 Cannot do: embeddings.
 """
 
@@ -72,7 +73,7 @@ class Vera(Projected):
             return torch.add(y, update.to(y.dtype), alpha=self.scaling)
         # with all scales in one small matrix, nothing is kept but A x, and no pass over y is added
         scaled = b * torch.outer(self.lambda_b, self.lambda_d)  # Λ_b B Λ_d [d_out, r]
-        return expand(y, self.projected(x, a), scaled, self.scaling)
+        return expand(y, self.down(x, a), scaled, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

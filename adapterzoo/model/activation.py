@@ -121,13 +121,14 @@ def make_plan(
             f"for itself, and another has rows of it. Activate one of them."
         )
     steps.update(outputs)
-    sites = _bound(model, setup, steps, present)
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():
             if reader.removeprefix("+") in steps and reader not in captures.get(source, ()):
                 captures[source] = (*captures.get(source, ()), reader)
     shared = _shared_inputs(model, acting, steps, present)
+    readers = {reader.removeprefix("+") for found in captures.values() for reader in found}
+    sites = _bound(model, setup, steps, present, {*captures, *shared, *readers})
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     inverts = (
@@ -145,8 +146,12 @@ def _bound(
     setup: Composition,
     steps: Mapping[str, Step],
     present: Mapping[str, Mapping[str, Adapter]],
+    busy: set[str],
 ) -> dict[str, BoundStep]:
-    """Return the sites of a plan, with the adapters of those in the base model."""
+    """Return the sites of a plan, with the adapters of those in the base model.
+
+    Those at `busy` paths capture, share or read inputs.
+    """
     held: dict[str, Mapping[str, Any]] = {**present}
     for fuse in fusions_of(setup):
         key = fusion_key(fuse.name)
@@ -156,7 +161,7 @@ def _bound(
             if path in held and key in layers:
                 held[path] = {**held[path], key: layers[key]}
     return {
-        path: bound(step, held[path]) if path in held else by_name(step)
+        path: bound(step, held[path], path not in busy) if path in held else by_name(step)
         for path, step in steps.items()
     }
 

@@ -171,7 +171,10 @@ def rotate_cases(small=False):
         butterfly_triton.rotate_backward_kernel: butterfly_triton.rotate_backward_tile,
     }
     for kernel, tile in tiles.items():
-        for width in (64, 128):
+        widths = (64, 128)
+        if small and kernel is butterfly_triton.rotate_backward_kernel:
+            widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
+        for width in widths:
             for made in dict.fromkeys(tile(rows, width, torch.bfloat16) for rows in (1, 8192)):
                 yield Case(kernel, "half, float32 factors", made, "", {"ALONE": True})
                 if width <= 64:

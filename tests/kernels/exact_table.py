@@ -34,9 +34,9 @@ from test_launch_counts import Counted
 from transformers import AutoModel
 
 from _formulas import FORMULAS, base_model, kept
-from adapterzoo import init, kernels, runtime
+from adapterzoo import init, kernels
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.kernels import _launch
+from adapterzoo.kernels import _launch, mode
 
 TABLE = Path(__file__).parents[1] / "data" / "exact.json"
 TOKENS = 160
@@ -137,7 +137,7 @@ PARTS: dict[str, Callable[[], Rows]] = {
 def compute(part: str) -> dict[str, Any]:
     """Return the figures of a part, as JSON has them."""
     # as for large inputs
-    with mock.patch.object(runtime, "FEW", 0):
+    with mock.patch.object(mode, "FEW", 0):
         return {name: figure() for name, figure in PARTS[part]().items()}
 
 
