@@ -139,8 +139,8 @@ def page(document: dict[str, Any] | None, image: str) -> str:
     head = (
         f"Measured by `make compare` on {about['date']} in {about['minutes']} minutes of each "
         f"processor, with {about['model']}, {about['train_rows']:,} training reviews, "
-        f"{about['test_rows']:,} test reviews of {about['movies']} movies, torch {about['torch']}, transformers "
-        f"{about['transformers']}, {about['machine']}."
+        f"{about['test_rows']:,} test reviews of {about['movies']} movies, torch {about['torch']}, "
+        f"transformers {about['transformers']}, {about['machine']}."
     )
     closing = (
         f"The best accuracy is that of `{about['best']}`. At most two standard errors below it: "

@@ -22,7 +22,8 @@ from adapterzoo.errors import StateError
 from adapterzoo.forgetting import Together
 from adapterzoo.kernels.frozen import takes
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.runtime import FEW, CallContext, SharedInput
+from adapterzoo.kernels.mode import FEW
+from adapterzoo.runtime import CallContext, SharedInput
 
 from .quantized import packing_of
 
