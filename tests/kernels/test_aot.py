@@ -38,7 +38,7 @@ COUNTS = {
     "low_rank": (78, 36, 6),
     "compose": (204, 72, 60),
     "row_norm": (126, 0, 0),
-    "rotate": (120, 57, 0),
+    "rotate": (66, 33, 0),
     "cayley_fold": (90, 3, 15),
     "bottleneck": (114, 78, 0),
     "grouped": (216, 126, 0),

@@ -123,7 +123,7 @@ def test_sharing_the_input_of_a_mixed_batch_changes_no_result(monkeypatch, metho
             if on_gpu:
                 stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
                 stack.enter_context(kernels.use("triton"))
-                monkeypatch.setattr(kernels.mode, "takes_triton", lambda *args: False)
+                monkeypatch.setattr(kernels.mode, "takes_triton", lambda *args, **single: False)
             for _ in range(2):
                 model.zero_grad()
                 with torch.set_grad_enabled(train):
