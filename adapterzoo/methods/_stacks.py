@@ -15,35 +15,44 @@ from torch import Tensor
 
 from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.forgetting import Together
-from adapterzoo.kernels.grouped import Stack, stacked_down, stacked_up
+from adapterzoo.kernels.grouped import Groups, grouped_shrink, stacked_down, stacked_up
 
 from ._weight_cache import PLAIN, is_recorded, is_shared
 
 
-def kept_stack(
+def projected(
+    x: Tensor,
+    a: Sequence[Sequence[Tensor]],
     adapters: Sequence[Adapter],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scaling: Sequence[float],
+    groups: Groups,
     base: BaseLayer,
-) -> Stack:
-    """Return `stacked(a, b, scaling)`, in evaluation the one of the batch before if it still holds.
+    dropout: float,
+) -> Sequence[Tensor]:
+    """Return dropout(x) Aᵀ of each row for each of several layers, by one product.
 
     Args:
-        adapters: of one layer.
-        a: their factors A.
-        b: their factors B.
-        scaling: their factors s.
-        base: the layer.
+        x: `[rows, *tokens, d_in]`.
+        a: see `kept_down`.
+        adapters: see `kept_down`.
+        groups: which of a layer's adapters each row takes.
+        base: see `kept_down`.
+        dropout: probability, in training.
+
+    Returns:
+        `[rows, *tokens, rank]` of each layer, with the largest of its ranks.
     """
-    down, up = kept_down(adapters, [a], base), kept_up(adapters, b, base)
-    return Stack(down, up, tuple(scaling))
+    down = kept_down(adapters, a, base)  # [n, sum of ranks, d_in]
+    t = grouped_shrink(x, down, groups, dropout, adapters[0].training)
+    parts: tuple[Tensor, ...] = t.split([max(map(len, each)) for each in a], -1)
+    return parts
 
 
 def kept_down(
     adapters: Sequence[Adapter], a: Sequence[Sequence[Tensor]], base: BaseLayer
 ) -> Tensor:
-    """Return the factors A of the adapters of several layers, `[n, sum of ranks, d_in]`, kept so.
+    """Return the factors A of the adapters of several layers, `[n, sum of ranks, d_in]`.
+
+    In evaluation it is the stack of the batch before if that still holds.
 
     Args:
         adapters: of the first layer.
@@ -59,7 +68,7 @@ def kept_down(
 
 
 def kept_up(adapters: Sequence[Adapter], b: Sequence[Tensor], base: BaseLayer) -> Tensor:
-    """Return the factors B of the adapters of a layer, `[n, d_out, rank]`, kept so."""
+    """Return the factors B of the adapters of a layer, `[n, d_out, rank]`; see `kept_down`."""
     return _kept("up", lambda: stacked_up(b), b, adapters, base)
 
 
