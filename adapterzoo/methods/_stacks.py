@@ -13,8 +13,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from adapterzoo.caches import LayerCache
 from adapterzoo.contracts import Adapter, BaseLayer
-from adapterzoo.forgetting import Together
 from adapterzoo.kernels.grouped import Groups, grouped_shrink, stacked_down, stacked_up
 
 from ._weight_cache import PLAIN, is_recorded, is_shared
@@ -81,17 +81,17 @@ def _kept(
 ) -> Tensor:
     """Return a stack, in evaluation the one of the batch before if it still holds.
 
-    What makes it invalid is that of `WeightCache`. An optimizer that writes untracked needs a
-    gradient first: where one is accumulated, the stacks are forgotten.
+    The same changes make it invalid as a value of `WeightCache`. An optimizer whose writes torch
+    does not count needs a gradient first, and accumulating one clears the stacks.
     """
     if torch.is_grad_enabled() or adapters[0].training or is_recorded(sources[0]):
         return make()
-    together = base.together(adapters[0])
-    if together is None:
+    cache = base.cache(adapters[0])
+    if cache is None:
         return make()
-    slots = together.kept
+    slots = cache.kept
     if not isinstance(slots, _Slots):
-        slots = together.kept = _Slots()
+        slots = cache.kept = _Slots()
     kept = slots.get(slot)
     if kept is not None and kept.holds(sources):
         return kept.stack
@@ -99,8 +99,8 @@ def _kept(
         del slots[slot]
         kept.close()
     stack = make()
-    if all(map(_can_change_noticed, sources)):
-        slots[slot] = _Kept(stack, sources, together)
+    if all(map(_shows_changes, sources)):
+        slots[slot] = _Kept(stack, sources, cache)
     return stack
 
 
@@ -116,12 +116,12 @@ class _Slots(dict[str, "_Kept"]):
 class _Kept:
     """A stack with the state of its factors."""
 
-    def __init__(self, stack: Tensor, sources: Sequence[Tensor], together: Together) -> None:
+    def __init__(self, stack: Tensor, sources: Sequence[Tensor], cache: LayerCache) -> None:
         self.stack, self._stream = stack, _stream(sources[0])
         self._marks = [(source, source._version, source.data_ptr()) for source in sources]
         learned = [source for source in sources if source.requires_grad]
         self._hooks = [
-            source.register_post_accumulate_grad_hook(lambda _: together.forget())
+            source.register_post_accumulate_grad_hook(lambda _: cache.forget())
             for source in learned
         ]
 
@@ -148,7 +148,7 @@ def _stream(source: Tensor) -> int:
     return torch.cuda.current_stream(source.device).cuda_stream if source.is_cuda else 0
 
 
-def _can_change_noticed(source: Tensor) -> bool:
+def _shows_changes(source: Tensor) -> bool:
     """Return whether each change of a factor will be noticed."""
     return not (
         type(source) not in PLAIN
