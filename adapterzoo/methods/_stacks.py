@@ -72,10 +72,11 @@ def _kept(
 ) -> Tensor:
     """Return a stack, in evaluation the one of the batch before if it still holds.
 
-    What makes it invalid is that of `WeightCache`. An optimizer that writes untracked needs a
-    gradient first: where one is accumulated, the stacks are forgotten.
+    What makes it invalid is that of `WeightCache`: after a forward with gradients nothing is kept
+    until the mode is set again. Another forward may lead to the gradient that an optimizer needs
+    to write untracked: where one is accumulated, the stacks are forgotten.
     """
-    if torch.is_grad_enabled() or adapters[0].training or is_recorded(sources[0]):
+    if adapters[0].training or is_recorded(sources[0]):
         return make()
     together = base.together(adapters[0])
     if together is None:
@@ -83,6 +84,12 @@ def _kept(
     slots = together.kept
     if not isinstance(slots, _Slots):
         slots = together.kept = _Slots()
+    if torch.is_grad_enabled() and not slots.learns and any(s.requires_grad for s in sources):
+        slots.close()
+        slots.clear()
+        slots.learns = True
+    if torch.is_grad_enabled() or slots.learns:
+        return make()
     kept = slots.get(slot)
     if kept is not None and kept.holds(sources):
         return kept.stack
@@ -96,7 +103,13 @@ def _kept(
 
 
 class _Slots(dict[str, "_Kept"]):
-    """The stacks of a layer."""
+    """The stacks of a layer.
+
+    Attributes:
+        learns: whether an optimizer step may follow.
+    """
+
+    learns = False
 
     def close(self) -> None:
         """Stop watching their factors."""
