@@ -83,7 +83,6 @@ class Kind:
 KINDS = {
     "bfloat16": Kind(torch.bfloat16, torch.bfloat16, 1e-2),
     "float16": Kind(torch.float16, torch.float16, 2e-3),
-    "float32": Kind(torch.float32, torch.float32, 1e-5),
     "bfloat16, float32 factors": Kind(torch.bfloat16, torch.float32, 1e-2),
 }
 
@@ -124,7 +123,7 @@ class Kernel:
     factors: tuple[str, ...] = ("a", "b", "t")
     fixed: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (3, 24, 100)
-    aligned: tuple[int, ...] = (16, 48, 64, 128)
+    aligned: tuple[int, ...] = (16, 32, 48, 64, 128)
     timed: tuple[int, ...] = (16, 64, 384)
     few: int = 64
     limit: float | None = None
@@ -287,7 +286,10 @@ _ADAPTERS = (2, 0, None, 4, 0, 2, 1, 3)
 _GROUPS = Groups.of(_ADAPTERS)
 
 _SHRINK = (low_rank_triton.shrink_tile,)
-_EXPAND = (low_rank_triton.expand_tile, low_rank_triton.expand_backward_tile)
+_EXPAND = (
+    compose_triton.compose_tile,
+    lambda rows, rank, dtype: compose_triton.compose_backward_tile(rows, rank, dtype, True),
+)
 _COMPOSE = (compose_triton.compose_tile, compose_triton.compose_backward_tile)
 _ROTATE = (butterfly_triton.rotate_tile, butterfly_triton.rotate_backward_tile)
 
@@ -424,10 +426,10 @@ KERNELS = [
         ("x", "down", "down_bias", "up", "up_bias"),
         ("x", "down", "down_bias", "up", "up_bias"),
         lambda s: 4 * s.rows * s.d_in * s.rank,
-        (bottleneck_triton.bottleneck_tile, bottleneck_triton.bottleneck_backward_tile),
+        (bottleneck_triton.bottleneck_tile, _EXPAND[1]),
         factors=("down", "down_bias", "up", "up_bias"),
         ranks=(3, 24, 64, 128, 256),
-        aligned=(16, 48, 64, 128, 256),
+        aligned=(16, 32, 48, 64, 128, 256),
         timed=(64, 128, 256),
         roundings=2.0,
         rivals=(_bottleneck_by_torch, None),

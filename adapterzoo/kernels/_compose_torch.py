@@ -92,10 +92,14 @@ def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
     """
     if not mode.asks_triton(gain):
         return gain
+    return hardshrink(gain, least_gain(dtype, has_bias))
+
+
+def least_gain(dtype: torch.dtype, has_bias: bool) -> float:
+    """Return the gain up to which the output has no digit of the value before; see `divisor`."""
     info = torch.finfo(dtype)
     # rounding errors of the bias, or products that underflow
-    least = info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
-    return hardshrink(gain, least)
+    return info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
 
 
 def _dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:

@@ -178,6 +178,7 @@ def computed(
     operands: int,
     noise: int | None = None,
     prepare: Prepare | None = None,
+    single: bool = False,
 ) -> Operator:
     """Return a function that runs Triton if it takes the operands, else torch operations.
 
@@ -189,13 +190,14 @@ def computed(
         noise: the position of dropout's noise: a seed is for Triton and bits are for torch, so
             that a backward uses the mask of its forward.
         prepare: converts the operator's arguments to those of the functions.
+        single: see `mode.takes_triton`.
     """
 
     def run(*args: Any) -> Any:
         drawn = None if noise is None else args[noise]
         if drawn is None:
             given = [v for v in args[:operands] if v is not None]
-            taken = mode.takes_triton(kernel, *given)
+            taken = mode.takes_triton(kernel, *given, single=single)
         else:
             taken = drawn.dtype is torch.int64
         args = args if prepare is None else prepare(taken, args)

@@ -24,8 +24,12 @@ _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 FEW = 64
 # shared memory of a program on an A100; GPUs of sm 86, 89 and 120 have 101,376
 _LARGE = 166_912
-# programs that keep the multiprocessors of a large GPU busy
-_PROGRAMS = 128
+# programs that keep the multiprocessors of a large GPU busy: three or four on each
+_PROGRAMS = 512
+# tiles that a program of a loop takes at least, so that it loads one while it computes another
+_TILES = 4
+# whether torch can ask cuBLAS for the sums of a product of half precision, since 2.8
+_WRITES_FLOAT32 = hasattr(torch.ops.aten.mm, "dtype")
 
 
 class Tile(NamedTuple):
@@ -51,6 +55,14 @@ class Tile(NamedTuple):
         sizes = {"ROWS": self.rows, "COLUMNS": self.columns}
         sizes |= {"RANK": self.rank} if self.rank else {}
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
+
+    @property
+    def pipelined(self) -> dict[str, int]:
+        """Settings of a kernel whose loop names its stages.
+
+        Of loops that do not, Triton loads only the operands of products ahead.
+        """
+        return {**self.settings, "STAGES": self.stages}
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -88,10 +100,17 @@ def cut(rank: int) -> int:
     return 16 if rank <= 16 else 64
 
 
-def parted(width: int, columns: int, programs: int) -> tuple[int, int]:
-    """Return into how many parts to split the features to keep the GPU busy, and their width."""
+def parted(width: int, columns: int, programs: int, most: int = _PROGRAMS) -> tuple[int, int]:
+    """Return into how many parts to split the features to keep the GPU busy, and their width.
+
+    Args:
+        width: number of features.
+        columns: of a tile.
+        programs: that share the work of each part.
+        most: programs in all.
+    """
     tiles = triton.cdiv(width, columns)
-    parts = max(1, min(_PROGRAMS // max(programs, 1), tiles))
+    parts = max(1, min(most // max(programs, 1), tiles // _TILES))
     part = triton.cdiv(tiles, parts) * columns
     return triton.cdiv(width, part), part
 
@@ -99,6 +118,13 @@ def parted(width: int, columns: int, programs: int) -> tuple[int, int]:
 def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum over the first dimension, always in the same order."""
     return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)
+
+
+def product_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Return a product of operands of one dtype in float32; cuBLAS can write its own sums."""
+    if left.is_cuda and left.dtype is not torch.float32 and _WRITES_FLOAT32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).to(torch.float32)
 
 
 @triton.jit

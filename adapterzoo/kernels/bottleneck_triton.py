@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _bottleneck_torch, _low_rank_torch, low_rank_triton
+from . import _bottleneck_torch, _low_rank_torch, compose_triton, low_rank_triton
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, cut, parted, precision, product
+from ._tiles_triton import FEW, Tile, cut, parted, precision, product
 
 # activations → their names in `phi`; names of one formula share one
 FUSED = {
@@ -46,8 +46,8 @@ FUSED = {
 }
 # the widest h that a program keeps
 _WIDEST, _WIDEST_OF_FLOAT32 = 256, 64
-# above this, the parts of a matrix's gradient are more bytes than reading dy twice
-_WIDEST_BACKWARD = 64
+# all programs of a block of rows compute h
+_PROGRAMS = 128
 
 
 # the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
@@ -57,14 +57,9 @@ def bottleneck_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     """Return the configuration for a number of rows, a width and the dtype of the matrices."""
     few = rows <= FEW
     if dtype is torch.float32:
-        return Tile(16 if few else 64, 32, 32 if width <= 32 else 64, 4 if few else 8, 2)
+        return Tile(16 if few else 64, 32, 32 if width <= 32 else 64, 4 if few else 8, 3)
     kept = cut(width) if width <= 64 else triton.next_power_of_2(width)
     return Tile(16 if few else 64, 64, kept, 4 if kept <= 64 else 8, 3 if kept <= 128 else 2)
-
-
-def bottleneck_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration for widths whose gradients are computed in parts."""
-    return low_rank_triton.expand_backward_tile(rows, width, dtype)
 
 
 @triton.jit
@@ -100,8 +95,8 @@ def phi(h, PHI: tl.constexpr):
 def bottleneck_kernel(
     to, x, down, down_bias, up, up_bias, out, h, to_row, to_col, x_row, x_col, down_row, down_col,
     up_row, up_col, rows, d_model, width, part, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, PHI: tl.constexpr,
-    KEEPS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
+    PHI: tl.constexpr, KEEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write h and, for features p · part to (p + 1) · part, to + scaling · (φ(h) upᵀ + up_bias)."""
     p = tl.program_id(1)
@@ -131,7 +126,7 @@ def bottleneck_kernel(
     to_rows = to + row.to(tl.int64)[:, None] * to_row
     up_cols = up + r.to(tl.int64)[:, None] * up_col
     out_rows = out + row.to(tl.int64)[:, None] * d_model
-    for first in range(p * part, min(d_model, (p + 1) * part), COLUMNS):
+    for first in tl.range(p * part, min(d_model, (p + 1) * part), COLUMNS, num_stages=STAGES):
         n = first + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (n < d_model)[None, :]
         factor = tl.load(
@@ -144,58 +139,6 @@ def bottleneck_kernel(
         whole = tl.load(to_rows + n.to(tl.int64)[None, :] * to_col, inside, other=0.0)
         whole = whole.to(tl.float32) + scaling * update
         tl.store(out_rows + n[None, :], whole.to(out.dtype.element_ty), inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def bottleneck_backward_kernel(
-    dy, h, up, du, dup, dup_bias, dy_row, dy_col, h_row, h_col, up_row, up_col, rows, d_model,
-    width, part, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, PHI: tl.constexpr,
-    NEEDS_H: tl.constexpr, NEEDS_UP: tl.constexpr, NEEDS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of a block of rows and the features of part p, if needed.
-
-    du[p] = scaling · dy up, dup[block] = scaling · dyᵀ φ(h), dup_bias[block] = scaling · Σ dy.
-    """
-    tiles = tl.cdiv(width, RANK)
-    block = tl.program_id(0) // tiles
-    row = block * ROWS + tl.arange(0, ROWS)
-    # only the first of the programs that share a block of rows computes the bias
-    first_tile = tl.program_id(0) % tiles == 0
-    r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
-    p = tl.program_id(1)
-    dtype = h.dtype.element_ty
-    within = (row < rows)[:, None] & (r < width)[None, :]
-    dy_rows = dy + row.to(tl.int64)[:, None] * dy_row
-    if NEEDS_UP:
-        at = h + row.to(tl.int64)[:, None] * h_row + r.to(tl.int64)[None, :] * h_col
-        right = phi(tl.load(at, within, other=0.0).to(tl.float32), PHI).to(dtype)
-    acc = tl.zeros((ROWS, RANK), tl.float32)
-    for first in range(p * part, min(d_model, (p + 1) * part), COLUMNS):
-        n = first + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (n < d_model)[None, :]
-        tile = tl.load(dy_rows + n.to(tl.int64)[None, :] * dy_col, inside, other=0.0)
-        of_block = block.to(tl.int64) * d_model + n
-        of_factor = (n < d_model)[:, None] & (r < width)[None, :]
-        if NEEDS_BIAS:
-            total = scaling * tl.sum(tile.to(tl.float32), 0)
-            tl.store(dup_bias + of_block, total, (n < d_model) & first_tile)
-        tile = tile.to(dtype)
-        if NEEDS_H:
-            factor = tl.load(
-                up + n.to(tl.int64)[:, None] * up_row + r.to(tl.int64)[None, :] * up_col,
-                of_factor,
-                other=0.0,
-            )
-            acc = product(tile, factor, acc, PRECISION)
-        if NEEDS_UP:
-            none = tl.zeros((COLUMNS, RANK), tl.float32)
-            own = product(tl.trans(tile), right, none, PRECISION)
-            tl.store(dup + of_block[:, None] * width + r[None, :], scaling * own, of_factor)
-    if NEEDS_H:
-        here = du + (p.to(tl.int64) * rows + row)[:, None] * width + r[None, :]
-        tl.store(here, (scaling * acc).to(du.dtype.element_ty), within)
 
 
 def bottleneck(
@@ -225,14 +168,14 @@ def bottleneck(
     rows = flat.shape[0]
     tile = bottleneck_tile(rows, width, down.dtype)
     blocks = triton.cdiv(rows, tile.rows)
-    parts, part = parted(d_model, tile.columns, blocks)
+    parts, part = parted(d_model, tile.columns, blocks, _PROGRAMS)
     out = torch.empty(to.shape, dtype=to.dtype, device=to.device)
     h = down.new_empty((*to.shape[:-1], width) if keeps else 0)
     launch(
         bottleneck_kernel, (blocks, parts), flat, read, down, down_bias.contiguous(), up,
         up_bias.contiguous(), out, h if keeps else None, *flat.stride(), *read.stride(),
         *down.stride(), *up.stride(), rows, d_model, width, part, scaling,
-        PHI=FUSED[activation], KEEPS=keeps, PRECISION=precision(down.dtype), **tile.settings,
+        PHI=FUSED[activation], KEEPS=keeps, PRECISION=precision(down.dtype), **tile.pipelined,
     )  # fmt: skip
     return out, h
 
@@ -254,13 +197,17 @@ def bottleneck_backward(
     """
     needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     width = down.shape[0]
-    if activation not in FUSED or width > _WIDEST_BACKWARD:
+    if activation not in FUSED or width > compose_triton._WIDEST_RANK:
         return _bottleneck_torch.bottleneck_backward(
             dy, x, h, down, up, scaling, activation, adds, *needs
         )
     needs_h = needs_x or needs_down or needs_down_bias
-    du, of_up, of_up_bias = _one_pass(
-        dy, h, up, scaling, activation, needs_h, needs_up, needs_up_bias
+    u = _bottleneck_torch.FUNCTIONS[activation](h) if needs_up else h  # [*batch, width]
+    # only the dtype and the length of the bias matter
+    bias = up.new_empty(up.shape[0]) if needs_up_bias else None
+    needs = False, False, needs_up_bias, needs_h, needs_up
+    _, _, of_up_bias, du, of_up = compose_triton.compose_backward(
+        dy, dy, None, bias, u, up, scaling, False, *needs
     )
     dx, of_down, of_down_bias = x.new_empty(0), h.new_empty(0), h.new_empty(0)
     if needs_h:
@@ -274,41 +221,3 @@ def bottleneck_backward(
         alone, of_down = _low_rank_torch.shrink_backward(dh, x, down, 0.0, None, of_x, needs_down)
         dx = alone if of_x else dx
     return dx, of_down, of_down_bias, of_up, of_up_bias
-
-
-def _one_pass(
-    dy: Tensor,
-    h: Tensor,
-    up: Tensor,
-    scaling: float,
-    activation: str,
-    needs_h: bool,
-    needs_up: bool,
-    needs_up_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of φ(h), up and its bias: the sums of the kernel's parts."""
-    d_model, width = up.shape
-    flat, inner = dy.reshape(-1, d_model), h.reshape(-1, width)  # [rows, d_model], [rows, width]
-    rows = flat.shape[0]
-    tile = bottleneck_backward_tile(rows, width, h.dtype)
-    blocks = triton.cdiv(rows, tile.rows)
-    programs = blocks * triton.cdiv(width, tile.rank)
-    parts, part = parted(d_model, tile.columns, programs)
-
-    def room(needed: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape if needed else 0, dtype=dtype, device=dy.device)
-
-    du = room(needs_h, parts, rows, width, dtype=h.dtype if parts == 1 else torch.float32)
-    dup = room(needs_up, blocks, d_model, width)
-    dup_bias = room(needs_up_bias, blocks, d_model)
-    launch(
-        bottleneck_backward_kernel, (programs, parts), flat, inner, up, du, dup, dup_bias,
-        *flat.stride(), *inner.stride(), *up.stride(), rows, d_model, width, part, scaling,
-        PHI=FUSED[activation], NEEDS_H=needs_h, NEEDS_UP=needs_up, NEEDS_BIAS=needs_up_bias,
-        PRECISION=precision(h.dtype), **tile.settings,
-    )  # fmt: skip
-    return (
-        added(du, h.dtype).view(h.shape) if needs_h else h.new_empty(0),
-        added(dup, h.dtype) if needs_up else h.new_empty(0),
-        added(dup_bias, h.dtype) if needs_up_bias else h.new_empty(0),
-    )

@@ -84,12 +84,14 @@ class _CayleyFold(torch.autograd.Function):
 
 _cayley_fold = register(
     "cayley_fold(Tensor R, Tensor? dropped) -> (Tensor, Tensor)",
-    computed("cayley_fold", "cayley_fold_triton", _cayley_fold_torch.cayley_fold, 1),
+    computed("cayley_fold", "cayley_fold_triton", _cayley_fold_torch.cayley_fold, 1, single=True),
     _shapes,
     _CayleyFold,
 )
 _cayley_fold_backward = register(
     "cayley_fold_backward(Tensor grad, Tensor whole, Tensor Q, Tensor? dropped) -> Tensor",
-    computed("cayley_fold", "cayley_fold_triton", _cayley_fold_torch.cayley_fold_backward, 3),
+    computed(
+        "cayley_fold", "cayley_fold_triton", _cayley_fold_torch.cayley_fold_backward, 3, single=True
+    ),
     _shapes_of_backward,
 )

@@ -1,8 +1,11 @@
 """The composition of a rescaled layer in Triton: gain ∘ (y + s · t bᵀ − bias) + bias, one pass.
 
+Without a gain this is the update of a low-rank adapter, y + s · t bᵀ, and its backward is also that
+of a bottleneck's up projection.
+
 The backward reads dy and y once and computes all five gradients: the program of a block of rows
-writes dy ∘ gain, keeps dt, and writes its parts of the sums over rows, which a reduction then adds.
-There are no atomics: the same operands give the same bits.
+writes dy ∘ gain and its parts of dt and of the sums over rows. A second kernel adds the parts and
+makes the gradients of them. There are no atomics: the same operands give the same bits.
 
 It reads the output, from which the gain's gradient follows by a division, or, where a gain is too
 small for that, y from before the gain. Then the share of t bᵀ in the gain's gradient follows from
@@ -21,51 +24,83 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._compose_torch import divisor
+from ._compose_torch import least_gain
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, cut, is_small, loaded, parted, precision, product
+from ._tiles_triton import (
+    FEW,
+    Tile,
+    cut,
+    is_small,
+    loaded,
+    parted,
+    precision,
+    product,
+    product_float32,
+)
 
-# above this, the parts of dyᵀ t are more bytes than reading dy twice
-_WIDEST_RANK = 64
+# above this, the parts of dyᵀ t are as many bytes as reading dy twice, and cuBLAS wins
+_WIDEST_RANK = 32
+# numbers of dt that a program of the second kernel adds
+_NUMBERS = 1024
 
 
-# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
+# the tiles spill no register on sm_80, sm_90 and sm_100, and `small` ones on sm_86, sm_89 and
+# sm_120; those of the backward have enough bytes on their way to keep the memory busy
 
 
-def compose_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration for rows, rank (0: no update) and the dtype of the products."""
+def compose_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
+    """Return the configuration for rows, rank (0: no update) and the dtype of the products.
+
+    `small`: see `is_small`.
+    """
     if not rank:
         return Tile(16, 256, 16, 4, 2)
+    if rank > 64 and rows > FEW and dtype is not torch.float32:
+        # each program reads t and b again
+        return Tile(128, 128, 64, 8, 2)
+    tall = 16 if rows <= FEW else 64
     if dtype is torch.float32:
-        return Tile(16 if rows <= FEW else 64, 64, 32, 4, 2)
-    return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
+        return Tile(tall, 64, 32, 8 if small and rows > FEW else 4, 2)
+    return Tile(tall, 64 if small and rank > 16 else 128, cut(rank), 4, 2)
 
 
-def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
-    """Return the configuration of the backward; see `compose_tile`, and `is_small` for `small`."""
-    if not rank:
-        return Tile(16 if rows <= FEW else 64, 64, 16, 4, 2)
-    if dtype is torch.float32:
-        return Tile(16, 32, 32, 4, 2) if rows <= FEW else Tile(32 if small else 64, 32, 32, 8, 2)
+def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype, alone: bool = False) -> Tile:
+    """Return the configuration of the backward, with the whole rank or none; see `compose_tile`.
+
+    `alone`: nothing is read but dy and the factors.
+    """
+    fused = 0 < rank <= _WIDEST_RANK
+    padded = max(16, triton.next_power_of_2(rank)) if fused else 16
+    if fused and dtype is torch.float32:
+        # wider products would wait for dy
+        return Tile(32, 32, max(32, padded), 4, 3)
     if rows <= FEW:
-        return Tile(16, 64, cut(rank), 4, 2)
+        return Tile(16, 32, padded, 4, 3)
     # few tall blocks: each writes a whole part of dyᵀ t
-    return Tile(128, 64 if rank <= 16 else 32, cut(rank), 8, 2)
+    return Tile(128, 64 if alone else 32, padded, 8, 3)
+
+
+def finish_tile(rank: int) -> Tile:
+    """Return the configuration of the second kernel; its rows are blocks of rows."""
+    padded = min(64, max(16, triton.next_power_of_2(rank)))
+    return Tile(128 // padded, 32, padded, 4, 3)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def compose_kernel(
     y, gain, bias, t, b, out, y_row, y_col, t_row, t_col, b_row, b_col, rows, width, rank, scaling,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, UPDATES: tl.constexpr,
-    BIASED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SCALES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write out = gain ∘ (y + scaling · t bᵀ − bias) + bias."""
     tiles = tl.cdiv(width, COLUMNS)
     row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
     n = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (n < width)[None, :]
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # before the product, which then does not wait for it
+    whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
     if UPDATES:
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         for low in range(0, rank, RANK):
             r = low + tl.arange(0, RANK)
             left = loaded(t, row, t_row, rows, r, t_col, rank)
@@ -73,16 +108,14 @@ def compose_kernel(
             if WIDE:
                 left, factor = left.to(tl.float32), factor.to(tl.float32)
             acc = product(left, factor, acc, PRECISION)
-    whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
-    if UPDATES:
         whole += scaling * acc
-    factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
+    if SCALES:
+        factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
+        whole *= factors
     if BIASED:
         # not (whole − bias) · gain + bias, so that a gain of 1 keeps the bits
         own = tl.load(bias + n, n < width, other=0.0).to(tl.float32)[None, :]
-        whole = whole * factors + (1.0 - factors) * own
-    else:
-        whole *= factors
+        whole += (1.0 - factors) * own
     here = out + row.to(tl.int64)[:, None] * width + n[None, :]
     tl.store(here, whole.to(out.dtype.element_ty), inside)
 
@@ -91,84 +124,159 @@ def compose_kernel(
 def compose_backward_kernel(
     dy, y, gain, bias, t, b, of_y, of_t, of_b, dots, sums, dy_row, dy_col, y_row, y_col, t_row,
     t_col, b_row, b_col, rows, width, rank, part, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, BIASED: tl.constexpr,
-    WIDE: tl.constexpr, NEEDS_Y: tl.constexpr, NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr,
-    NEEDS_DOTS: tl.constexpr, NEEDS_SUMS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
+    SCALES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, NEEDS_Y: tl.constexpr,
+    NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, NEEDS_DOTS: tl.constexpr,
+    NEEDS_SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a block of rows and the features of part p, if needed.
+    """Write what is needed of a block of rows and the features of part p.
 
-    of_y = dy ∘ gain, of_t[p] = scaling · of_y b, of_b[block] = dyᵀ t,
+    of_y = dy ∘ gain, of_t[p] = scaling · of_y b, of_b[block] = tᵀ dy,
     dots[block] = Σ dy ∘ (y − bias) and sums[block] = Σ dy.
     """
-    tiles = tl.cdiv(rank, RANK)
-    block = tl.program_id(0) // tiles
+    block, p = tl.program_id(0), tl.program_id(1)
     row = block * ROWS + tl.arange(0, ROWS)
-    # only the first of the programs that share a block of rows computes what has no rank
-    first_tile = tl.program_id(0) % tiles == 0
-    r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
-    p = tl.program_id(1)
-    within = (row < rows)[:, None] & (r < rank)[None, :]
-    y_rows = y + row.to(tl.int64)[:, None] * y_row
-    of_rows = of_y + row.to(tl.int64)[:, None] * width
+    r = tl.arange(0, RANK)
     if NEEDS_B:
-        right = loaded(t, row, t_row, rows, r, t_col, rank)
+        left = tl.trans(loaded(t, row, t_row, rows, r, t_col, rank))
         if WIDE:
-            right = right.to(tl.float32)
+            left = left.to(tl.float32)
     if NEEDS_T:
         acc = tl.zeros((ROWS, RANK), tl.float32)
-    for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
+    for first in tl.range(p * part, min(width, (p + 1) * part), COLUMNS, num_stages=STAGES):
         n = first + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (n < width)[None, :]
         of_block = block.to(tl.int64) * width + n
         tile = loaded(dy, row, dy_row, rows, n, dy_col, width)
-        factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
-        scaled = (tile.to(tl.float32) * factors).to(of_y.dtype.element_ty)
+        scaled = tile
+        if SCALES:
+            factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
+            scaled = (tile.to(tl.float32) * factors).to(of_y.dtype.element_ty)
         if NEEDS_Y:
-            tl.store(of_rows + n[None, :], scaled, inside & first_tile)
+            here = of_y + row.to(tl.int64)[:, None] * width + n[None, :]
+            tl.store(here, scaled, (row < rows)[:, None] & (n < width)[None, :])
         if NEEDS_DOTS:
-            before = tl.load(y_rows + n.to(tl.int64)[None, :] * y_col, inside, other=0.0)
-            before = before.to(tl.float32)
+            before = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
             if BIASED:
                 before -= tl.load(bias + n, n < width, other=0.0).to(tl.float32)[None, :]
-            dot = tl.sum(tile.to(tl.float32) * before, 0)
-            tl.store(dots + of_block, dot, (n < width) & first_tile)
+            tl.store(dots + of_block, tl.sum(tile.to(tl.float32) * before, 0), n < width)
         if NEEDS_SUMS:
-            tl.store(sums + of_block, tl.sum(tile.to(tl.float32), 0), (n < width) & first_tile)
-        of_factor = (n < width)[:, None] & (r < rank)[None, :]
+            tl.store(sums + of_block, tl.sum(tile.to(tl.float32), 0), n < width)
         if NEEDS_T:
             factor = loaded(b, n, b_row, width, r, b_col, rank)
             if WIDE:
                 factor = factor.to(tl.float32)
             acc = product(scaled.to(factor.dtype), factor, acc, PRECISION)
         if NEEDS_B:
-            none = tl.zeros((COLUMNS, RANK), tl.float32)
-            own = product(tl.trans(tile.to(right.dtype)), right, none, PRECISION)
-            tl.store(of_b + of_block[:, None] * rank + r[None, :], own, of_factor)
+            none = tl.zeros((RANK, COLUMNS), tl.float32)
+            own = product(left, tile.to(left.dtype), none, PRECISION)
+            here = of_b + (block.to(tl.int64) * rank + r)[:, None] * width + n[None, :]
+            tl.store(here, own, (r < rank)[:, None] & (n < width)[None, :])
     if NEEDS_T:
         here = of_t + (p.to(tl.int64) * rows + row)[:, None] * rank + r[None, :]
+        within = (row < rows)[:, None] & (r < rank)[None, :]
         tl.store(here, (scaling * acc).to(of_t.dtype.element_ty), within)
 
 
+@triton.jit(do_not_specialize=["parts_of_t", "parts_of_b", "parts_of_sums"])
+def finish_kernel(
+    of_t, of_b, dots, sums, gain, b, dt, db, dgain, dbias, b_row, b_col, numbers, width, rank,
+    parts_of_t, parts_of_b, parts_of_sums, scaling, least,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
+    NUMBERS: tl.constexpr, SCALES: tl.constexpr, TELLS: tl.constexpr, HIDDEN: tl.constexpr,
+    NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, NEEDS_DOTS: tl.constexpr,
+    NEEDS_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts: the first programs write some numbers of dt, the others some rows of the rest.
+
+    dt = Σ of_t, db = scaling · gain ∘ Σ of_b, dbias = (1 − gain) ∘ Σ sums (scaling · Σ sums without
+    a gain), and dgain = Σ dots; HIDDEN: + scaling · rowsum(Σ of_b ∘ b); TELLS: divided by the gain,
+    or by 0 up to `least`. `parts_of_sums` are those of dots and sums.
+    """
+    flat = 0
+    if NEEDS_T:
+        flat = tl.cdiv(numbers, NUMBERS)
+    if tl.program_id(0) < flat:
+        i = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+        total = tl.zeros((NUMBERS,), tl.float32)
+        here = of_t + i
+        for _ in range(parts_of_t):
+            total += tl.load(here, i < numbers, other=0.0)
+            here += numbers
+        tl.store(dt + i, total.to(dt.dtype.element_ty), i < numbers)
+        return
+    n = (tl.program_id(0) - flat) * COLUMNS + tl.arange(0, COLUMNS)
+    there = n < width
+    if SCALES:
+        factors = tl.load(gain + n, there, other=0.0).to(tl.float32)
+    if NEEDS_DOTS:
+        dot = tl.zeros((COLUMNS,), tl.float32)
+    if NEEDS_SUMS:
+        own = tl.zeros((COLUMNS,), tl.float32)
+    if NEEDS_DOTS or NEEDS_SUMS:
+        for first in tl.range(0, parts_of_sums, ROWS, num_stages=STAGES):
+            block = first + tl.arange(0, ROWS)
+            if NEEDS_DOTS:
+                dot += tl.sum(loaded(dots, block, width, parts_of_sums, n, 1, width), 0)
+            if NEEDS_SUMS:
+                own += tl.sum(loaded(sums, block, width, parts_of_sums, n, 1, width), 0)
+    if NEEDS_B or HIDDEN:
+        for low in range(0, rank, RANK):
+            r = low + tl.arange(0, RANK)
+            total = tl.zeros((RANK, COLUMNS), tl.float32)
+            for first in tl.range(0, parts_of_b, ROWS, num_stages=STAGES):
+                block = first + tl.arange(0, ROWS)
+                at = (block.to(tl.int64)[:, None] * rank + r[None, :])[:, :, None] * width
+                inside = (block < parts_of_b)[:, None] & (r < rank)[None, :]
+                each = tl.load(
+                    of_b + at + n[None, None, :],
+                    inside[:, :, None] & there[None, None, :],
+                    other=0.0,
+                )  # [ROWS, RANK, COLUMNS]
+                total += tl.sum(each, 0)
+            if HIDDEN:
+                factor = loaded(b, r, b_col, rank, n, b_row, width).to(tl.float32)
+                dot += scaling * tl.sum(total * factor, 0)
+            if NEEDS_B:
+                total *= scaling
+                if SCALES:
+                    total *= factors[None, :]
+                here = db + n.to(tl.int64)[None, :] * rank + r[:, None]
+                within = (r < rank)[:, None] & there[None, :]
+                tl.store(here, total.to(db.dtype.element_ty), within)
+    if NEEDS_DOTS:
+        if TELLS:
+            dot /= tl.where(tl.abs(factors) > least, factors, 0.0)
+        tl.store(dgain + n, dot, there)
+    if NEEDS_SUMS:
+        own *= 1.0 - factors if SCALES else scaling
+        tl.store(dbias + n, own.to(dbias.dtype.element_ty), there)
+
+
 def compose(
-    y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
+    y: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
 ) -> Tensor:
     """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once.
 
-    `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
-    → shape and dtype of `y`.
+    `y` `[*batch, d_out]`, `gain` (None: ones) and `bias` `[d_out]`, `t` `[*batch, rank]`, `b`
+    `[d_out, rank]` → shape and dtype of `y`.
     """
     width = y.shape[-1]
     flat = y.reshape(-1, width)  # [rows, d_out]
     rows = flat.shape[0]
     left, rank, dtype = _update(t, b)
-    tile = compose_tile(rows, rank, dtype)
+    tile = compose_tile(rows, rank, dtype, is_small(y))
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     launch(
         compose_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
-        gain.contiguous(), _contiguous(bias), left, b, out, *flat.stride(), *_strides(left),
+        _contiguous(gain), _contiguous(bias), left, b, out, *flat.stride(), *_strides(left),
         *_strides(b), rows, width, rank, scaling,
-        UPDATES=rank > 0, BIASED=bias is not None, WIDE=dtype is torch.float32,
-        PRECISION=precision(dtype), **tile.settings,
+        UPDATES=rank > 0, SCALES=gain is not None, BIASED=bias is not None,
+        WIDE=dtype is torch.float32, PRECISION=precision(dtype), **tile.settings,
     )  # fmt: skip
     return out
 
@@ -176,7 +284,7 @@ def compose(
 def compose_backward(
     dy: Tensor,
     kept: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     bias: Tensor | None,
     t: Tensor | None,
     b: Tensor | None,
@@ -186,94 +294,67 @@ def compose_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of y, gain, bias, t and b; empty if not needed.
 
-    `kept` is y or, with `tells`, the output. Without `needs_gain` it may be empty.
+    `kept` is y or, with `tells`, the output. Without `needs_gain` it may be empty, and without
+    `needs_b` and `needs_gain` so may `t`: only its dtype is read. Without a gain, `bias` is only
+    added: its gradient is scaling · Σ dy.
     """
     needs_y, needs_gain, needs_bias, needs_t, needs_b = needs
-    of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
-    updates = t is not None and b is not None
-    fused = b is not None and b.shape[1] <= _WIDEST_RANK
-    # the output includes the update, y does not
-    hidden = needs_gain and updates and not tells
-    scaled, dots, sums, dt, dyt = _one_pass(
-        dy, kept, gain, bias, t if fused else None, b if fused else None, scaling,
-        needs_y or (needs_t and updates and not fused), needs_gain,
-        needs_bias and bias is not None, needs_t, needs_b or hidden,
-    )  # fmt: skip
-    of_y = scaled if needs_y else of_y
-    if needs_gain:
-        of_gain = dots / divisor(gain, kept.dtype, bias is not None) if tells else dots
-    if needs_bias and bias is not None:
-        of_bias = (sums * (1 - gain)).to(bias.dtype)
-    if t is not None and b is not None:
-        if not fused:
-            dt, dyt = _products(dy, scaled, t, b, scaling, needs_t, needs_b or hidden)
-        if needs_t:
-            of_t = dt.to(t.dtype).view(t.shape)  # [*batch, rank]
-        if hidden:
-            of_gain = of_gain + scaling * (dyt * b).sum(-1)
-        if needs_b:
-            of_b = (scaling * gain.unsqueeze(-1) * dyt).to(b.dtype)  # [d_out, rank]
-    return of_y, of_gain, of_bias, of_t, of_b
-
-
-def _one_pass(
-    dy: Tensor,
-    kept: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
-    needs_y: bool,
-    needs_dots: bool,
-    needs_sums: bool,
-    needs_t: bool,
-    needs_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the sums of the kernel's parts; without t and b, dt and dyᵀ t are empty."""
     width = dy.shape[-1]
     flat = dy.reshape(-1, width)  # [rows, d_out]
-    before = kept.reshape(-1, width) if needs_dots else flat  # [rows, d_out]
+    before = kept.reshape(-1, width) if needs_gain else flat  # [rows, d_out]
     rows = flat.shape[0]
     left, rank, dtype = _update(t, b)
+    needs_bias = needs_bias and bias is not None
     needs_t, needs_b = needs_t and rank > 0, needs_b and rank > 0
-    tile = compose_backward_tile(rows, rank, dtype, is_small(dy))
+    # the output includes the update, y does not
+    hidden = needs_gain and rank > 0 and not tells
+    fused = rank <= _WIDEST_RANK
+    of = {
+        "NEEDS_Y": gain is not None and (needs_y or (needs_t and not fused)),
+        "NEEDS_T": needs_t and fused,
+        "NEEDS_B": (needs_b or hidden) and fused,
+        "NEEDS_DOTS": needs_gain,
+        "NEEDS_SUMS": needs_bias,
+    }
+    tile = compose_backward_tile(rows, rank, dtype, gain is None)
     blocks = triton.cdiv(rows, tile.rows)
-    programs = blocks * max(triton.cdiv(rank, tile.rank), 1)
-    parts, part = parted(width, tile.columns, programs)
+    parts, part = parted(width, tile.columns, blocks)
 
-    def room(needed: bool, *shape: int) -> Tensor:
-        return torch.empty(shape if needed else 0, dtype=torch.float32, device=dy.device)
+    def room(needed: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape if needed else 0, dtype=dtype, device=dy.device)
 
-    of_y = dy.new_empty(dy.shape if needs_y else 0)
-    dt, dyt = room(needs_t, parts, rows, rank), room(needs_b, blocks, width, rank)
-    dots, sums = room(needs_dots, blocks, width), room(needs_sums, blocks, width)
+    of_y = room(of["NEEDS_Y"], *dy.shape, dtype=dy.dtype)
+    of_t, of_b = room(of["NEEDS_T"], parts, rows, rank), room(of["NEEDS_B"], blocks, rank, width)
+    dots, sums = room(needs_gain, blocks, width), room(needs_bias, blocks, width)
     launch(
-        compose_backward_kernel, (programs, parts), flat, before, gain.contiguous(),
-        _contiguous(bias), left, b, of_y, dt, dyt, dots, sums, *flat.stride(), *before.stride(),
-        *_strides(left), *_strides(b), rows, width, max(rank, 1), part, scaling,
-        BIASED=bias is not None, WIDE=dtype is torch.float32, NEEDS_Y=needs_y, NEEDS_T=needs_t,
-        NEEDS_B=needs_b, NEEDS_DOTS=needs_dots, NEEDS_SUMS=needs_sums, PRECISION=precision(dtype),
-        **tile.settings,
+        compose_backward_kernel, (blocks, parts if any(of.values()) else 0), flat, before,
+        _contiguous(gain), _contiguous(bias), left, b, of_y, of_t, of_b, dots, sums,
+        *flat.stride(), *before.stride(), *_strides(left), *_strides(b), rows, width, rank, part,
+        scaling,
+        SCALES=gain is not None, BIASED=gain is not None and bias is not None,
+        WIDE=dtype is torch.float32, PRECISION=precision(dtype), **of, **tile.pipelined,
     )  # fmt: skip
-    dots, sums, dt, dyt = (
-        added(v, torch.float32) if v.dim() > 1 else v for v in (dots, sums, dt, dyt)
-    )
-    return of_y, dots, sums, dt, dyt
-
-
-def _products(
-    dy: Tensor, scaled: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
-) -> tuple[Tensor, Tensor]:
-    """Return dt `[*batch, rank]` and dyᵀ t `[d_out, rank]` in float32, for a large rank."""
-    dtype = torch.promote_types(t.dtype, b.dtype)
-    dt = dyt = b.new_empty(0)
-    if needs_t:
-        dt = scaled.to(dtype) @ b.to(dtype) * scaling  # [*batch, rank]
-    if needs_b:
-        flat = dy.reshape(-1, dy.shape[-1]).to(dtype)  # [rows, d_out]
-        dyt = (flat.T @ t.reshape(-1, t.shape[-1]).to(dtype)).to(torch.float32)  # [d_out, rank]
-    return dt, dyt
+    if left is not None and b is not None and not fused:
+        if needs_t:
+            scaled = flat if gain is None else of_y.view(rows, width)
+            of_t = product_float32(scaled.to(dtype), b.to(dtype)).mul_(scaling).unsqueeze(0)
+        if needs_b or hidden:
+            of_b = product_float32(left.T.to(dtype), flat.to(dtype)).unsqueeze(0)
+    dt = room(needs_t, *dy.shape[:-1], rank, dtype=dy.dtype if t is None else t.dtype)
+    db = room(needs_b, width, rank, dtype=dy.dtype if b is None else b.dtype)
+    dgain = room(needs_gain, width)
+    dbias = room(needs_bias, width, dtype=dy.dtype if bias is None else bias.dtype)
+    tile = finish_tile(rank)
+    programs = triton.cdiv(dt.numel(), _NUMBERS)
+    programs += triton.cdiv(width, tile.columns) if needs_b or needs_gain or needs_bias else 0
+    launch(
+        finish_kernel, (programs,), of_t, of_b, dots, sums, _contiguous(gain), b, dt, db, dgain,
+        dbias, *_strides(b), dt.numel(), width, rank, of_t.shape[0], of_b.shape[0], blocks, scaling,
+        least_gain(dy.dtype, bias is not None),
+        NUMBERS=_NUMBERS, SCALES=gain is not None, TELLS=tells, HIDDEN=hidden, NEEDS_T=needs_t,
+        NEEDS_B=needs_b, NEEDS_DOTS=needs_gain, NEEDS_SUMS=needs_bias, **tile.pipelined,
+    )  # fmt: skip
+    return of_y if needs_y else room(False, dtype=dy.dtype), dgain, dbias, dt, db
 
 
 def _update(t: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, int, torch.dtype]:

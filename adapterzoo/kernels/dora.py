@@ -139,7 +139,8 @@ def _rows(w: Tensor, tile: int) -> int:
 
 
 def _run(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    if not mode.takes_triton("row_norm", w, a, b):
+    # under autocast weights stay float32
+    if not mode.takes_triton("row_norm", w, a, b, single=True):
         return row_norm_reference(w, a, b, scaling)
     from . import row_norm_triton
 
@@ -156,7 +157,7 @@ _row_norm = register("row_norm(Tensor w, Tensor a, Tensor b, float scaling) -> T
 
 
 def _run_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    if not mode.takes_triton("row_gain", w, a, b, m):
+    if not mode.takes_triton("row_gain", w, a, b, m, single=True):
         norm = row_norm_reference(w, a, b, scaling)
         return divided(m, norm), torch.where(norm == 0, 0.0, 1 / norm)
     from . import row_norm_triton

@@ -1,8 +1,7 @@
 """The low-rank update in Triton: shrink t = x Aᵀ and expand y + s · t Bᵀ, with their backwards.
 
-Each kernel reads its large operands once, and the backward of expand computes both of its gradients
-in one pass: the program of a block of rows keeps dt and writes its part of the factor's gradient,
-which a reduction then adds. There are no atomics: the same operands give the same bits.
+The shrink reads x once; expand is a composition without a gain, in `compose_triton`. There are no
+atomics: the same operands give the same bits.
 
 Products are in the dtype of the factors, as in the definition: x, y and dy are cast when they are
 read, and sums are float32. t and dt are in that dtype too, since the next product would round them.
@@ -18,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _dropout, _low_rank_torch
+from . import _dropout, _low_rank_torch, compose_triton
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, is_small, keep, loaded, parted, precision, product
 
-# above this, the parts of a factor's gradient are more bytes than reading dy twice
+# above this, programs would read x again for each part of the rank, and cuBLAS is faster
 _WIDEST_RANK = 64
 
 
@@ -39,22 +38,6 @@ def shrink_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -
     if dtype is torch.float32:
         return Tile(16 if rows <= FEW else 64, 32, 32, warps, 3)
     return Tile(16 if rows <= FEW else 64, 128 if rank <= 16 else 64, cut(rank), warps, 3)
-
-
-def expand_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
-    """Return the configuration; see `shrink_tile`."""
-    if dtype is torch.float32:
-        return Tile(16 if rows <= FEW else 64, 64, 32, 8 if small and rows > FEW else 4, 2)
-    return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
-
-
-def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration of the backward; see `shrink_tile`."""
-    if dtype is torch.float32:
-        return Tile(64, 32, 32, 4, 2)
-    if rows <= FEW:
-        return Tile(16, 64, cut(rank), 4, 2)
-    return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 64, 8, 2)
 
 
 # of the kernel that only drops features, which has no products
@@ -106,68 +89,16 @@ def drop_kernel(
     tl.store(here, tile.to(out.dtype.element_ty), (row < rows)[:, None] & (k < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def expand_kernel(
-    y, t, b, out, y_row, y_col, t_row, t_col, b_row, b_col, rows, width, rank, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write out = y + scaling · t bᵀ."""
-    tiles = tl.cdiv(width, COLUMNS)
-    row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
-    n = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    dtype = t.dtype.element_ty
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for low in range(0, rank, RANK):
-        r = low + tl.arange(0, RANK)
-        left = loaded(t, row, t_row, rows, r, t_col, rank)
-        factor = loaded(b, r, b_col, rank, n, b_row, width).to(dtype)
-        acc = product(left, factor, acc, PRECISION)
-    inside = (row < rows)[:, None] & (n < width)[None, :]
-    whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32) + scaling * acc
-    here = out + row.to(tl.int64)[:, None] * width + n[None, :]
-    tl.store(here, whole.to(out.dtype.element_ty), inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expand_backward_kernel(
-    dy, t, b, dt, db, dy_row, dy_col, t_row, t_col, b_row, b_col, rows, width, rank, part, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
-    NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write dt[p] = scaling · dy b over the features of p, and db[block] = scaling · dyᵀ t."""
-    tiles = tl.cdiv(rank, RANK)
-    block = tl.program_id(0) // tiles
-    row = block * ROWS + tl.arange(0, ROWS)
-    r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
-    p = tl.program_id(1)
-    dtype = t.dtype.element_ty
-    within = (row < rows)[:, None] & (r < rank)[None, :]
-    if NEEDS_B:
-        right = loaded(t, row, t_row, rows, r, t_col, rank)
-    acc = tl.zeros((ROWS, RANK), tl.float32)
-    for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
-        n = first + tl.arange(0, COLUMNS)
-        tile = loaded(dy, row, dy_row, rows, n, dy_col, width).to(dtype)
-        of_factor = (n < width)[:, None] & (r < rank)[None, :]
-        if NEEDS_T:
-            factor = loaded(b, n, b_row, width, r, b_col, rank).to(dtype)
-            acc = product(tile, factor, acc, PRECISION)
-        if NEEDS_B:
-            none = tl.zeros((COLUMNS, RANK), tl.float32)
-            own = product(tl.trans(tile), right, none, PRECISION)
-            here = db + (block.to(tl.int64) * width + n)[:, None] * rank + r[None, :]
-            tl.store(here, scaling * own, of_factor)
-    if NEEDS_T:
-        here = dt + (p.to(tl.int64) * rows + row)[:, None] * rank + r[None, :]
-        tl.store(here, (scaling * acc).to(dt.dtype.element_ty), within)
-
-
 def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
     """Project down: t = dropout(x) aᵀ; `noise` is a seed, int64 `[1]`.
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    t = shrunk(x.reshape(-1, x.shape[-1]), a, p, noise, a.dtype, precision(a.dtype))
+    flat = x.reshape(-1, x.shape[-1])  # [rows, d_in]
+    if noise is None and a.shape[0] > _WIDEST_RANK and x.dtype is a.dtype:
+        t = flat @ a.T
+    else:
+        t = shrunk(flat, a, p, noise, a.dtype, precision(a.dtype))
     return t.view(*x.shape[:-1], a.shape[0])  # [*batch, rank]
 
 
@@ -235,17 +166,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
     `y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape and dtype of `y`.
     """
-    width, rank = b.shape
-    flat, left = y.reshape(-1, width), t.reshape(-1, rank)  # [rows, d_out], [rows, rank]
-    rows = flat.shape[0]
-    tile = expand_tile(rows, rank, t.dtype, is_small(y))
-    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    launch(
-        expand_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
-        left, b, out, *flat.stride(), *left.stride(), *b.stride(), rows, width, rank, scaling,
-        PRECISION=precision(t.dtype), **tile.settings,
-    )  # fmt: skip
-    return out
+    return compose_triton.compose(y, None, None, t, b, scaling)
 
 
 def expand_backward(
@@ -255,26 +176,6 @@ def expand_backward(
 
     Without `needs_b`, `t` may be empty: only its dtype is read.
     """
-    width, rank = b.shape
-    if rank > _WIDEST_RANK:
-        return _low_rank_torch.expand_backward(dy, t, b, scaling, needs_t, needs_b)
-    flat = dy.reshape(-1, width)  # [rows, d_out]
-    right = t.reshape(-1, rank)  # [rows, rank]
-    rows = flat.shape[0]
-    tile = expand_backward_tile(rows, rank, t.dtype)
-    blocks = triton.cdiv(rows, tile.rows)
-    programs = blocks * triton.cdiv(rank, tile.rank)
-    parts, part = parted(width, tile.columns, programs)
-    dt = t.new_empty(
-        (parts, rows, rank) if needs_t else 0, dtype=t.dtype if parts == 1 else torch.float32
-    )
-    db = b.new_empty((blocks, width, rank) if needs_b else 0, dtype=torch.float32)
-    launch(
-        expand_backward_kernel, (programs, parts), flat, right, b, dt, db, *flat.stride(),
-        *right.stride(), *b.stride(), rows, width, rank, part, scaling,
-        NEEDS_T=needs_t, NEEDS_B=needs_b, PRECISION=precision(t.dtype), **tile.settings,
-    )  # fmt: skip
-    return (
-        added(dt, t.dtype).view(*dy.shape[:-1], rank) if needs_t else t.new_empty(0),
-        added(db, b.dtype) if needs_b else b.new_empty(0),
-    )
+    needs = False, False, False, needs_t, needs_b
+    *_, dt, db = compose_triton.compose_backward(dy, dy, None, None, t, b, scaling, False, *needs)
+    return dt, db

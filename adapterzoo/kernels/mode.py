@@ -138,12 +138,16 @@ def _is_bound_by_host(x: Tensor) -> bool:
     )
 
 
-def takes_triton(kernel: str, *operands: Tensor) -> bool:
+def takes_triton(kernel: str, *operands: Tensor, single: bool = False) -> bool:
     """Return whether Triton computes a kernel for these operands.
+
+    Operands that are all float32 are left to torch: a GPU's matrix units would need three products
+    for each, and models for GPUs are in half precision. The interpreter takes them.
 
     Args:
         kernel: its name, for the message.
         operands: all of its floating-point tensors, on one device.
+        single: whether Triton takes operands that are all float32 too.
 
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take them.
@@ -155,6 +159,9 @@ def takes_triton(kernel: str, *operands: Tensor) -> bool:
     if reason is None:
         wide = next((x.dtype for x in operands if x.dtype not in _DTYPES), None)
         reason = f"it does not compute in {_name(wide)}" if wide else None
+    if reason is None and not (single or _launch.INTERPRETED):
+        alone = all(x.dtype is torch.float32 for x in operands)
+        reason = "it leaves operands that are all float32 to torch" if alone else None
     if reason is None:
         return True
     if _mode == "triton":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -40,6 +41,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 ARCHITECTURES = (80, 90, 100)
 # those whose programs may use 101,376 bytes of shared memory
 SMALL = (86, 89, 120)
+# resources of a multiprocessor: shared memory, warps and programs that it holds; then the bytes
+# that its share of the GPU's bandwidth brings in 800 ns, which must be on their way at all times
+# (Little's law): A100, H200, B200, RTX 3090, RTX 4090, RTX 5090
+HOLDS = {
+    80: (167_936, 64, 32, 2.04e12 / 108),
+    90: (233_472, 64, 32, 4.8e12 / 132),
+    100: (233_472, 64, 32, 8.0e12 / 148),
+    86: (102_400, 48, 16, 0.936e12 / 82),
+    89: (102_400, 48, 24, 1.008e12 / 128),
+    120: (102_400, 48, 24, 1.792e12 / 170),
+}
+LITTLE = {sm: int(per_second * 800e-9) for sm, (*_, per_second) in HOLDS.items()}
+# programs of a kernel that loops, for each multiprocessor: `_tiles_triton` asks for 512
+LAUNCHED = 3
 # instructions of the matrix units, by generation
 MATRIX = {"HMMA": r"\bmma\.sync", "HGMMA": r"\bwgmma\.mma_async", "TCMMA": r"\btcgen05\.mma"}
 # operands: activations, then factors
@@ -48,12 +63,14 @@ KINDS = {
     "half, float32 factors": ("*bf16", "*fp32", torch.float32),
     "float32": ("*fp32", "*fp32", torch.float32),
 }
-ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "w", "to"}
-FACTORS = {"a", "b", "t", "dt", "down", "down_bias", "up", "up_bias", "h"}
-WIDE = {"da", "db", "gain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
-WIDE |= {"du", "dup", "dup_bias", "scales", "m", "inverse"}
-WIDE |= {"parameters", "factors", "whole", "grad", "dR"}
-NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64", "plan": "*i32", "dropped": "*i1"}
+# operands that are all float32 are left to torch, except weights
+HALF = {kind: of for kind, of in KINDS.items() if kind != "float32"}
+ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "dbias", "w", "to"}
+FACTORS = {"a", "b", "t", "dt", "db", "down", "down_bias", "up", "up_bias", "h"}
+WIDE = {"da", "gain", "dgain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
+WIDE |= {"scales", "m", "inverse", "parameters", "factors", "whole", "grad", "dR"}
+NUMBERS = {"scale": "fp32", "scaling": "fp32", "least": "fp32", "seed": "*i64", "plan": "*i32"}
+NUMBERS |= {"dropped": "*i1"}
 
 
 @dataclass
@@ -92,43 +109,43 @@ def fitting(tile, small):
 
 def low_rank_cases(small=False):
     """Everything that the default configurations give."""
-    tiles = {
-        low_rank_triton.shrink_kernel: low_rank_triton.shrink_tile,
-        low_rank_triton.expand_kernel: low_rank_triton.expand_tile,
-        low_rank_triton.expand_backward_kernel: low_rank_triton.expand_backward_tile,
-    }
-    shapes = [(rows, rank) for rows in (1, 8192) for rank in (16, 64)]
-    for kernel, tile in tiles.items():
-        for kind, (_, _, dtype) in KINDS.items():
-            for made in dict.fromkeys(
-                fitting(tile, small)(rows, rank, dtype) for rows, rank in shapes
-            ):
-                if "DROPS" not in kernel.arg_names:
-                    yield Case(kernel, kind, made)
-                    continue
-                yield Case(kernel, kind, made, "", {"DROPS": False}, ("seed",))
-                yield Case(kernel, kind, made, ", dropout")
-    for kind in ("half", "float32"):
-        yield Case(low_rank_triton.drop_kernel, kind, low_rank_triton.DROP_TILE)
+    kernel, tile = low_rank_triton.shrink_kernel, fitting(low_rank_triton.shrink_tile, small)
+    for kind, (_, _, dtype) in HALF.items():
+        for made in dict.fromkeys(tile(n, rank, dtype) for n in (1, 8192) for rank in (16, 64)):
+            yield Case(kernel, kind, made, "", {"DROPS": False}, ("seed",))
+            yield Case(kernel, kind, made, ", dropout")
+    yield Case(low_rank_triton.drop_kernel, "half", low_rank_triton.DROP_TILE)
 
 
 def compose_cases(small=False):
-    """DoRA's composition at each rank, and BOFT's, which has no update."""
-    tiles = {
-        compose_triton.compose_kernel: compose_triton.compose_tile,
-        compose_triton.compose_backward_kernel: compose_triton.compose_backward_tile,
-    }
-    shapes = [(rows, rank) for rows in (1, 8192) for rank in (16, 64)]
-    for kernel, tile in tiles.items():
-        for kind, (_, _, dtype) in KINDS.items():
-            for made in dict.fromkeys(
-                fitting(tile, small)(rows, rank, dtype) for rows, rank in shapes
-            ):
-                yield Case(kernel, kind, made, "", {"WIDE": dtype is torch.float32})
-        plain = {"UPDATES": False, "NEEDS_T": False, "NEEDS_B": False, "WIDE": False}
-        for kind in ("half", "float32"):
-            for made in dict.fromkeys(tile(rows, 0, torch.float16) for rows in (1, 8192)):
-                yield Case(kernel, kind, made, ", no update", plain, ("t", "b"))
+    """DoRA's composition at each rank, LoRA's, which has no gain, and BOFT's, without an update."""
+    forward, backward = compose_triton.compose_kernel, compose_triton.compose_backward_kernel
+    tile, last = fitting(compose_triton.compose_tile, small), compose_triton.finish_kernel
+    none = {"SCALES": False, "BIASED": False}
+    few = {**none, "NEEDS_Y": False, "NEEDS_DOTS": False}
+    for kind, (_, _, dtype) in HALF.items():
+        wide = {"WIDE": dtype is torch.float32}
+        for made in dict.fromkeys(
+            tile(n, rank, dtype) for n in (1, 8192) for rank in (16, 64, 128)
+        ):
+            yield Case(forward, kind, made, "", wide)
+            yield Case(forward, kind, made, ", no gain", {**wide, **none}, ("gain", "bias"))
+        shapes = [(n, rank, dtype) for n in (1, 8192) for rank in (16, 32)]
+        for made in dict.fromkeys(compose_triton.compose_backward_tile(*s) for s in shapes):
+            yield Case(backward, kind, made, "", wide)
+        for made in dict.fromkeys(compose_triton.compose_backward_tile(*s, True) for s in shapes):
+            yield Case(backward, kind, made, ", no gain", {**wide, **few}, ("gain", "bias"))
+        for made in dict.fromkeys(compose_triton.finish_tile(rank) for rank in (16, 32, 64)):
+            yield Case(last, kind, made, "", {"NUMBERS": compose_triton._NUMBERS, "TELLS": False})
+    plain = {"UPDATES": False, "NEEDS_T": False, "NEEDS_B": False, "WIDE": False}
+    plain |= {"NUMBERS": 1, "HIDDEN": False}
+    for kernel, made in (
+        (forward, tile(8192, 0, torch.float16)),
+        (backward, compose_triton.compose_backward_tile(1, 0, torch.float16)),
+        (backward, compose_triton.compose_backward_tile(8192, 0, torch.float16)),
+        (last, compose_triton.finish_tile(0)),
+    ):
+        yield Case(kernel, "half", made, ", no update", plain, ("t", "b"))
 
 
 def row_norm_cases(small=False):
@@ -154,18 +171,14 @@ def rotate_cases(small=False):
         butterfly_triton.rotate_backward_kernel: butterfly_triton.rotate_backward_tile,
     }
     for kernel, tile in tiles.items():
-        for kind, dtype in (("half, float32 factors", torch.bfloat16), ("float32", torch.float32)):
-            narrow = dtype is torch.float32 and kernel is butterfly_triton.rotate_backward_kernel
-            widths = (32,) if narrow else (64, 128)
-            if small and (
-                dtype is torch.float32 or kernel is butterfly_triton.rotate_backward_kernel
-            ):
-                widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
-            for width in widths:
-                for made in dict.fromkeys(tile(rows, width, dtype) for rows in (1, 8192)):
-                    yield Case(kernel, kind, made, "", {"ALONE": True})
-                    if width <= 64:
-                        yield Case(kernel, kind, made, ", narrow", {"ALONE": False})
+        widths = (64, 128)
+        if small and kernel is butterfly_triton.rotate_backward_kernel:
+            widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
+        for width in widths:
+            for made in dict.fromkeys(tile(rows, width, torch.bfloat16) for rows in (1, 8192)):
+                yield Case(kernel, "half, float32 factors", made, "", {"ALONE": True})
+                if width <= 64:
+                    yield Case(kernel, "half, float32 factors", made, ", narrow", {"ALONE": False})
 
 
 def cayley_fold_cases(small=False):
@@ -188,26 +201,23 @@ def cayley_fold_cases(small=False):
 
 def bottleneck_cases(small=False):
     """Bottlenecks of every padded width with the longest activation, the others at one of them."""
-    forward = bottleneck_triton.bottleneck_kernel
-    tiles = {
-        forward: bottleneck_triton.bottleneck_tile,
-        bottleneck_triton.bottleneck_backward_kernel: bottleneck_triton.bottleneck_backward_tile,
-    }
-    for kernel, tile in tiles.items():
-        for kind, (_, _, dtype) in KINDS.items():
-            narrow = dtype is torch.float32 or kernel is not forward
-            shapes = [(n, w) for w in (16, 64, 128, 256)[: 2 if narrow else 4] for n in (1, 8192)]
-            for made in dict.fromkeys(tile(rows, width, dtype) for rows, width in shapes):
-                yield Case(kernel, kind, made, ", gelu", {"PHI": "gelu"})
-    made = bottleneck_triton.bottleneck_tile(8192, 64, torch.bfloat16)
+    kernel, tile = bottleneck_triton.bottleneck_kernel, bottleneck_triton.bottleneck_tile
+    for kind, (_, _, dtype) in HALF.items():
+        widths = (16, 64) if dtype is torch.float32 else (16, 64, 128, 256)
+        for made in dict.fromkeys(tile(n, width, dtype) for width in widths for n in (1, 8192)):
+            yield Case(kernel, kind, made, ", gelu", {"PHI": "gelu"})
+    made = tile(8192, 64, torch.bfloat16)
     for name in ("relu", "tanh", "gelu_tanh"):
-        yield Case(forward, "half", made, f", {name}", {"PHI": name})
-    for kind, (_, _, dtype) in KINDS.items():
+        yield Case(kernel, "half", made, f", {name}", {"PHI": name})
+    none = {"SCALES": False, "BIASED": False}
+    for kind, (_, _, dtype) in HALF.items():
         for made in dict.fromkeys(
-            low_rank_triton.expand_tile(8192, w, dtype, small) for w in (16, 64)
+            compose_triton.compose_tile(8192, w, dtype, small) for w in (16, 64, 128)
         ):
-            kernel = low_rank_triton.expand_kernel
-            yield Case(kernel, kind, made, ", b in columns", {}, (), ("b",))
+            yield Case(
+                compose_triton.compose_kernel, kind, made, ", b in columns",
+                {**none, "WIDE": dtype is torch.float32}, ("gain", "bias"), ("b",),
+            )  # fmt: skip
 
 
 def grouped_cases(small=False):
@@ -218,7 +228,7 @@ def grouped_cases(small=False):
         grouped_triton.grouped_outer_kernel,
     )
     plain, scaled = ("scales", "seed"), ("seed",)
-    for kind, (_, _, dtype) in KINDS.items():
+    for kind, (_, _, dtype) in HALF.items():
         shapes = [(rows, rank, dtype) for rows in (16, 64) for rank in (16, 64)]
         for made in dict.fromkeys(grouped_triton.shrink_tile(*shape) for shape in shapes):
             none = {"DROPS": False, "SCALES": False}
@@ -243,6 +253,7 @@ def made_for(case, architecture, ones=False):
     types = {**dict.fromkeys(ACTIVATIONS, activation), **dict.fromkeys(FACTORS, factor)}
     types |= {**dict.fromkeys(WIDE, "*fp32"), **NUMBERS}
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "RANK": tile.rank}
+    constants |= {"STAGES": tile.stages}
     constants |= {"PRECISION": "tf32x3", **case.constants}
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -271,6 +282,67 @@ def made_for(case, architecture, ones=False):
     )
 
 
+@dataclass
+class Reads:
+    """How a kernel reads global memory, from its code in Triton's GPU dialect.
+
+    Attributes:
+        copies: asynchronous copies inside loops.
+        waiting: loads of tiles inside loops that the program waits for.
+        buffers: the least number of tiles that a loop keeps of an operand; 0 without such a loop.
+        ahead: bytes that a loop has on their way, the least of all loops.
+        alone: bytes of tiles that are loaded outside loops.
+    """
+
+    copies: int
+    waiting: int
+    buffers: int
+    ahead: int
+    alone: int
+
+
+def bytes_of(shape):
+    """Of a tile, from "128x32xbf16"."""
+    *sizes, kind = shape.split("x")
+    return math.prod(map(int, sizes)) * int(re.search(r"\d+", kind)[0]) // 8
+
+
+def reads(ir, stages):
+    """What the code does; `stages` of its loops."""
+    copies = waiting = alone = 0
+    loops, pending, depths = [], [], []
+    for line in ir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depths and line.strip().startswith("}") and depth == depths[-1]:
+            depths.pop()
+        if found := re.search(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x([^,]*),", line):
+            pending.append((int(found[1]), bytes_of(found[2])))
+        copies += bool(depths) and "async_copy_global_to_local" in line
+        tile = re.search(r"tt\.load .*: tensor<(\d+x\d+x)!tt\.ptr<(\w+)>", line)
+        if tile and depths:
+            waiting += 1
+        elif tile:
+            alone += bytes_of(tile[1] + tile[2])
+        if "scf.for" in line:
+            depths.append(depth)
+            if pending:
+                loops.append(pending)
+                pending = []
+    ahead = [(stages - 1) * sum(size for _, size in loop) for loop in loops]
+    # small operands beside a tile may need fewer buffers
+    buffers = [max(loop, key=lambda each: each[1])[0] for loop in loops]
+    least = min(ahead, default=0)
+    return Reads(copies, waiting, min(buffers, default=0), least, alone)
+
+
+def resident(made, registers, warps, architecture):
+    """How many programs a multiprocessor holds at a time."""
+    shared, most_warps, most, _ = HOLDS[architecture]
+    per_warp = -(-registers // 8) * 8 * 32
+    of_registers = 65_536 // (per_warp * warps)
+    return min(of_registers, shared // (made.metadata.shared + 1024), most_warps // warps, most)
+
+
 def compiled(case, architecture):
     """What ptxas makes of a kernel: one row of the table."""
     made, tile = made_for(case, architecture), case.tile
@@ -279,13 +351,18 @@ def compiled(case, architecture):
         file.flush()
         tool = [TOOLS / "cuobjdump", "-res-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"\bREG:(\d+)", used)[1])
+    read = reads(made.asm["ttgir"], tile.stages)
+    programs = resident(made, registers, tile.warps, architecture)
+    # a kernel that loops over its large operand has few programs, others have many
+    flying = max(min(programs, LAUNCHED) * read.ahead, programs * read.alone)
     return {
         "kernel": case.name,
         "kind": case.kind,
         "tile": f"{tile.rows} × {tile.columns}{f' × {tile.rank}' if tile.rank else ''}, "
         f"{tile.warps} warps, {tile.stages} stages",
         "sm": architecture,
-        "registers": int(re.search(r"\bREG:(\d+)", used)[1]),
+        "registers": registers,
         "spilled": int(re.search(r"\bSTACK:(\d+)", used)[1]),
         "shared": made.metadata.shared,
         "matrix": " ".join(
@@ -293,7 +370,17 @@ def compiled(case, architecture):
             for name, pattern in MATRIX.items()
             if (n := len(re.findall(pattern, made.asm["ptx"])))
         ),
+        "copies": read.copies,
+        "waiting": read.waiting,
+        "buffers": read.buffers,
+        "in flight": flying,
     }
+
+
+COLUMNS = (
+    *("kernel", "operands", "tile", "sm", "registers", "spilled", "shared", "matrix", "copies"),
+    *("waiting", "buffers", "in flight"),
+)
 
 
 def table(rows):
@@ -306,10 +393,14 @@ def table(rows):
         "on the stack. *Shared* is bytes per program; the limit is 166,912 on the A100 (sm 80),",
         "232,448 on Hopper and Blackwell (sm 90, sm 100), and 101,376 on smaller GPUs (sm 86, 89",
         "and 120), where some kernels have tiles of their own. *Matrix* counts instructions of the",
-        "matrix unit.",
+        "matrix unit. *Copies* counts asynchronous copies inside loops, *waiting* the loads there",
+        "that the program waits for; *buffers* is how many tiles of an operand a loop keeps.",
+        "*In flight* is bytes on their way to a multiprocessor: (stages − 1) × tiles × resident",
+        "programs. To keep the memory busy for 800 ns, Little's law asks for",
+        ", ".join(f"{LITTLE[sm]:,} (sm {sm})" for sm in LITTLE) + ".",
         "",
-        "| kernel | operands | tile | sm | registers | spilled | shared | matrix |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
     ]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, r.values()))} |" for r in rows), ""])
 

@@ -5,7 +5,7 @@ from hostile import LAYOUTS, arranged, drawn, edged, far, near
 
 from adapterzoo import kernels
 from adapterzoo.activations import ACTIVATIONS
-from adapterzoo.kernels import bottleneck, bottleneck_triton
+from adapterzoo.kernels import bottleneck, bottleneck_triton, compose_triton
 
 S = 0.7
 SHAPES = {
@@ -156,7 +156,7 @@ def identity():
 
 def falls_back():
     """What the kernels do not take is computed all the same."""
-    bottleneck_triton._WIDEST_BACKWARD = 64
+    compose_triton._WIDEST_RANK = 32
     to, x, dy = (drawn(5, 20, dtype=torch.float32) for _ in range(3))
     against_float64(to, x, dy, matrices(20, 300, torch.float32), 1e-6)
     for name in ACTIVATIONS.keys() - bottleneck_triton.FUSED.keys():
@@ -165,7 +165,7 @@ def falls_back():
 
 def cases():
     # the fused kernel is what is tested here, at every width
-    bottleneck_triton._WIDEST_BACKWARD = 1 << 30
+    compose_triton._WIDEST_RANK = 1 << 30
     for dtypes in DTYPES:
         for shape in SHAPES if dtypes in ("float32", "float16") else list(SHAPES)[2:4]:
             yield f"{shape}, {dtypes}", lambda s=shape, d=dtypes: shaped(s, d)

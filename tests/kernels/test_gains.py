@@ -21,7 +21,7 @@ OUT = 6
 def as_cuda(monkeypatch):
     """The decisions of a GPU, on this CPU, where torch operations compute."""
     monkeypatch.setattr(_launch, "INTERPRETED", True)
-    monkeypatch.setattr(mode, "takes_triton", lambda *args: False)
+    monkeypatch.setattr(mode, "takes_triton", lambda *args, **single: False)
     with kernels.use("triton"):
         yield
 

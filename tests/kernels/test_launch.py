@@ -81,7 +81,7 @@ def kernels_of(*modules):
 def test_every_module_of_kernels_is_recorded():
     files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"_tiles_triton"}
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
-    assert len({name for _, name in kernels_of(*MODULES)}) == 16
+    assert len({name for _, name in kernels_of(*MODULES)}) == 14
 
 
 class Recorder:
@@ -132,8 +132,9 @@ def low_rank(empty, rows):
     out = low_rank_triton.expand(y, t, b, 0.5)
     grads = low_rank_triton.expand_backward(out, t, b, 0.5)
     grads += low_rank_triton.shrink_backward(grads[0], x, a, 0.1, seed)
-    names = ["shrink", "expand", "expand_backward", "drop", "drop"]
-    return {t: (rows, 8), out: y.shape}, grads, (t, b, x, a), names if rows else []
+    # of no rows too there is a gradient of b, and it is written
+    names = ["shrink", "compose", "compose_backward", "finish", "drop", "drop"]
+    return {t: (rows, 8), out: y.shape}, grads, (t, b, x, a), names if rows else ["finish"]
 
 
 def of_dora(empty, rows):
@@ -143,7 +144,8 @@ def of_dora(empty, rows):
     grads = compose_triton.compose_backward(out, y, gain, gain, t, b, 0.5, False, *[True] * 5)
     norm = row_norm_triton.row_norm(w, a, empty(rows, 8), 0.5)
     # a aᵀ has rows of its own
-    names = ["compose", "compose_backward", "shrink", "row_norm"] if rows else ["shrink"]
+    names = ["compose", "compose_backward", "finish", "shrink", "row_norm"]
+    names = names if rows else ["finish", "shrink"]
     return {out: y.shape, norm: (rows,)}, grads, (y, gain, gain, t, b), names
 
 
@@ -169,9 +171,9 @@ def of_bottlenecks(empty, rows, same=False):
     given = (None if same else x, down, biases[0], up, biases[1], 0.5, "relu", True)
     out, h = bottleneck_triton.bottleneck(to, *given)
     grads = bottleneck_triton.bottleneck_backward(out, x, h, down, up, 0.5, "relu", same)
-    names = ["bottleneck", "bottleneck_backward", *["expand"] * same]
+    names = ["bottleneck", "compose_backward", "finish", *["compose"] * same]
     likes = (x, down, biases[0], up, biases[1])
-    return {out: to.shape, h: (rows, 8)}, grads, likes, names if rows else []
+    return {out: to.shape, h: (rows, 8)}, grads, likes, names if rows else ["finish"]
 
 
 def of_bottlenecks_that_read_what_they_add_to(empty, rows):
@@ -349,7 +351,11 @@ def test_auto_takes_triton_on_cuda_for_the_dtypes_it_knows():
         assert not mode.takes_triton("shrink", torch.empty(2))
         with kernels.use("reference"):
             assert not mode.takes_triton("shrink", half)
+        assert not mode.takes_triton("shrink", half.float(), half.float())
+        assert mode.takes_triton("row_norm", half.float(), half.float(), single=True)
         with mock.patch.object(mode, "_mode", "triton"):
+            with pytest.raises(KernelError, match=r"shrink: it leaves .* float32 to torch"):
+                mode.takes_triton("shrink", half.float(), half.float())
             with pytest.raises(KernelError, match=r"shrink: it does not compute in float64"):
                 mode.takes_triton("shrink", half, half.double())
             with pytest.raises(KernelError, match="operands are on cpu"):

@@ -18,12 +18,17 @@ from adapterzoo.kernels import _launch
 # of one layer: query, key, value, output, gate, up and down; those of one input share its kernel
 SITES, INPUTS = 7, 4
 COUNTS = {
-    "lora": ({"shrink": INPUTS, "expand": SITES}, {"expand_backward": SITES}),
-    "dora": ({"shrink": INPUTS, "compose": SITES}, {"compose_backward": SITES}),
+    "lora": ({"shrink": INPUTS, "compose": SITES}, {"compose_backward": SITES, "finish": SITES}),
+    "dora": ({"shrink": INPUTS, "compose": SITES}, {"compose_backward": SITES, "finish": SITES}),
     # and in training one kernel for all rotations of an input
     "boft": (
         {"rotate": SITES, "compose": SITES},
-        {"rotate_backward": SITES, "compose_backward": SITES, "cayley_fold_backward": INPUTS},
+        {
+            "rotate_backward": SITES,
+            "compose_backward": SITES,
+            "finish": SITES,
+            "cayley_fold_backward": INPUTS,
+        },
     ),
 }
 # of the backward: x and the gradient of x, without the features that dropout left out
@@ -118,7 +123,7 @@ def test_sharing_the_input_of_a_mixed_batch_changes_no_result(monkeypatch, metho
             if on_gpu:
                 stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
                 stack.enter_context(kernels.use("triton"))
-                monkeypatch.setattr(kernels.mode, "takes_triton", lambda *args: False)
+                monkeypatch.setattr(kernels.mode, "takes_triton", lambda *args, **single: False)
             for _ in range(2):
                 model.zero_grad()
                 with torch.set_grad_enabled(train):
