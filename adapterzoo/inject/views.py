@@ -27,6 +27,12 @@ from adapterzoo.runtime import CallContext, SharedInput
 
 from .quantized import packing_of
 
+# that of torch itself: one that a library puts in its place may compute something else
+_LINEAR = nn.Linear.forward
+
+# the forward of torch itself: one that a library puts in its place may compute something else
+_LINEAR = nn.Linear.forward
+
 
 class LayerCall(BaseLayer):
     """One call of a layer, as passed to its adapters.
@@ -83,9 +89,11 @@ class LayerCall(BaseLayer):
         return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
 
     def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return the parameters of a frozen linear layer."""
+        """Return the parameters of a frozen linear layer whose output for x is not there yet."""
         # few tokens first: there each call counts
-        if x.numel() <= FEW or getattr(self._forward, "__func__", None) is not nn.Linear.forward:
+        if x.numel() <= FEW or getattr(self._forward, "__func__", None) is not _LINEAR:
+            return None
+        if self._x is x:
             return None
         w, bias = own(self._module, "weight"), own(self._module, "bias")
         return (w, bias) if w is not None and takes(x, w, bias) else None

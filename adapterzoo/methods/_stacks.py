@@ -81,10 +81,11 @@ def _kept(
 ) -> Tensor:
     """Return a stack, in evaluation the one of the batch before if it still holds.
 
-    The same changes make it invalid as a value of `WeightCache`. An optimizer whose writes torch
-    does not count needs a gradient first, and accumulating one clears the stacks.
+    What makes it invalid is that of `WeightCache`: after a forward with gradients nothing is kept
+    until the mode is set again. Another forward may lead to the gradient that an optimizer needs
+    to write untracked: where one is accumulated, the stacks are forgotten.
     """
-    if torch.is_grad_enabled() or adapters[0].training or is_recorded(sources[0]):
+    if adapters[0].training or is_recorded(sources[0]):
         return make()
     cache = base.cache(adapters[0])
     if cache is None:
@@ -92,6 +93,12 @@ def _kept(
     slots = cache.kept
     if not isinstance(slots, _Slots):
         slots = cache.kept = _Slots()
+    if torch.is_grad_enabled() and not slots.learns and any(s.requires_grad for s in sources):
+        slots.close()
+        slots.clear()
+        slots.learns = True
+    if torch.is_grad_enabled() or slots.learns:
+        return make()
     kept = slots.get(slot)
     if kept is not None and kept.holds(sources):
         return kept.stack
@@ -105,7 +112,13 @@ def _kept(
 
 
 class _Slots(dict[str, "_Kept"]):
-    """The stacks of a layer."""
+    """The stacks of a layer.
+
+    Attributes:
+        learns: whether an optimizer step may follow.
+    """
+
+    learns = False
 
     def close(self) -> None:
         """Stop watching their factors."""

@@ -1,12 +1,17 @@
 """A frozen layer and its low-rank update in one node: bits, gradients, what is overwritten."""
 
+from unittest import mock
+
 import pytest
 import torch
+from families import tiny_config
 from measured import Operations, kept, near, writable
+from snapshots import stir
 from torch import nn
 from torch.nn.functional import linear
+from transformers import AutoModel
 
-from adapterzoo import kernels
+from adapterzoo import Average, init, kernels
 from adapterzoo.kernels import _dropout, frozen
 from adapterzoo.kernels.low_rank import expand, fork, shrink
 
@@ -174,3 +179,33 @@ def test_what_is_not_a_frozen_product_is_left_alone():
     with torch.autocast("cpu", torch.bfloat16):
         assert not frozen.takes(x, w, bias)
     assert not torch.func.vmap(lambda x: x * frozen.takes(x, w, bias))(x).any()
+
+
+def adapted(*names):
+    """A frozen model with random adapters at its queries, the first of these, and an input."""
+    torch.manual_seed(0)
+    model = init(AutoModel.from_config(tiny_config("bert")))
+    query = model.encoder.layer[0].attention.self.query
+    for name in names:
+        model.add_adapter(name, "lora[target_modules='query']")
+        stir(model, name)
+    model.requires_grad_(False)
+    return model, query, torch.randn(16, 64, query.in_features)
+
+
+def test_a_forward_in_place_of_torch_s_is_called():
+    model, query, x = adapted("a")
+    wanted = 2 * linear(x, query.weight, query.bias)
+    model.set_active_adapters("a")
+    change = query(x) - wanted / 2
+    plain = nn.Linear.forward
+    with mock.patch.object(nn.Linear, "forward", lambda layer, x: 2 * plain(layer, x)):
+        near(query(x) - wanted, change.double(), 1e-5)
+
+
+def test_adapters_of_an_average_share_the_output_of_the_layer():
+    model, query, x = adapted("a", "b", "c")
+    model.set_active_adapters(Average("a", "b", "c"))
+    with Operations() as seen, torch.no_grad():
+        query(x)
+    assert seen.names.count("addmm") == 1

@@ -113,7 +113,15 @@ def trained_untracked(model):
     model.zero_grad()
 
 
-CHANGES = (written, assigned, loaded, untracked, other_batch, trained_untracked)
+def stepped_untracked(model):
+    """A step of one's own, whose gradients are never accumulated."""
+    factor = first_factor(model)
+    (grad,) = torch.autograd.grad(model(IDS).last_hidden_state.square().sum(), factor)
+    output(model)
+    factor.data.sub_(grad)
+
+
+CHANGES = (written, assigned, loaded, untracked, other_batch, trained_untracked, stepped_untracked)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
