@@ -196,7 +196,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def until(begun: float, end: float, own: float, later: float) -> float:
-    """When a section has to stop: it gets what it needs, and all that nobody after it needs.
+    """When a section has to stop: it gets what it needs, and what later sections leave.
 
     Args:
         begun: when it begins.

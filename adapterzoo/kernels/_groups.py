@@ -25,7 +25,7 @@ T = TypeVar("T")
 BASE = -1
 # numbers per chunk in the plan: its adapter, its first row, and one past its last row
 CHUNK = 3
-# that the groups of one batch keep
+# tensors that the groups of one batch keep on a device before they start anew
 _MOST_TENSORS = 64
 
 
@@ -227,8 +227,9 @@ def _made(index: tuple[int, ...]) -> Groups:
         return Groups(index, torch.tensor(index, dtype=torch.int64))
 
 
-# a few KB each
+# for the latest batches; a service that repeats its batches copies nothing
 _remembered = functools.lru_cache(maxsize=64)(_made)
+# groups whose tensors a CUDA graph reads: they must never be freed
 _CAPTURED: set[Groups] = set()
 
 

@@ -127,11 +127,6 @@ def is_small(x: Tensor) -> bool:
     return x.numel() <= SMALL or torch.compiler.is_compiling()
 
 
-def is_large(x: Tensor) -> bool:
-    """Return whether it pays to add in place what is added to a gradient of `x`."""
-    return x.numel() > SMALL
-
-
 def rows_of(x: Tensor) -> Tensor:
     """Return `x` `[*batch, width]` as `[rows, width]`."""
     return x.reshape(-1, x.shape[-1])

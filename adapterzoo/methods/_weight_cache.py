@@ -85,9 +85,12 @@ class WeightCache(ModuleCache):
             facts: as for `get`.
             owners: the sources, or the parameters that they are views of.
         """
+        # first: compiled code must not depend on what is kept
+        if torch.compiler.is_compiling():
+            return None
         memory = self._memory
         entry = memory.entry
-        if entry is None or memory.learns or torch.compiler.is_compiling():
+        if entry is None or memory.learns:
             return None
         if len(owners) != len(entry.owners) or torch._C._get_tracing_state() is not None:
             return None

@@ -78,7 +78,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
 def _tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         return None
-    # importing tokenizers takes a tenth of all imports, and most models need none
+    # importing tokenizers takes time, and most models need none
     from transformers import AutoTokenizer
 
     with folders.reading(folder):
