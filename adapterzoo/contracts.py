@@ -19,7 +19,7 @@ from .call import StackCall
 from .errors import StateError
 
 if TYPE_CHECKING:
-    from .forgetting import Together
+    from .caches import LayerCache
     from .kernels.grouped import Groups
 
 
@@ -77,13 +77,13 @@ class BaseLayer(ABC):
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
     def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight and bias if the layer is their product with x, and both are frozen.
-
-        Then `kernels.frozen.product` can compute the layer and its update together. None for any
-        other layer, and for an x that is too small for it to pay.
+        """Return weight and bias of a frozen linear layer, for `kernels.frozen.product`.
 
         Args:
             x: `[*batch, d_in]`.
+
+        Returns:
+            None for any other layer, and for an x so small that one product does not pay.
         """
         return None
 
@@ -127,14 +127,14 @@ class BaseLayer(ABC):
         """
         raise StateError(f"this layer is not in a model, so there is no {path!r}.")
 
-    def together(self, adapter: Adapter) -> Together | None:
-        """Return where adapters of the layer keep what they compute together in evaluation.
+    def cache(self, adapter: Adapter) -> LayerCache | None:
+        """Return the cache for values that adapters of the layer compute together in evaluation.
 
         Args:
             adapter: one of them.
 
         Returns:
-            None if it is to be computed again in each call.
+            None if there is none, so that each call computes them again.
         """
         return None
 
@@ -175,7 +175,9 @@ class BaseLayer(ABC):
         return type(adapter).from_input((adapter,), x)[0]
 
     def from_rows(self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor) -> Any:
-        """Return the projection of each row by its adapter, with other layers' if possible.
+        """Return the projection of each row by its adapter.
+
+        As for `from_input`, layers that read the same x share the product.
 
         Args:
             adapters: of this layer.
@@ -248,7 +250,7 @@ class InputPlan(ABC):
         """Return the fields of the config that the inputs decide, with their values."""
 
 
-# values that a module keeps as they are
+# types that are neither a parameter nor a buffer nor a module
 _PLAIN = frozenset((bool, int, float, str, tuple, dict, type(None)))
 
 
@@ -265,7 +267,7 @@ class Contained(nn.Module):
     prefix: ClassVar[str] = ""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a number, text or flag without the checks of `nn.Module`, which take longer."""
+        """Set a number, text or flag without the slower checks of `nn.Module`."""
         own = vars(self)
         if (
             type(value) in _PLAIN
@@ -461,9 +463,10 @@ class Adapter(Contained, ABC):
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return what `forward` returns, where calls cost more than what they compute.
+        """Return the bits of `forward` in fewer calls, for inputs where calls cost the most.
 
-        A layer asks for it in evaluation without gradients, if the adapter acts alone.
+        A layer calls it first, in evaluation without gradients, if no other adapter acts there. It
+        is optional; a class that overrides `forward` must override it too, or it is not used.
 
         Args:
             x: the layer's input, `[*batch, d_in]`.
@@ -471,7 +474,7 @@ class Adapter(Contained, ABC):
             run: computes its untouched output, once.
 
         Returns:
-            The bits of `forward`; None, before `run` is called, if `forward` has to compute it.
+            `[*batch, d_out]`; None, without having called `run`, if `forward` must compute it.
         """
         return None
 
@@ -785,11 +788,11 @@ class SharedInputAdapter(Adapter):
     def from_rows(
         cls, members: Sequence[Sequence[Self]], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Sequence[Any]:
-        """Return the projections of a mixed batch, for a class that asks `base.from_rows` for them.
+        """Return the projections of a mixed batch; only classes that call `base.from_rows` have it.
 
         Args:
-            members: the adapters of each of several layers, in the numbering of `groups`; the first
-                ones of each have equal `shared_input_key`.
+            members: the adapters of each of several layers, in the order of `groups`; the first
+                adapters of these layers have equal `shared_input_key`.
             groups: which of a layer's adapters each row takes.
             x: `[rows, *tokens, d_in]`.
             base: the layer of the first.
@@ -800,7 +803,10 @@ class SharedInputAdapter(Adapter):
         Raises:
             StateError: the class does not implement it.
         """
-        raise StateError(f"{cls.__name__}.from_rows: the class does not have it.")
+        raise StateError(
+            f"{cls.__name__} does not implement from_rows. Do not call base.from_rows in its "
+            f"forward_batched."
+        )
 
 
 class Head(nn.Module, ABC):
@@ -828,16 +834,16 @@ def can_batch(adapters: Sequence[Adapter]) -> bool:
     kind = type(adapters[0])
     if any(type(adapter) is not kind for adapter in adapters):
         return False
-    return _belongs(kind, "forward_batched") and kind.supports_batching(adapters)
+    return _matches_forward(kind, "forward_batched") and kind.supports_batching(adapters)
 
 
 def can_take_few(adapter: Adapter) -> bool:
-    """Return whether the adapter's class has an `on_few` for its `forward`."""
-    return _belongs(type(adapter), "on_few") and type(adapter).on_few is not Adapter.on_few
+    """Return whether the adapter's class has an `on_few` that matches its `forward`."""
+    return _matches_forward(type(adapter), "on_few") and type(adapter).on_few is not Adapter.on_few
 
 
-def _belongs(kind: type[Adapter], name: str) -> bool:
-    """Return whether a class that overrides `forward` has overridden a method too."""
+def _matches_forward(kind: type[Adapter], name: str) -> bool:
+    """Return whether the class that defines `forward`, or a subclass of it, defines the method."""
     owners = [next(c for c in kind.__mro__ if n in vars(c)) for n in (name, "forward")]
     return issubclass(*owners)
 

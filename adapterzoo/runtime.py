@@ -172,8 +172,8 @@ class SharedInput:
 
         Args:
             members: returns adapters of any classes; asked for where sharing pays.
-            rows: returns those of a mixed batch, of each layer together, after what says which
-                rows they act on.
+            rows: returns those of a mixed batch: for each layer, the numbers that assign rows to
+                adapters, and the adapters.
         """
         self._members, self._rows = members, rows
         self._waiting: list[tuple[object, Tensor, Any]] = []
@@ -206,7 +206,10 @@ class SharedInput:
     def from_rows(
         self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Any:
-        """Return the same for a mixed batch, of adapters of one layer; they need not be members."""
+        """Return the projection of each row of a mixed batch by adapters of one layer.
+
+        They need not be members.
+        """
         kind, own = type(adapters[0]), tuple(adapters)
         # on a CPU the products of one layer are one call, which costs less
         if not mode.asks_triton(x):

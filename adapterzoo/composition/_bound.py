@@ -26,9 +26,9 @@ class BoundStep:
         step: the step; it names adapters by keys of `adapters`.
         adapters: number → adapter; None if the step has the names of adapters at the layer.
         named: the step with the names of adapters.
-        only: the adapter of a site that evaluates nothing else, and neither captures nor shares
-            inputs; None: the site needs more of the plan.
-        on_few: that of the adapter; None: it has none.
+        only: the adapter, if the site evaluates nothing else and neither captures nor shares
+            inputs; None for other sites.
+        on_few: the method of that adapter; None if it has none.
     """
 
     step: Step = field(compare=False, repr=False)
@@ -55,7 +55,7 @@ def bound(
     Args:
         step: with the names of adapters.
         adapters: those at the site, by name; if one is missing, they are looked up in each call.
-        alone: whether a plan has nothing for the site but its step.
+        alone: whether the plan has only the step for the site, no captured or shared inputs.
     """
     if isinstance(step, tuple) and len(set(step)) == len(step):
         numbers = _numbers(len(step))

@@ -163,7 +163,7 @@ class Adapted(nn.Module):
         return members
 
     def _rows_at_input(self) -> list[tuple[object, list[Any]]]:
-        """Return the same for the rows of a mixed batch: for each layer, who acts on which rows."""
+        """Return, for each of these layers in a mixed batch, the rows' numbers and the adapters."""
         plan = self._link.active.plan
         members: list[tuple[object, list[Any]]] = []
         for name, _ in plan.shared_inputs[self._link.path]:

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from adapterzoo.caches import LayerCache
 from adapterzoo.contracts import Contained, SharedModules
-from adapterzoo.forgetting import Together
 
 SHARED = SharedModules.container
 """The container of modules that the layers of an adapter share, unless they name another."""
 
 
-class AdapterDict(Together, nn.ModuleDict):
+class AdapterDict(LayerCache, nn.ModuleDict):
     """Modules by name; any name is legal, also `train` or `type`.
 
     Attributes:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
+from adapterzoo.caches import LayerCache
 from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.forgetting import Together
 from adapterzoo.kernels.frozen import takes
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.mode import FEW
@@ -133,10 +133,10 @@ class LayerCall(BaseLayer):
         """The factor of the output."""
         return getattr(self._module, "embed_scale", 1.0)
 
-    def together(self, adapter: Adapter) -> Together | None:
+    def cache(self, adapter: Adapter) -> LayerCache | None:
         """Return the container of the adapter."""
         held = self._module._modules.get(adapter.container)
-        return held if isinstance(held, Together) else None
+        return held if isinstance(held, LayerCache) else None
 
     @property
     def padding_idx(self) -> int | None:

@@ -69,9 +69,10 @@ def compose(
 ) -> Tensor:
     """Return `compose_reference` with the update t Bᵀ, in as few passes over y as possible.
 
-    On a GPU the decision of what to keep is some steps old. If a gain is so small by then that no
-    digit of the value before it is left, its gradient is inf or NaN, never a wrong number; this
-    takes a fall from `_least` to `_compose_torch.NO_DIGIT` within these steps.
+    On a GPU the decision of what to keep depends on gains from some steps before. If a gain has
+    become so small since then that no digit of the value before it is left, its gradient is inf or
+    NaN, never a wrong number; for this it must fall from `_least` to the limit in
+    `_compose_torch.divisor` within these steps.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
@@ -93,7 +94,7 @@ def compose(
     if torch.is_grad_enabled():
         told = _from_output(y, gain, bias, smallest if asks_gpu else None, asks_gpu)
     if asks_gpu or told is _OUTPUT:
-        # on a CPU the gain alone decides, so that it need not be saved how
+        # on a CPU the gain alone decides, so that `told` need not be saved
         how = (False, told) if asks_gpu else (True, None)
         out: Tensor = _compose(y, gain, bias, t, b, scaling, *how)
         return out
@@ -104,15 +105,16 @@ def compose(
         return _compose_torch.compose(y, gain, bias, t, b, scaling)
 
 
-# what is kept, as a tensor that is saved with it: a forward that a checkpoint repeats in the
-# backward may decide otherwise than the first one, whose other notes the backward gets
+# What is kept, as a tensor that is saved with it. A checkpoint repeats the forward in the backward,
+# which may decide otherwise; the backward then gets the saved tensors of the repetition, but the
+# other attributes of the first forward.
 _Y, _OUTPUT = torch.tensor(False), torch.tensor(True)
 
 
 def _from_output(
     y: Tensor, gain: Tensor, bias: Tensor | None, smallest: SmallestGain | None, asks_gpu: bool
 ) -> Tensor | None:
-    """Return what the backward recovers the value before the gain from; None: y, always.
+    """Return from what the backward recovers the value before the gain; None: always from y.
 
     On a CPU this reads the gain, which is cheap there; fake tensors have no values.
     """
@@ -176,12 +178,8 @@ class _Compose(torch.autograd.Function):
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
         tells = ctx.tells or (told is not None and bool(told))
         found = run(dy, kept, gain, bias, t, b, ctx.scaling, tells, *needs)
-        return (
-            *(g if need else None for g, need in zip(found, needs, strict=True)),
-            None,
-            None,
-            None,
-        )
+        grads = (g if need else None for g, need in zip(found, needs, strict=True))
+        return *grads, None, None, None
 
 
 _compose = register(

@@ -1,8 +1,8 @@
 """The product with a frozen weight and its low-rank update, as one node of autograd's graph.
 
 y = x Wᵀ + bias + s · t Bᵀ. The layer's own product is made here, so that nothing else holds its
-output, to which the update is added in place. Likewise the gradient of x is new memory, to which
-`low_rank.fork` adds the one of t = x Aᵀ. Saves t, besides the weights.
+output, and the update is added to it in place. Likewise the gradient of x is new memory, to which
+`low_rank.fork` adds that of t = x Aᵀ. Saves t, besides the weights.
 """
 
 from __future__ import annotations

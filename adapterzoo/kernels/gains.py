@@ -1,8 +1,8 @@
-"""The smallest gain of a layer, known on the host without waiting for the GPU in each step.
+"""The smallest gain of a layer, read on the host without waiting for the GPU in each step.
 
 `compose` keeps its output for the backward if the gain is large enough to divide by. The gain is on
 the device, so the host reads the smallest one of the step before: each step starts a copy to pinned
-memory and looks whether an earlier one has arrived.
+memory and checks whether an earlier one has finished.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.forgetting import Forgetting
+from adapterzoo.caches import ModuleCache
 
 from . import _launch
 
@@ -21,7 +21,7 @@ from . import _launch
 _PLAIN = {Tensor, nn.Parameter}
 
 
-class SmallestGain(Forgetting):
+class SmallestGain(ModuleCache):
     """The smallest |gain| of a site in its latest calls.
 
     The host waits for the device in the first call, and again after everything that may give the
@@ -31,10 +31,12 @@ class SmallestGain(Forgetting):
     Nothing is known in compiled or captured code: a captured graph runs again with other weights.
     """
 
+    _memory: _Memory
+
     def __init__(self) -> None:
         """Start empty."""
         super().__init__()
-        self._memory = _Memory()
+        self.forget()
 
     def of(self, gain: Tensor) -> float | None:
         """Return the smallest |gain| of this call or of one shortly before; None: unknown.
@@ -62,21 +64,16 @@ class SmallestGain(Forgetting):
         memory.arriving = arriving
         return memory.value
 
-    def forget(self) -> None:
-        """Clear it."""
-        self._memory = _Memory()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the value: copies and pickles have other weights."""
-        state = dict(super().__getstate__())
-        return {**state, "_memory": _Memory()}
+    def empty(self) -> dict[str, Any]:
+        """Return the attributes of an empty cache."""
+        return {"_memory": _Memory()}
 
 
 class Arriving:
-    """A number on its way from a device.
+    """An asynchronous copy of a number to the host.
 
     Attributes:
-        host: where it arrives; in pinned memory if it comes from a GPU.
+        host: where it is copied to; pinned memory if it comes from a GPU.
     """
 
     def __init__(self, number: Tensor, host: Tensor | None) -> None:
@@ -99,23 +96,23 @@ class Arriving:
         self._event.record(torch.cuda.current_stream(number.device))
 
     def is_there(self) -> bool:
-        """Return whether it has arrived; does not wait."""
+        """Return whether the copy has finished; do not wait."""
         return self._event is None or bool(self._event.query())
 
     def value(self) -> float:
-        """Return the number; waits for it."""
+        """Wait for the copy and return the number."""
         if self._event is not None:
             self._event.synchronize()
         return float(self.host)
 
 
 class _Memory:
-    """What is known between two changes.
+    """What a `SmallestGain` keeps until it is cleared; another thread may still read it then.
 
     Attributes:
-        value: the latest that has arrived; None if none has.
-        arriving: the copy that is under way.
-        host: the memory that copies arrive in.
+        value: of the latest copy that has finished; None if none has.
+        arriving: the copy that has not finished.
+        host: the memory to which copies go.
     """
 
     def __init__(self) -> None:

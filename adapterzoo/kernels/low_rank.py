@@ -7,9 +7,9 @@ x Aᵀ elsewhere call only the first. Saves x, t and, with dropout, one bit for 
 backward. Products and t are in the dtype of the factors; a copy of x in that dtype lives no longer
 than a call.
 
-Where the layer is a plain product with a frozen weight, `fork` hands out x for it beside t, and
-`frozen.product` computes it with the update. The gradient of x is then written by the layer's
-product alone and by nothing else held, so that the update is added to it in place.
+If the layer is a plain product with a frozen weight, `fork` returns x beside t, and
+`frozen.product` computes the layer and the update from both. Only that product writes the gradient
+of x, and nothing else holds it, so that the gradient of t is added to it in place.
 """
 
 from __future__ import annotations
@@ -159,6 +159,16 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
         return torch.add(y, update.to(y.dtype), alpha=scaling)
     out: Tensor = _expand(y, t, b, scaling)
     return out
+
+
+def expand_few(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return the bits of `expand` in few calls, without gradients.
+
+    Only for a t of the dtype of b, made of an input with `mode.is_few`; see `expand`.
+    """
+    if y.dtype is not t.dtype or y.numel() > mode.FEW:
+        return expand(y, t, b, scaling)
+    return torch.add(y, linear(t, b), alpha=scaling)
 
 
 def expand_backward(

@@ -16,13 +16,13 @@ from .exact import is_autocast
 _MODES = ("auto", "reference", "triton")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# inputs with up to this many values are small
+# on a CPU, where few values cost less than the calls that compute them
 FEW = 1 << 14
-
-# On a GPU a call of an operator costs the host as much as ten plain ones, and the GPU waits for the
-# host if there is little to compute. With up to so many values the passes that plain operations add
-# (one over y for a low-rank update, four of float32 for a composition) take less than a launch.
-_FEW = 1 << 19
+# On a GPU, where calls of registered operators cost the host more than plain ones, and the GPU
+# waits for the host if there is little to compute. An assumption: with up to so many values, the
+# passes that plain operations add (one over y for a low-rank update, four of float32 for a
+# composition) cost less than the calls that they save.
+_FEW_ON_GPU = 1 << 19
 
 # a plain global, which torch.compile guards, unlike a ContextVar: it recompiles after a change
 _mode = "auto"
@@ -102,19 +102,18 @@ def is_eager(x: Tensor) -> bool:
 
 
 def is_few(x: Tensor) -> bool:
-    """Return whether `x` is small and plain, so that calls cost more than what they compute.
+    """Return whether `x` has few values and `is_plain`: calls cost more than what they compute.
 
-    Training and evaluation do the same, so that without dropout bits are equal.
+    This does not depend on gradients, so that training and evaluation give the same bits.
     """
     return x.numel() <= FEW and is_plain(x)
 
 
 def may_take_triton(x: Tensor, draws: bool = False) -> bool:
-    """Return whether to call an operator that Triton may compute.
+    """Return whether to call an operator that Triton may compute: `asks_triton`, but not for few.
 
-    Except on CUDA only if Triton is requested; and not for few values without gradients, as in
-    decoding, where the host's calls are what takes time. Compiled and captured code has no such
-    calls.
+    Few values without gradients, as in decoding, take plain operations, because the host's calls
+    take most of the time. Compiled and captured code makes no such calls.
 
     Args:
         x: the input.
@@ -125,14 +124,14 @@ def may_take_triton(x: Tensor, draws: bool = False) -> bool:
 
 
 def asks_triton(x: Tensor) -> bool:
-    """Return whether Triton computes at all: except on CUDA only if it is requested."""
+    """Return whether Triton computes at all: on CUDA, or if it is requested."""
     return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda" and not _launch.ROCM)
 
 
 def _is_bound_by_host(x: Tensor) -> bool:
     return not (
         torch.is_grad_enabled()
-        or x.numel() > _FEW
+        or x.numel() > _FEW_ON_GPU
         or torch.compiler.is_compiling()
         or _launch.is_captured()
     )

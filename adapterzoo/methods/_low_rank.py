@@ -18,14 +18,14 @@ from adapterzoo.averaging import Combination
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, SharedInputAdapter, upcast
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.exact import exactly
-from adapterzoo.kernels.grouped import Groups, grouped_shrink
+from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.low_rank import fork
 
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
 from ._slots import rescaled
-from ._stacks import kept_down
+from ._stacks import projected
 from ._starts import drawing
 
 # the scaling multiplies each of them once
@@ -92,10 +92,7 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
 
     @classmethod
     def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return x and its own x Aᵀ `[*batch, rank]` for each; they share the dropout mask.
-
-        This x is for `frozen.product` alone; see `fork`.
-        """
+        """Return x, only for `frozen.product`, and x Aᵀ `[*batch, rank]` of each; see `fork`."""
         factors = [a.lora_A for a in adapters]
         x, t = fork(x, factors, adapters[0].dropout, adapters[0].training)
         parts = (t,) if len(factors) == 1 else t.split([a.shape[0] for a in factors], -1)
@@ -106,13 +103,8 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         cls, members: Sequence[Sequence[Self]], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Sequence[Tensor]:
         """Return the x Aᵀ `[rows, *tokens, rank]` of each layer, of the largest of its ranks."""
-        one = members[0][0]
         factors = [[each.lora_A for each in adapters] for adapters in members]
-        A = kept_down(members[0], factors, base)  # [n, sum of ranks, d_in]
-        t = grouped_shrink(x, A, groups, one.dropout, one.training)
-        widths = [max(len(a) for a in each) for each in factors]
-        parts: tuple[Tensor, ...] = t.split(widths, -1)
-        return parts
+        return projected(x, factors, members[0], groups, base, members[0][0].dropout)
 
     def looked_up(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return a of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.
@@ -150,12 +142,8 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
             (upcast(a, self.lora_A), upcast(b, self.lora_B))
             for a, b in (adapter.whole_factors() for adapter in adapters)
         ]
-        if gains is not None:
-            pairs = zip(factors, gains, strict=True)
-            factors = [(a, b * gain.unsqueeze(-1)) for (a, b), gain in pairs]
         scalings = [adapter.scaling for adapter in adapters]
-        rank = self.lora_A.shape[-2]
-        a, b = combined_factors(factors, scalings, weights, strategy, rank)
+        a, b = combined_factors(factors, scalings, weights, strategy, self.lora_A.shape[-2], gains)
         if not strategy.keeps_scaling:
             b = b / self.scaling
         strategy.fill(self.lora_A, a, "lora_A")

@@ -37,6 +37,7 @@ def combined_factors(
     weights: Sequence[float],
     strategy: Combination,
     rank: int,
+    gains: Sequence[Tensor] | None = None,
 ) -> _Factors:
     """Return the factors A and B of a combination of adapters.
 
@@ -47,7 +48,11 @@ def combined_factors(
         weights: w of each.
         strategy: the strategy and its options.
         rank: of the result.
+        gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
     """
+    if gains is not None:
+        pairs = zip(factors, gains, strict=True)
+        factors = [(a, b * gain.unsqueeze(-1)) for (a, b), gain in pairs]
     scaled = [weight * s for weight, s in zip(weights, scalings, strict=True)]
     if strategy.target == "change":
         changes = [s * product for s, product in zip(scalings, products(factors), strict=True)]

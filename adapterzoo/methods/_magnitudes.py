@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
-from adapterzoo.kernels._compose_torch import compose as composed
-from adapterzoo.kernels._compose_torch import scaled
+from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
     direction_reference,
@@ -29,13 +28,13 @@ from adapterzoo.kernels.dora import (
     weight_norm,
 )
 from adapterzoo.kernels.gains import SmallestGain
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink
-from adapterzoo.kernels.mode import FEW, is_few
+from adapterzoo.kernels.grouped import Groups, grouped_expand
+from adapterzoo.kernels.mode import is_few
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
-from ._stacks import kept_down, kept_up
+from ._stacks import kept_up, projected
 from ._weight_cache import WeightCache
 
 
@@ -124,9 +123,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             return None
         y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
         bias = None if self.adapterhub else layer._parameters.get("bias")
-        if y.dtype is not x.dtype or y.numel() > FEW or not (bias is None or bias.dtype is y.dtype):
-            return composed(y, gain, bias, t, b, self.scaling)
-        return scaled(torch.add(y, linear(t, b), alpha=self.scaling), gain, bias)
+        return compose_few(y, gain, bias, t, b, self.scaling)
 
     def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return g, A and B where g is kept and A x needs nothing else; None elsewhere.
@@ -165,8 +162,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         base: BaseLayer,
     ) -> Tensor:
         """Return A x of each row, `[rows, *tokens, rank]`, with dropout."""
-        one, down = adapters[0], kept_down(adapters, [a], base)
-        return grouped_shrink(x, down, groups, one.dropout, one.training)
+        return projected(x, [a], adapters, groups, base, adapters[0].dropout)[0]
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from adapterzoo.activations import activation
-from adapterzoo.anatomy import Site
+from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Ejectable, SharedModules
 
@@ -23,6 +23,22 @@ SELF = "self_prefix"
 """Location of self-attentions."""
 TIED = "tied_self_prefix"
 """Location of the self-attentions of a decoder that share keys and values as in PEFT."""
+
+
+def location_of(attention: Site, anatomy: Anatomy, tied: bool) -> str:
+    """Return the location of an attention in a model without towers.
+
+    Args:
+        attention: of the model.
+        anatomy: of the model.
+        tied: whether layers of a decoder beside an encoder share keys and values.
+    """
+    if attention.cross:
+        return "cross_prefix"
+    decoders = {a.stack for a in anatomy.attentions if a.cross}
+    if decoders and attention.stack not in decoders:
+        return "encoder_prefix"
+    return TIED if decoders and tied else SELF
 
 
 def by_tower(placements: Sequence[Placement]) -> list[Placement]:

@@ -13,37 +13,46 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from adapterzoo.caches import LayerCache
 from adapterzoo.contracts import Adapter, BaseLayer
-from adapterzoo.forgetting import Together
-from adapterzoo.kernels.grouped import Stack, stacked_down, stacked_up
+from adapterzoo.kernels.grouped import Groups, grouped_shrink, stacked_down, stacked_up
 
 from ._weight_cache import PLAIN, is_recorded, is_shared
 
 
-def kept_stack(
+def projected(
+    x: Tensor,
+    a: Sequence[Sequence[Tensor]],
     adapters: Sequence[Adapter],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scaling: Sequence[float],
+    groups: Groups,
     base: BaseLayer,
-) -> Stack:
-    """Return `stacked(a, b, scaling)`, in evaluation the one of the batch before if it still holds.
+    dropout: float,
+) -> Sequence[Tensor]:
+    """Return dropout(x) Aᵀ of each row for each of several layers, by one product.
 
     Args:
-        adapters: of one layer.
-        a: their factors A.
-        b: their factors B.
-        scaling: their factors s.
-        base: the layer.
+        x: `[rows, *tokens, d_in]`.
+        a: see `kept_down`.
+        adapters: see `kept_down`.
+        groups: which of a layer's adapters each row takes.
+        base: see `kept_down`.
+        dropout: probability, in training.
+
+    Returns:
+        `[rows, *tokens, rank]` of each layer, with the largest of its ranks.
     """
-    down, up = kept_down(adapters, [a], base), kept_up(adapters, b, base)
-    return Stack(down, up, tuple(scaling))
+    down = kept_down(adapters, a, base)  # [n, sum of ranks, d_in]
+    t = grouped_shrink(x, down, groups, dropout, adapters[0].training)
+    parts: tuple[Tensor, ...] = t.split([max(map(len, each)) for each in a], -1)
+    return parts
 
 
 def kept_down(
     adapters: Sequence[Adapter], a: Sequence[Sequence[Tensor]], base: BaseLayer
 ) -> Tensor:
-    """Return the factors A of the adapters of several layers, `[n, sum of ranks, d_in]`, kept so.
+    """Return the factors A of the adapters of several layers, `[n, sum of ranks, d_in]`.
+
+    In evaluation it is the stack of the batch before if that still holds.
 
     Args:
         adapters: of the first layer.
@@ -59,7 +68,7 @@ def kept_down(
 
 
 def kept_up(adapters: Sequence[Adapter], b: Sequence[Tensor], base: BaseLayer) -> Tensor:
-    """Return the factors B of the adapters of a layer, `[n, d_out, rank]`, kept so."""
+    """Return the factors B of the adapters of a layer, `[n, d_out, rank]`; see `kept_down`."""
     return _kept("up", lambda: stacked_up(b), b, adapters, base)
 
 
@@ -78,12 +87,12 @@ def _kept(
     """
     if adapters[0].training or is_recorded(sources[0]):
         return make()
-    together = base.together(adapters[0])
-    if together is None:
+    cache = base.cache(adapters[0])
+    if cache is None:
         return make()
-    slots = together.kept
+    slots = cache.kept
     if not isinstance(slots, _Slots):
-        slots = together.kept = _Slots()
+        slots = cache.kept = _Slots()
     if torch.is_grad_enabled() and not slots.learns and any(s.requires_grad for s in sources):
         slots.close()
         slots.clear()
@@ -97,8 +106,8 @@ def _kept(
         del slots[slot]
         kept.close()
     stack = make()
-    if all(map(_can_change_noticed, sources)):
-        slots[slot] = _Kept(stack, sources, together)
+    if all(map(_shows_changes, sources)):
+        slots[slot] = _Kept(stack, sources, cache)
     return stack
 
 
@@ -120,12 +129,12 @@ class _Slots(dict[str, "_Kept"]):
 class _Kept:
     """A stack with the state of its factors."""
 
-    def __init__(self, stack: Tensor, sources: Sequence[Tensor], together: Together) -> None:
+    def __init__(self, stack: Tensor, sources: Sequence[Tensor], cache: LayerCache) -> None:
         self.stack, self._stream = stack, _stream(sources[0])
         self._marks = [(source, source._version, source.data_ptr()) for source in sources]
         learned = [source for source in sources if source.requires_grad]
         self._hooks = [
-            source.register_post_accumulate_grad_hook(lambda _: together.forget())
+            source.register_post_accumulate_grad_hook(lambda _: cache.forget())
             for source in learned
         ]
 
@@ -152,7 +161,7 @@ def _stream(source: Tensor) -> int:
     return torch.cuda.current_stream(source.device).cuda_stream if source.is_cuda else 0
 
 
-def _can_change_noticed(source: Tensor) -> bool:
+def _shows_changes(source: Tensor) -> bool:
     """Return whether each change of a factor will be noticed."""
     return not (
         type(source) not in PLAIN

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adapterzoo.forgetting import Forgetting
+from adapterzoo.caches import ModuleCache
 
 # subclasses may hide their memory, or compute differently
 PLAIN = {Tensor, nn.Parameter}
 _expired = torch.UntypedStorage._expired
 
 
-class WeightCache(Forgetting):
+class WeightCache(ModuleCache):
     """Compute a tensor, or return the one computed before if its sources have not changed.
 
     A source has changed if its version is another, which every in-place operation that autograd
@@ -42,10 +42,12 @@ class WeightCache(Forgetting):
     pickles and replicas start empty; state dicts and buffers never include the value.
     """
 
+    _memory: _Memory
+
     def __init__(self) -> None:
         """Start empty."""
         super().__init__()
-        self._memory = _Memory()
+        self.forget()
 
     def get(self, compute: Callable[[], Tensor], *sources: Tensor, facts: object = None) -> Tensor:
         """Return the tensor.
@@ -74,9 +76,10 @@ class WeightCache(Forgetting):
         return value
 
     def found(self, facts: object, *owners: Tensor) -> Tensor | None:
-        """Return the kept tensor, on a CPU without gradients; None if `get` has to look.
+        """Return the kept tensor in fewer calls than `get`; None if `get` must decide.
 
-        As `get`, with fewer calls. A process group replaces the parameters that it shards.
+        Only on a CPU and without gradients. It does not look for a process group, because sharding
+        replaces the parameters.
 
         Args:
             facts: as for `get`.
@@ -103,14 +106,9 @@ class WeightCache(Forgetting):
         entry = self._memory.entry
         return None if entry is None else entry.value
 
-    def forget(self) -> None:
-        """Clear the cache."""
-        self._memory = _Memory()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the cache: copies and pickles have other weights."""
-        state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
-        return {**state, "_memory": _Memory()}
+    def empty(self) -> dict[str, Any]:
+        """Return the attributes of an empty cache."""
+        return {"_memory": _Memory()}
 
 
 class _Entry(NamedTuple):

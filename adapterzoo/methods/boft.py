@@ -27,8 +27,7 @@ from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, c
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels._butterfly_torch import rotate_into
-from adapterzoo.kernels._compose_torch import compose as composed
-from adapterzoo.kernels._compose_torch import scaled
+from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
@@ -94,12 +93,6 @@ class BOFT(SharedInputAdapter, WeightAdapter):
     ) -> None:
         """Make the parameters.
 
-        Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
-
         Raises:
             ConfigError: the blocks do not fit d_in, or there is nothing to rotate or to drop.
         """
@@ -141,10 +134,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
         y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
-        gain, bias = s.squeeze(-1), layer._parameters.get("bias")  # [d_out] each
-        if y.dtype is not x.dtype or not (bias is None or bias.dtype is y.dtype):
-            return composed(y, gain, bias, None, None, 1.0)
-        return scaled(y, gain, bias)
+        return compose_few(y, s.squeeze(-1), layer._parameters.get("bias"))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -28,24 +28,17 @@ from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
-from adapterzoo.kernels import mode
 from adapterzoo.kernels.frozen import product
-from adapterzoo.kernels.grouped import (
-    Groups,
-    grouped_expand,
-    grouped_low_rank,
-    grouped_shrink,
-)
-from adapterzoo.kernels.low_rank import expand
-from adapterzoo.kernels.mode import FEW, is_few
+from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.low_rank import expand, expand_few
+from adapterzoo.kernels.mode import is_few
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
-from ._invocation import InvokedConfig, invoked, invoked_rows
-from ._rows import features, gated, restored
-from ._stacks import kept_stack, kept_up
+from ._invocation import InvokedConfig, invoked
+from ._low_rank_rows import updated, updated_with_options
 from ._started import Started
 from ._starts import starts_from_weight
 
@@ -94,7 +87,7 @@ class LoRA(Started):
     """y = base(x) + s · B A dropout(x) (+ s · B's bias).
 
     Attributes:
-        is_bare: whether there is nothing but the factors, on features.
+        is_plain: whether there is neither a gate nor a bias nor a start beside the factors.
     """
 
     is_additive = True
@@ -124,22 +117,20 @@ class LoRA(Started):
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
-        options = self.gate, self.lora_B_bias, self.start, self.invocation
-        self.is_bare = not self.looks_up and options == (None,) * 4
+        self.is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
         b = self.lora_B
-        simple = self.gate is None and self.lora_B_bias is None and self.start is None
-        if simple and (frozen := base.frozen(x)) is not None:
-            own, t = base.from_input(self, x)  # [*batch, rank]
+        if self.is_plain and (frozen := base.frozen(x)) is not None:
+            own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
             return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
         y = base(x)
         if self.looks_up:
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
         _, t = base.from_input(self, x)  # [*batch, rank]
-        if simple:
+        if self.is_plain:
             return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
         update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
@@ -150,16 +141,12 @@ class LoRA(Started):
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
-        own = self._parameters
-        a, b = own.get("lora_A"), own.get("lora_B")
-        if a is None or b is None or not self.is_bare:
+        a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
+        if self.looks_up or self.invocation or not self.is_plain or a is None or b is None:
             return None
         if not (a.dtype is b.dtype is x.dtype and is_few(x)):
             return None
-        y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
-        if y.dtype is not x.dtype or y.numel() > FEW:
-            return expand(y, t, b, self.scaling)
-        return torch.add(y, linear(t, b), alpha=self.scaling)
+        return expand_few(run(x), linear(x, a), b, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -174,28 +161,13 @@ class LoRA(Started):
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
-        one, y = adapters[0], base(x)  # [rows, *tokens, d_out]
-        a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
-        scaling = [each.scaling for each in adapters]
+        y = base(x)  # [rows, *tokens, d_out]
         gates = [each.gate for each in adapters if each.gate is not None]
         biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
-        if mode.asks_triton(x) and groups.rows and not (gates or biases or one.invocation):
-            t = base.from_rows(adapters, groups, x)  # [rows, *tokens, rank]
-            return grouped_expand(y, t, kept_up(adapters, b, base), scaling, groups)
-        stack = kept_stack(adapters, a, b, scaling, base)
-        if not (gates or biases or one.invocation) or not groups.rows:
-            return grouped_low_rank(y, x, *stack, groups, one.dropout, one.training)
-        t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
-        onto = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
-        # s is of the bias as well, so that it comes after the sum
-        ones = [1.0] * len(adapters)
-        update = grouped_expand(onto.expand(y.shape), t, stack.b, ones, groups)
-        each_scaling = groups.row_scales(stack.scaling, t.device, t.dtype)  # [rows]
-        update = update * each_scaling.view(-1, *(1 for _ in y.shape[1:]))
-        update = invoked_rows(update, [each.invocation for each in adapters], groups, x, base)
-        if gates:
-            update = update * gated(gates, groups, x, base)
-        return restored(y + update.to(y.dtype), y, groups)
+        invocations = [each.invocation for each in adapters]
+        if not (gates or biases or any(invocations)) or not groups.rows:
+            return updated(y, adapters, groups, x, base)
+        return updated_with_options(y, adapters, groups, x, base, biases, gates, invocations)
 
     def combine(
         self,

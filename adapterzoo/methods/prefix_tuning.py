@@ -39,7 +39,7 @@ from . import _prefix_tuning_spelling as _hub
 from ._beside import BesideConfig
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
-from ._prefix_table import SELF, TIED, PrefixTable, PrefixTables, by_tower
+from ._prefix_table import PrefixTable, PrefixTables, by_tower, location_of
 
 
 @architectures.register("prefix_tuning")
@@ -107,14 +107,11 @@ class PrefixTuningConfig(BesideConfig):
                 f"{type(self).__name__}: this model's attention cannot be given keys and values "
                 f"({why}). Use a method at layers, such as LoRAConfig()."
             )
-        decoders = {a.stack for a in anatomy.attentions if a.cross}
-        own = TIED if decoders and self.convention == "peft" else SELF
+        wanted = {"cross_prefix": self.cross_prefix, "encoder_prefix": self.encoder_prefix}
         found = list[Placement]()
         for attention in anatomy.attentions:
-            in_encoder = bool(decoders) and attention.stack not in decoders
-            wanted = self.cross_prefix if attention.cross else self.encoder_prefix or not in_encoder
-            if wanted and attention.layer not in self.leave_out:
-                at = "cross_prefix" if attention.cross else "encoder_prefix" if in_encoder else own
+            at = location_of(attention, anatomy, self.convention == "peft")
+            if wanted.get(at, True) and attention.layer not in self.leave_out:
                 found.append(Placement(attention, self, at))
         found = by_tower(found)
         if not found:

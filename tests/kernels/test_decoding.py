@@ -55,7 +55,7 @@ def operands(rows, dtype=torch.float16):
     return x, y, made(RANK, WIDTH), made(WIDTH, RANK), made(WIDTH, of=torch.float32)
 
 
-FEW, MANY = 4, mode._FEW // WIDTH + 1
+FEW, MANY = 4, mode._FEW_ON_GPU // WIDTH + 1
 
 
 @pytest.mark.usefixtures("gpu")

@@ -177,8 +177,13 @@ def test_rotations_are_kept_in_evaluation(name, monkeypatch):
 
     adapters, layer = built(name)
     solved = []
-    plain = _blocks.cayley
-    monkeypatch.setattr(_blocks, "cayley", lambda R: solved.append(R.shape[0]) or plain(R))
+    plain = _blocks.cayley_fold
+
+    def spied(R, dropped):
+        solved.append(R.shape[0])
+        return plain(R, dropped)
+
+    monkeypatch.setattr(_blocks, "cayley_fold", spied)
     x, residual = tensors(3, layer)
     base = host(layer, residual)
     for adapter in adapters:

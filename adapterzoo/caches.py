@@ -1,0 +1,79 @@
+"""Modules that keep values computed from weights, until the weights may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+from torch import Tensor, nn
+
+
+class ModuleCache(nn.Module):
+    """Base of the modules that keep values which state dicts and buffers never include.
+
+    `train`, `eval`, every move or cast, and `load_state_dict` clear it. Copies, pickles and
+    replicas start empty.
+    """
+
+    def empty(self) -> dict[str, Any]:
+        """Return the attributes of an empty cache."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Clear the cache."""
+        vars(self).update(self.empty())
+
+    def train(self, mode: bool = True) -> Self:
+        """Change the mode and clear the cache."""
+        self.forget()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the module and clear the cache."""
+        self.forget()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.forget()
+        super()._load_from_state_dict(*args)
+
+    def _replicate_for_data_parallel(self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        # a replica shares all attributes but has its own weights
+        vars(replica).update(replica.empty())
+        return replica
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of an empty cache: copies and pickles have other weights."""
+        return {**super().__getstate__(), **self.empty()}  # type: ignore[no-untyped-call]
+
+
+class LayerCache(ModuleCache):
+    """Keeps values that the adapters of one layer compute together.
+
+    Deleting one of these adapters clears it, too.
+
+    Attributes:
+        kept: the values of the latest batch, closed when they are cleared; None: there are none.
+    """
+
+    kept: Closable | None = None
+
+    def empty(self) -> dict[str, Any]:
+        """Return the attributes of an empty cache."""
+        return {"kept": None}
+
+    def forget(self) -> None:
+        """Clear the cache, and close what it kept."""
+        before = self.kept
+        super().forget()
+        if before is not None:
+            before.close()
+
+
+class Closable(Protocol):
+    """Values with hooks or handles, which `close` removes."""
+
+    def close(self) -> None:
+        """Remove them."""
