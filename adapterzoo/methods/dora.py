@@ -152,8 +152,9 @@ class DoRA(Magnitudes, LowRank):
 
     def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return g, A and B where g is kept."""
-        own = self._parameters
-        w, a, b, m = layer._parameters.get("weight"), own["lora_A"], own["lora_B"], own["m"]
+        w = layer._parameters.get("weight")
+        # a parametrization or a replica has tensors in their place
+        a, b, m = map(self._parameters.get, ("lora_A", "lora_B", "m"))
         if self.looks_up or w is None or a is None or b is None or m is None:
             return None
         gain = self.kept_gain.found(self.scaling, w, a, b, m)

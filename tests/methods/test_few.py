@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
 from snapshots import stir
+from torch.nn.utils import parametrize
 from transformers import AutoModel
 
 from adapterzoo import init
@@ -84,6 +85,20 @@ def test_hooks_of_an_adapter_run(method):
     plain = adapter.forward
     adapter.forward = lambda x, base: plain(x, base) * 0
     assert not torch.equal(output(model), expected)
+
+
+def test_a_parametrized_factor_acts(method):
+    model = adapted(method)
+    short = output(model)
+    adapter = next(module for _, module in model.adapter_modules("a"))
+    name = [*adapter._parameters][-1]
+    parametrize.register_parametrization(adapter, name, torch.nn.Hardtanh(-0.1, 0.1), unsafe=True)
+    changed = output(model)
+    assert not torch.equal(changed, short)
+    with mock.patch("adapterzoo.inject.adapted.is_hooked", return_value=True):
+        assert torch.equal(output(model.eval()), changed)
+    parametrize.remove_parametrizations(adapter, name, leave_parametrized=False)
+    assert torch.equal(output(model), short)
 
 
 def test_dropout_of_training_is_not_left_out():
