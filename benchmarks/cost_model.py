@@ -193,10 +193,14 @@ BEFORE: dict[str, Plan] = {"LoRA": _lora_before, "DoRA": _dora_before, "BOFT 8,2
 # what the code does now
 
 
-# of the forward of x's two uses, and of their gradients' sum
-_FORK = (
-    Pass("dx += dt A", "cuBLAS", x=2, products=1),
-    Pass("dA = dtᵀ x", "cuBLAS", x=1, products=1, launches=2),
+_OF_A = Pass("dA = dtᵀ x", "cuBLAS", x=1, products=1, launches=2)
+# a layer and its update are one node, which adds to the gradient of x in place
+_FORK = (Pass("dx += dt A", "cuBLAS", x=2, products=1), _OF_A)
+# they are two
+_TWO_NODES = (
+    Pass("dx = dt A", "cuBLAS", x=1, products=1),
+    Pass("autograd adds dx", "torch", x=3),
+    _OF_A,
 )
 _WIDEST = 32
 
@@ -205,23 +209,23 @@ def _lora_now(rank: int) -> Sequence[Pass]:
     return (
         _SHRINK,
         Pass("expand", "forward", y=2, products=1),
-        Pass("expand_backward", "pipelined", y=1, y_parts=_block(rank), products=2, launches=3)
+        Pass("expand_backward", "pipelined", y=1, y_parts=128, products=2, launches=2)
         if rank <= _WIDEST
-        else Pass("dt, dB in torch", "cuBLAS", y=2, products=2, launches=2),
+        else Pass("dt, dB in torch", "cuBLAS", y=2, products=2, launches=4),
         *_FORK,
     )
 
 
-def _dora_now(rank: int) -> Sequence[Pass]:
+def _dora_now(rank: int, of_x: Sequence[Pass] = _TWO_NODES) -> Sequence[Pass]:
     narrow = rank <= _WIDEST
     return (
         _SHRINK,
         _NORM,
         Pass("compose", "forward", y=2, products=1),
         Pass("compose_backward", "pipelined", y=3, y_parts=128 if narrow else 0),
-        *(() if narrow else [Pass("dt, dB in torch", "cuBLAS", y=2, products=2, launches=2)]),
-        Pass("finishing kernel", "torch", launches=2),
-        *_FORK,
+        *(() if narrow else [Pass("dt, dB in torch", "cuBLAS", y=2, products=2, launches=3)]),
+        Pass("finishing kernel", "torch"),
+        *of_x,
     )
 
 
@@ -231,11 +235,14 @@ def _boft_now(rank: int) -> Sequence[Pass]:
         _ROTATE,
         Pass("compose", "forward", y=2),
         Pass("compose_backward", "pipelined", y=3, launches=2),
-        Pass("rotate_backward", "pipelined", x=3, launches=2),
+        # the kernel still waits for each load
+        Pass("rotate_backward", "serial", x=3, launches=2),
     )
 
 
 NOW: dict[str, Plan] = {"LoRA": _lora_now, "DoRA": _dora_now, "BOFT 8,2": _boft_now}
+# with all of the bandwidth, and DoRA's layer and update in one node
+IDEAL: dict[str, Plan] = {**NOW, "DoRA": lambda rank: _dora_now(rank, _FORK)}
 
 
 def ratio(plan: Plan, layer: Layer, rank: int, device: Device) -> float:
@@ -416,7 +423,7 @@ def table_of_ratios(rank: int, device: Device) -> list[str]:
             " / ".join(
                 f"{ratio(plan, layer, rank, of):.2f}"
                 for plan, of in (
-                    (NOW[name], device.perfect()),
+                    (IDEAL[name], device.perfect()),
                     (BEFORE[name], device),
                     (NOW[name], device),
                 )

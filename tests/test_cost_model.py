@@ -23,8 +23,8 @@ def test_the_model_of_the_code_before_is_that_of_the_review(name):
 
 
 def test_lora_at_all_of_the_bandwidth_is_the_sum_of_its_bytes():
-    # 4 times x or dx, 3 times y or dy, partial sums of 4 · 16 · 4096 bytes for each 256 rows
-    moved = 7 * 2 * 8192 * 4096 + 2 * 4 * 16 * 4096 * 8192 / 256
+    # 4 times x or dx, 3 times y or dy, partial sums of 4 · 16 · 4096 bytes for each 128 rows
+    moved = 7 * 2 * 8192 * 4096 + 2 * 4 * 16 * 4096 * 8192 / 128
     floor = 2 * (2 * 8192 * 4096**2) / 184
     found = model.ratio(model.NOW["LoRA"], model.LAYERS[0], 16, DEVICE.perfect())
     assert found == pytest.approx(1 + moved / floor, rel=1e-9)
