@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="PART", choices=list(PARTS))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/growth.svg"))
+    parser.add_argument("--plot", type=Path, default=Path("docs/_static/growth.svg"))
     parser.add_argument("--only-plot", action="store_true", help="draw what is written")
     options = parser.parse_args()
     torch.set_num_threads(1)
