@@ -90,6 +90,6 @@ def test_the_page_shows_the_committed_curves():
     document = json.loads(GROWTH.read_text(encoding="utf-8"))
     for panel in document["panels"].values():
         assert set(panel["curves"]) <= set(CURVES)
-    assert (ROOT / "docs" / "_static" / "growth.svg").read_text(encoding="utf-8") == plot(document), (
-        'write `make growth ARGS="--only-plot"`'
-    )
+    assert (ROOT / "docs" / "_static" / "growth.svg").read_text(encoding="utf-8") == plot(
+        document
+    ), 'write `make growth ARGS="--only-plot"`'
