@@ -107,8 +107,8 @@ def _checked_operators(bench: Bench) -> str:
 def _ones(bench: Bench, kernel: Kernel) -> str:
     shapes = [Shape(1, 1, 1, 1), Shape(1, 16, 16, 16)]
     for shape in shapes:
-        # float32: a sum of one number may cancel
-        kind = "float32"
+        # the factors are float32, because a sum of one number may cancel
+        kind = "bfloat16, float32 factors"
         try:
             case(kernel, shape, kind, 0, bench.device, "triton")
         except GateError as error:
