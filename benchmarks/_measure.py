@@ -7,6 +7,7 @@ ratio means something. Bytes and counts are exact and repeat anywhere.
 from __future__ import annotations
 
 import gc
+import importlib
 import platform
 import statistics
 import time
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -166,6 +168,16 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def setting() -> dict[str, str]:
+    """Date, machine and versions of a run."""
+    packages = ("torch", "transformers", "peft", "adapterzoo")
+    return {
+        "date": date.today().isoformat(),
+        "machine": f"{processor()}, one thread",
+        **{name: str(importlib.import_module(name).__version__) for name in packages},
+    }
 
 
 def processor() -> str:

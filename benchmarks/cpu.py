@@ -19,17 +19,14 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-import transformers
 
 import adapterzoo
 from _formulas import formulas
-from _measure import Ratio, operators, processor, ratios, saved_bytes, settled
+from _measure import Ratio, operators, ratios, saved_bytes, setting, settled
 from _methods import METHODS, Method
 from _models import BERT, LLAMA, SHALLOW, TINY, Shape, twin
 from _report import Figure, Section, write
@@ -90,15 +87,7 @@ def main() -> None:
         return
     stand_in()
     found = measured(sections(options.rounds), options.only)
-    about = {
-        "date": date.today().isoformat(),
-        "machine": f"{processor()}, one thread",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "adapterzoo": adapterzoo.__version__,
-        "rounds": options.rounds,
-    }
+    about = {**setting(), "rounds": options.rounds}
     write(options.output, "cpu", about, found, kept=bool(options.only))
 
 

@@ -18,18 +18,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-import transformers
 
 import adapterzoo
 from _growth_plot import plot
-from _measure import processor, ratios, seconds, settled
+from _measure import ratios, seconds, setting, settled
 from _models import SHALLOW, TINY, Shape, twin
 from adapterzoo import Average, BatchSplit, Parallel, Stack
 
@@ -246,14 +244,7 @@ def main() -> None:
         start = time.perf_counter()
         with settled():
             curves = PARTS[name]()
-        document["about"] = {
-            "date": date.today().isoformat(),
-            "machine": f"{processor()}, one thread",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "peft": peft.__version__,
-            "adapterzoo": adapterzoo.__version__,
-        }
+        document["about"] = setting()
         panels = document.setdefault("panels", {})
         for title, curve in curves.items():
             panels[title] = {"unit": UNITS[title], "curves": curve}

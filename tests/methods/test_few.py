@@ -4,12 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
-from families import first_output, tiny_config, tiny_inputs
-from snapshots import stir
+from families import first_output, tiny_inputs
+from made import made
 from torch.nn.utils import parametrize
-from transformers import AutoModel
 
-from adapterzoo import init
 from adapterzoo.contracts import can_take_few
 from adapterzoo.methods.lora import LoRA
 
@@ -22,11 +20,8 @@ def method(request):
 
 
 def adapted(method, family="bert"):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).eval())
-    model.add_adapter("a", method)
+    model = made(family, torch.float32, a=method)
     model.set_active_adapters("a")
-    stir(model, "a")
     return model
 
 

@@ -8,13 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from families import first_output, tiny_config, tiny_inputs
-from snapshots import stir
+from families import first_output, tiny_inputs
+from made import made
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from transformers import AutoModel
 
-from adapterzoo import init
 from adapterzoo.kernels import use
 from adapterzoo.methods._weight_cache import WeightCache
 
@@ -36,11 +34,8 @@ few = pytest.mark.parametrize("model", [METHODS[0], METHODS[4]], indirect=True)
 
 
 def adapted(method, family="bert"):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).eval())
-    model.add_adapter("a", method)
+    model = made(family, torch.float32, a=method)
     model.set_active_adapters("a")
-    stir(model, "a")
     return model
 
 
