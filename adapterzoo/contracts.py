@@ -87,6 +87,20 @@ class BaseLayer(ABC):
         """
         return None
 
+    def small(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return weight and bias of a small linear layer, where it is best to change the weight.
+
+        With few tokens each operation costs more than what it computes. It does not depend on
+        gradients, so that training and evaluation give the same bits.
+
+        Args:
+            x: `[*batch, d_in]`, of the dtype of weight and bias.
+
+        Returns:
+            None for any other layer, for many tokens, and where earlier adapters act.
+        """
+        return None
+
     @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
@@ -462,8 +476,14 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the bits of `forward` in fewer calls, for inputs where calls cost the most.
+    def on_few(
+        self,
+        x: Tensor,
+        layer: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        small: tuple[Tensor, Tensor | None] | None,
+    ) -> Tensor | None:
+        """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.
 
         A layer calls it first, in evaluation without gradients, if no other adapter acts there. It
         is optional; a class that overrides `forward` must override it too, or it is not used.
@@ -472,6 +492,7 @@ class Adapter(Contained, ABC):
             x: the layer's input, `[*batch, d_in]`.
             layer: the layer.
             run: computes its untouched output, once.
+            small: what `base.small(x)` is in `forward`.
 
         Returns:
             `[*batch, d_out]`; None, without having called `run`, if `forward` must compute it.

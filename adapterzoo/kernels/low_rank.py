@@ -171,6 +171,25 @@ def expand_few(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return torch.add(y, linear(t, b), alpha=scaling)
 
 
+def with_changed_weight(
+    x: Tensor, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+) -> Tensor:
+    """Return x (w + scaling · b a)ᵀ + bias, for operands of one dtype with `frozen.is_small`.
+
+    Args:
+        x: `[*batch, d_in]`.
+        w: `[d_out, d_in]`.
+        bias: `[d_out]`; None: there is none.
+        a: `[rank, d_in]`.
+        b: `[d_out, rank]`.
+        scaling: the factor s.
+
+    Returns:
+        `[*batch, d_out]`.
+    """
+    return linear(x, torch.addmm(w, b, a, alpha=scaling), bias)
+
+
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
 ) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
@@ -29,8 +29,8 @@ from adapterzoo.kernels.dora import (
 )
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups, grouped_expand
-from adapterzoo.kernels.mode import is_few
 
+from ._changed_weight import ChangedWeight
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
@@ -38,7 +38,7 @@ from ._stacks import kept_up, projected
 from ._weight_cache import WeightCache
 
 
-class Magnitudes(KeepInFP32, WeightAdapter):
+class Magnitudes(KeepInFP32, ChangedWeight):
     """Base of the adapters y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖.
 
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
@@ -47,7 +47,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
-        kept_gain: the factors g of evaluation.
+        kept: in evaluation the changed weight of a small layer, else the factors g.
         smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
@@ -71,7 +71,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         self.adapterhub = convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
-        self.kept_gain = WeightCache()
+        self.kept = WeightCache()
         self.smallest_gain = SmallestGain()
 
     @abstractmethod
@@ -103,6 +103,8 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        if not self.adapterhub and (y := self.on_small(x, base)) is not None:
+            return y
         y, plain = base(x), base.original(x)  # [*batch, d_out]
         t, b = self.projected(x, base)
         gain = self.gain_at(base)
@@ -113,9 +115,17 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def on_few(
+        self,
+        x: Tensor,
+        layer: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        small: tuple[Tensor, Tensor | None] | None,
+    ) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
-        found = self.kept_at(layer) if is_few(x) else None
+        if small is not None and not self.adapterhub:
+            return self.on_few_small(x, *small)
+        found = self.kept_at(layer)
         if found is None:
             return None
         gain, a, b = found

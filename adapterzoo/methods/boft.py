@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, SharedInputAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels._butterfly_torch import rotate_into
@@ -34,11 +34,11 @@ from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.mode import is_few
 from adapterzoo.spelling import spelled
 
 from . import _boft_spelling
 from ._blocks import BlockConfig, rotation
+from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import features, restored, taken
 from ._weight_cache import WeightCache
@@ -77,16 +77,18 @@ class BOFTConfig(BlockConfig):
         return BOFT(self, site, device, dtype)
 
 
-class BOFT(SharedInputAdapter, WeightAdapter):
+class BOFT(SharedInputAdapter, ChangedWeight):
     """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
         boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
-        kept_rotation: the folded factors of evaluation.
+        kept: in evaluation the changed weight of a small layer, else the folded factors.
         smallest_gain: that of the latest steps.
     """
+
+    sources = "boft_R", "boft_s"
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -112,7 +114,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
-        self.kept_rotation = WeightCache()
+        self.kept = WeightCache()
         self.smallest_gain = SmallestGain()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -120,17 +122,27 @@ class BOFT(SharedInputAdapter, WeightAdapter):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
+        if (y := self.on_small(x, base)) is not None:
+            return y
         Q = base.from_input(self, x)
         y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def on_few(
+        self,
+        x: Tensor,
+        layer: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        small: tuple[Tensor, Tensor | None] | None,
+    ) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
+        if small is not None:
+            return self.on_few_small(x, *small)
         R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
-        if R is None or s is None or not is_few(x) or not x.is_contiguous():
+        if R is None or s is None or not x.is_contiguous():
             return None
-        Q = self.kept_rotation.found(x.dtype, R)
+        Q = self.kept.found(x.dtype, R)
         if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
         y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
@@ -174,7 +186,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
             R = torch.stack([a.boft_R for a in adapters])  # [adapters, m, d_in / b, b, b]
             return rotation(R, adapters[0].dropout, dtype).unbind()
         return [
-            a.kept_rotation.get(partial(rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
+            a.kept.get(partial(rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
             for a in adapters
         ]
 

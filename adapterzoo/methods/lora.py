@@ -30,8 +30,7 @@ from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import expand, expand_few
-from adapterzoo.kernels.mode import is_few
+from adapterzoo.kernels.low_rank import expand, expand_few, with_changed_weight
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -121,7 +120,9 @@ class LoRA(Started):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        b = self.lora_B
+        a, b = self.lora_A, self.lora_B
+        if self._changes_weight(x, a, b) and (small := base.small(x)) is not None:
+            return with_changed_weight(x, *small, a, b, self.scaling)
         if self.is_plain and (frozen := base.frozen(x)) is not None:
             own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
             return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
@@ -139,13 +140,25 @@ class LoRA(Started):
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def _changes_weight(self, x: Tensor, a: Tensor, b: Tensor) -> bool:
+        """Return whether the update is s · B A for each token alike, in the dtype of `x`."""
+        drops = self.training and self.dropout > 0
+        alike = self.is_plain and not (self.looks_up or self.invocation or drops)
+        return alike and a.dtype is b.dtype is x.dtype
+
+    def on_few(
+        self,
+        x: Tensor,
+        layer: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        small: tuple[Tensor, Tensor | None] | None,
+    ) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
-        if self.looks_up or self.invocation or not self.is_plain or a is None or b is None:
+        if a is None or b is None or not self._changes_weight(x, a, b):
             return None
-        if not (a.dtype is b.dtype is x.dtype and is_few(x)):
-            return None
+        if small is not None:
+            return with_changed_weight(x, *small, a, b, self.scaling)
         return expand_few(run(x), linear(x, a), b, self.scaling)
 
     @classmethod
