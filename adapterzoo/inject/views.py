@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
@@ -90,8 +91,12 @@ class LayerCall(BaseLayer):
 
     def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return the parameters of a frozen linear layer whose output for x is not there yet."""
-        # few tokens first: there each call counts
-        if x.numel() <= FEW or getattr(self._forward, "__func__", None) is not _LINEAR:
+        # few tokens first: there each call counts; a compiler cannot look at the method
+        if (
+            x.numel() <= FEW
+            or is_compiling()
+            or getattr(self._forward, "__func__", None) is not _LINEAR
+        ):
             return None
         if self._x is x:
             return None

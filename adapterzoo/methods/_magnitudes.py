@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
+from adapterzoo.kernels import rescaled
 from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
@@ -79,8 +80,8 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         """Return A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of the update."""
 
     @abstractmethod
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A x `[*batch, rank]`, with dropout, and B `[d_out, rank]`."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x for `rescaled.product` alone, A x `[*batch, rank]`, with dropout, and B."""
 
     @abstractmethod
     def gain_at(self, base: BaseLayer) -> Tensor:
@@ -103,8 +104,13 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        frozen = None if self.adapterhub else base.frozen(x)
+        if frozen is not None:
+            factors = self.low_rank(base)
+            if rescaled.takes(x, frozen[0], *factors, self.m):
+                return self.rescaled(x, base, *frozen, *factors)
         y, plain = base(x), base.original(x)  # [*batch, d_out]
-        t, b = self.projected(x, base)
+        _, t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
         last = t, b, self.scaling, self.smallest_gain
@@ -112,6 +118,23 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             return compose(y, gain, bias, *last)
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
+
+    def rescaled(
+        self,
+        x: Tensor,
+        base: BaseLayer,
+        w: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+    ) -> Tensor:
+        """Return the layer with the change, for operands that `rescaled.takes`."""
+        drops = self.training and self.dropout > 0
+        if not (torch.is_grad_enabled() or drops):
+            return rescaled.merged(x, w, bias, a, b, self.gain_at(base), self.scaling)
+        self.kept_gain.note_gradients()
+        own, t, _ = self.projected(x, base)
+        return rescaled.product(own, w, bias, a, b, self.m, t, self.scaling, drops)
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""

@@ -117,11 +117,11 @@ class DoRA(Magnitudes, LowRank):
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A x and B; in an embedding `x` is token numbers `[*batch]`."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, A x and B; in an embedding `x` is token numbers `[*batch]`."""
         if self.looks_up:
-            return self.looked_up(x, base) * base.scale, self.lora_B
-        return base.from_input(self, x)[1], self.lora_B
+            return x, self.looked_up(x, base) * base.scale, self.lora_B
+        return *base.from_input(self, x), self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
