@@ -28,9 +28,6 @@ from adapterzoo.runtime import CallContext, SharedInput
 
 from .quantized import packing_of
 
-# that of torch itself: one that a library puts in its place may compute something else
-_LINEAR = nn.Linear.forward
-
 # the forward of torch itself: one that a library puts in its place may compute something else
 _LINEAR = nn.Linear.forward
 
