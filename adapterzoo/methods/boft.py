@@ -14,7 +14,6 @@ Cannot do: embeddings, whose input has no features to rotate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
@@ -47,7 +47,7 @@ from ._weight_cache import WeightCache
 @architectures.register("boft")
 @config_strings.register("boft")
 @spelled(_boft_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BOFTConfig(BlockConfig):
     """Config of BOFT; `TargetedConfig` chooses the layers, `BlockConfig` the blocks.
 

@@ -17,7 +17,6 @@ Cannot do: layers without a floating-point weight to take norms of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import Choice, field
@@ -42,7 +42,7 @@ from ._targets import PLACES
 @architectures.register("dora")
 @config_strings.register("dora")
 @spelled(_dora_spelling.adapterhub, _dora_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 

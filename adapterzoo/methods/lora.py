@@ -15,7 +15,6 @@ Cost per site: rank · (d_in + d_out) parameters, two products of that size, fou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
@@ -47,7 +47,7 @@ from ._starts import starts_from_weight
 @config_strings.register("lora")
 @change_forms.register("lora")
 @spelled(_lora_spelling.adapterhub, _lora_spelling.peft, _adalora_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LoRAConfig(InvokedConfig):
     """Config of LoRA; `TargetedConfig` chooses the layers, `InvokedConfig` the rest.
 

@@ -17,7 +17,6 @@ Cannot do: convolutions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
@@ -44,7 +44,7 @@ from ._weight_cache import WeightCache
 @architectures.register("oft")
 @config_strings.register("oft")
 @spelled(_oft_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class OFTConfig(SkewConfig):
     """Config of OFT; `TargetedConfig` chooses the layers, `SkewConfig` the blocks.
 
