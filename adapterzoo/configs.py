@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import peft_arguments
-from .config_base import Config
+from .config_base import Config, config_class
 from .errors import CompositionError, ConfigError, FieldError, listing
 from .registry import Registry
 
@@ -98,7 +98,7 @@ class Variant:
         ) and all(values.get(name) is not None for name in self.required)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class AdapterConfig(Config):
     """Base of all adapter configs.
 
@@ -322,7 +322,7 @@ def _defaults(cls: Any) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MultiTaskConfig(AdapterConfig):
     """Base of the configs of methods for several tasks, which can share parameters.
 
@@ -335,7 +335,7 @@ class MultiTaskConfig(AdapterConfig):
 
 @architectures.register("union")
 @config_strings.register("union")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ConfigUnion(AdapterConfig):
     """Several configs under one adapter name: `ConfigUnion(config, other_config)`."""
 

@@ -375,8 +375,13 @@ class ConfigType(ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The signature of the constructor, not of `__call__` above."""
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-        return inspect.Signature(parameters)
+        return _signature(cls)
+
+
+@functools.cache
+def _signature(cls: Any) -> inspect.Signature:
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    return inspect.Signature(parameters)
 
 
 def refuse_missing_layers(config: Any, count: int) -> None:

@@ -95,6 +95,41 @@ def test_the_signature_that_help_shows_is_that_of_the_fields(cls: Any) -> None:
     assert [*inspect.signature(cls).parameters] == [f.name for f in dataclasses.fields(cls)]
 
 
+# a legal value for each field that has no default
+NEEDED: dict[str, Any] = {
+    "mh_adapter": True, "output_adapter": True, "reduction_factor": 2, "non_linearity": "relu",
+    "num_labels": 2, "model_class": "BertForMaskedLM", "target_tokens": (1,), "token_indices": (1,),
+}  # fmt: skip
+CONCRETE = [cls for cls in CONFIGS if not inspect.isabstract(cls)]
+
+
+@pytest.mark.parametrize("cls", CONCRETE, ids=lambda cls: cls.__name__)
+def test_a_config_is_what_dataclass_makes_of_it(cls: Any) -> None:
+    needed = {
+        f.name: NEEDED[f.name]
+        for f in dataclasses.fields(cls)
+        if f.default is f.default_factory is dataclasses.MISSING
+    }
+    plain: Any = dataclasses.dataclass(frozen=True, kw_only=True)
+    # with the functions that dataclass generates
+    theirs = plain(type(cls)("Plain", (cls,), {"__qualname__": cls.__qualname__}))
+    config, other = cls(**needed), theirs(**needed)
+    assert repr(config) == repr(other)
+    assert config == other
+    assert hash(config) == hash(other)
+    assert inspect.signature(cls) == inspect.signature(theirs)
+    assert inspect.signature(cls.__init__) == inspect.signature(theirs.__init__)
+    assert cls.__match_args__ == theirs.__match_args__ == ()
+    assert dataclasses.fields(cls) == dataclasses.fields(theirs)
+    assert dataclasses.replace(config) == config
+
+
+def test_a_config_that_holds_itself_is_shown() -> None:
+    config = LoRAConfig()
+    object.__setattr__(config, "rank_pattern", config)
+    assert "rank_pattern=..., " in repr(config)
+
+
 @pytest.mark.parametrize(
     "config",
     [

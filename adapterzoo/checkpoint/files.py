@@ -35,6 +35,13 @@ NATIVE, META = "adapterzoo", "adapterzoo_meta"
 _MAX_HEADER = 32 * 2**20
 # configs have some thousand bytes; lists of labels some hundred thousand
 MAX_JSON = 16 * 2**20
+# names of dtypes in safetensors files
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
 # a damaged pickle can raise any of these
 _DAMAGED = (
     safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, OSError,
@@ -240,10 +247,28 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    with _opened(file) as opened:
-        # clone: a memory-mapped file could change later, and would stay open
-        tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
-        return opened.metadata() or {}, tensors
+    with _opened(file) as (opened, stream, size):
+        header = json.loads(stream.read(size))
+        keys = sorted(header.keys() - {"__metadata__"})
+        return opened.metadata() or {}, {key: _read(stream, 8 + size, header[key]) for key in keys}
+
+
+def _read(stream: io.BufferedReader, start: int, entry: Mapping[str, Any]) -> Tensor:
+    """Read a tensor of a safetensors file into memory of its own.
+
+    `safetensors` maps the file instead, which could change later, and would stay open.
+
+    Args:
+        stream: the file.
+        start: where the tensors begin.
+        entry: of the tensor in the header, which `safetensors` has checked.
+    """
+    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+    stream.seek(start + entry["data_offsets"][0])
+    memory = tensor.view(-1).view(torch.uint8).numpy().data
+    if stream.readinto(memory) < len(memory):
+        raise EOFError("it ends within a tensor")
+    return tensor
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
@@ -252,7 +277,7 @@ def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the file is damaged, or the value is not an object.
     """
-    with _opened(file) as opened:
+    with _opened(file) as (opened, _, _):
         return parse_metadata(file, opened.metadata() or {}, key)
 
 
@@ -299,18 +324,17 @@ def _regular(file: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file whose header is not too long."""
-    with _regular(file):
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
+def _opened(file: Path) -> Iterator[tuple[Any, io.BufferedReader, int]]:
+    """Yield a checked safetensors file, its bytes from the header on, and the header's size."""
+    with _regular(file), file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
         if size > _MAX_HEADER:
             raise CheckpointError(
                 f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
                 f"{AGAIN}."
             )
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            yield opened
+        with safetensors.safe_open(file, framework="np") as opened:
+            yield opened, stream, size
 
 
 def _is_plain(value: object) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from adapterzoo.config_base import Config
+from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Head
 from adapterzoo.registry import Registry
 
@@ -34,7 +33,7 @@ def token_places() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for cls in head_types.values() for name in cls.token_places))
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class HeadConfig(Config):
     """Base of all head configs.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName, activation
+from adapterzoo.config_base import config_class
 from adapterzoo.fields import Maybe, Range, Share, field
 
 from ._backbone import Backbone
@@ -19,7 +19,7 @@ COUNT = Range(1, 10_000_000)
 LAYERS = Range(1, 64)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LayersConfig(HeadConfig):
     """Configs of heads that are a stack of linear layers with dropout.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Positive, Range, field
 
@@ -25,7 +25,7 @@ from ._vocabulary import VocabularyHead
 _FACTOR = Maybe(Positive())
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LMConfig(HeadConfig):
     """Configs of language modeling heads.
 

@@ -6,11 +6,11 @@ logits = W_n · act(… act(W_1 · pool(hidden) + b_1) …) + b_n, dropout befor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
@@ -24,7 +24,7 @@ from ._static_activations import activation_after
 _SUMMARIES = {"first": "cls", "last": "last"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PooledConfig(LayersConfig):
     """Configs of heads on one pooled vector per sequence.
 

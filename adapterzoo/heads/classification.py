@@ -5,9 +5,9 @@ Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from adapterzoo.config_base import config_class
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
@@ -19,7 +19,7 @@ from ._static import Static, StaticHead
 
 
 @head_types.register("classification")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ClassificationConfig(PooledConfig):
     """A head that gives each sequence one of `num_labels` classes; with one label, a number."""
 
@@ -40,7 +40,7 @@ class ClassificationConfig(PooledConfig):
 
 
 @head_types.register("multilabel_classification")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MultilabelClassificationConfig(ClassificationConfig):
     """A head that gives a yes or no for each of `num_labels` labels."""
 

@@ -11,13 +11,13 @@ zero (AdapterHub: NaN).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Range, field
 
@@ -28,7 +28,7 @@ from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
 
 
 @head_types.register("dependency_parsing")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DependencyParsingConfig(HeadConfig):
     """A head that gives each word its head and one of `num_labels` relations.
 

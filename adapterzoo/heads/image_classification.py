@@ -6,9 +6,9 @@ Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from adapterzoo.config_base import config_class
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
@@ -37,7 +37,7 @@ _POOLING: Mapping[str, str] = {
 
 
 @head_types.register("image_classification")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ImageClassificationConfig(PooledConfig):
     """A head that gives images a class; with `multilabel`, a yes or no for each class."""
 

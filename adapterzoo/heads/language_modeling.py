@@ -11,9 +11,9 @@ BART use, so that these heads equal those models bit for bit.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import ClassVar
 
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
@@ -28,7 +28,7 @@ _CONDITIONAL = ("ForConditionalGeneration", "MTModel")
 
 
 @head_types.register("causal_lm")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class CausalLMConfig(LMConfig):
     """A head that predicts the next token.
 
@@ -60,7 +60,7 @@ class CausalLMConfig(LMConfig):
 
 
 @head_types.register("masked_lm")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MaskedLMConfig(LMConfig):
     """A head that predicts masked tokens.
 
@@ -81,7 +81,7 @@ class MaskedLMConfig(LMConfig):
 
 
 @head_types.register("seq2seq_lm")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Seq2SeqLMConfig(LMConfig):
     """A head that predicts a decoder's next token; the decoder's inputs shift, not the labels."""
 

@@ -5,11 +5,11 @@ Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
 
@@ -26,7 +26,7 @@ _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 
 
 @head_types.register("multiple_choice")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MultipleChoiceConfig(PooledConfig):
     """A head that chooses the best of `num_choices` sequences, each scored by itself."""
 

@@ -10,12 +10,12 @@ ones as 0).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
@@ -28,7 +28,7 @@ from ._static import Static, StaticHead
 
 
 @head_types.register("question_answering")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class QuestionAnsweringConfig(LayersConfig):
     """A head that gives each token a score as the first and one as the last of the answer.
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
@@ -29,7 +29,7 @@ STATIC = "static"
 
 
 @head_types.register(STATIC)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class StaticConfig(HeadConfig):
     """The head of a task class.
 

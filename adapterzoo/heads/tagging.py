@@ -7,11 +7,11 @@ Differs from AdapterHub: nothing; `bias` can leave out that of the last layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from adapterzoo.config_base import config_class
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
@@ -26,7 +26,7 @@ _OF_ENCODER = frozenset({"mt5", "t5", "umt5"})
 
 
 @head_types.register("tagging")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class TaggingConfig(LayersConfig):
     """A head that gives each token one of `num_labels` classes.
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.caches import LayerCache
 from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
-from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
+from adapterzoo.contracts import Adapter, BaseLayer, Linear, SharedInputAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.kernels.frozen import is_small, takes
 from adapterzoo.kernels.grouped import Groups
@@ -85,15 +86,15 @@ class LayerCall(BaseLayer):
             return self._forward(x, *self._args[1:], **self._kwargs)
         return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
 
-    def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def frozen(self, x: Tensor) -> Linear | None:
         """Return the parameters of a frozen linear layer whose output for x is not there yet."""
         # few tokens first: there each call counts
-        if x.numel() <= FEW or self._x is x:
+        if x.numel() <= FEW or self._x is x or is_compiling():
             return None
         found = linear_parameters(self._module, self._forward)
         return found if found is not None and takes(x, *found) else None
 
-    def small(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def small(self, x: Tensor) -> Linear | None:
         """Return the parameters of a small linear layer whose output for x is not there yet."""
         if self._x is x or not is_few(x):
             return None
@@ -274,16 +275,14 @@ class SlicedLayer(Around):
         return shared.from_input(adapter, x)
 
 
-def linear_parameters(
-    layer: nn.Module, forward: Callable[..., Any]
-) -> tuple[Tensor, Tensor | None] | None:
+def linear_parameters(layer: nn.Module, forward: Callable[..., Any]) -> Linear | None:
     """Return weight and bias of a layer that computes nothing but a linear layer; None for others.
 
     Args:
         layer: any layer.
         forward: of its own class, bound to it.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # compilers cannot tell whose method is bound
         is_linear = getattr(type(layer), "_is_linear", False)
     else:
@@ -298,9 +297,7 @@ def linear_parameters(
     return None if w is None or "bias" not in held else (w, held["bias"])
 
 
-def small(
-    layer: nn.Module, forward: Callable[..., Any], x: Tensor
-) -> tuple[Tensor, Tensor | None] | None:
+def small(layer: nn.Module, forward: Callable[..., Any], x: Tensor) -> Linear | None:
     """Return weight and bias of a small linear layer; see `BaseLayer.small`.
 
     Args:

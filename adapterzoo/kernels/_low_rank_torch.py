@@ -1,8 +1,4 @@
-"""The low-rank update in torch operations, with the signatures of `low_rank_triton`.
-
-On a CPU a product with few rows and many columns is about twice as fast as its transpose, so t and
-its gradient are computed and kept as `[rank, rows]`.
-"""
+"""The low-rank update in torch operations, with the signatures of `low_rank_triton`."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from torch.nn.functional import linear
 
 from . import _dropout
 from ._ops import differentiated
+from ._skinny import outer, project
 
 # up to so many elements, two small operations cost less than one with the views that it needs
 SMALL = 1 << 14
@@ -26,7 +23,8 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
     """
     kept = x if noise is None else _dropout.mask(noise, x.shape, p).to(a.dtype).mul_(x)
     kept = kept.to(a.dtype)  # [*batch, d_in]
-    t = linear(kept, a) if is_small(x) else _transposed(a @ rows_of(kept).T, x)  # [*batch, rank]
+    # [*batch, rank]
+    t = linear(kept, a) if is_small(x) else batched(project(rows_of(kept), a), x)
     return t if noise is None else t * _dropout.kept_scale(p)
 
 
@@ -97,10 +95,9 @@ def expand_backward(
     flat = rows_of(dy.to(t.dtype))  # [rows, d_out]
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:
-        # here [rows, rank] is the faster one, except where d_out is small
-        dt = (flat @ (scaling * b.to(t.dtype))).view(*dy.shape[:-1], b.shape[1])  # [*batch, rank]
+        dt = batched(project(flat, scaling * b.T.to(t.dtype)), dy)  # [*batch, rank]
     if needs_b:
-        db = (rows_of(t).T @ flat * scaling).T.to(b.dtype).contiguous()  # [d_out, rank]
+        db = (outer(flat, rows_of(t)) * scaling).to(b.dtype)  # [d_out, rank]
     return dt, db
 
 
@@ -132,6 +129,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _transposed(t: Tensor, like: Tensor) -> Tensor:
-    """Return `t` `[rank, rows]` as `[*batch, rank]`, with the batch of `like`."""
-    return t.T.view(*like.shape[:-1], t.shape[0])
+def batched(rows: Tensor, like: Tensor) -> Tensor:
+    """Return `rows` `[rows, width]` as `[*batch, width]`, with the batch of `like`."""
+    return rows.view(*like.shape[:-1], rows.shape[1])

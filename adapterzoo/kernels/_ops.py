@@ -6,6 +6,7 @@ Registered operators work with `torch.compile`, fake tensors, autocast, DDP and 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -17,6 +18,8 @@ from adapterzoo.errors import KernelError, listing
 from . import mode
 
 _LIBRARY = torch.library.Library("adapterzoo", "FRAGMENT")
+# torch asks inspect for the module that registers, which searches all modules for a file it lacks
+inspect.modulesbyfile[__file__] = __name__
 # the dispatch key that tracks views
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 # the device types that have an autocast dispatch key

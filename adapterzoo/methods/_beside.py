@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
@@ -24,7 +24,7 @@ BESIDE = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
 """The fields that choose what is trained beside an adapter."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BesideConfig(SavingConfig):
     """Base of the configs beside whose adapters more can be trained.
 
@@ -74,7 +74,7 @@ class BesideConfig(SavingConfig):
             yield TokenRowsConfig(tokens=given, dtype=dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LayersBesideConfig(BesideConfig):
     """Base of the configs of methods at layers, whose biases can be trained too.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Range, field
@@ -17,7 +17,7 @@ from adapterzoo.kernels.cayley_fold import cayley_fold
 from ._targets import TargetedConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BlockConfig(TargetedConfig):
     """Base of the configs whose adapters rotate blocks of features.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError, MissingEntryError, listing
@@ -98,7 +98,7 @@ class Reduction(Check):
         return {"0": 8, "default": 16} if isinstance(value, Mapping) and value else 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PlainFields(BesideConfig):
     """The fields of a bottleneck with plain matrices.
 
@@ -170,7 +170,7 @@ class PlainFields(BesideConfig):
     dtype: str | None = field(None, DTYPE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BottleneckFields(HypercomplexFields, PlainFields):
     """Every field of a bottleneck; two configs with equal fields are equal."""
 

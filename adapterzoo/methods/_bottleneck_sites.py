@@ -5,13 +5,13 @@ The formulas are in `methods/bottleneck.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import Adapter, BaseLayer
 
@@ -21,7 +21,7 @@ from ._bottleneck_placed import LanguageBottleneck, PlacedBottleneck, moved_entr
 from ._sublayers import LOCATIONS, entry_placement, stream_site, sublayers
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BnConfig(BottleneckFields):
     """Config of a bottleneck; `PlainFields` and `HypercomplexFields` document its fields."""
 

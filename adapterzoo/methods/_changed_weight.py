@@ -7,7 +7,7 @@ is faster than changes of its input and output.
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 from torch.nn.functional import linear
@@ -32,6 +32,11 @@ class ChangedWeight(WeightAdapter):
     scaling: float = 1.0
     dropout: float
     kept: WeightCache
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start with nothing kept; the arguments are for the other bases."""
+        super().__init__(*args, **kwargs)
+        self.kept = WeightCache()
 
     def sources_at(self, base: BaseLayer) -> tuple[Tensor, ...]:
         """Return all tensors that the change depends on, without the layer's own."""

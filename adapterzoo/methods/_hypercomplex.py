@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
@@ -18,7 +18,7 @@ from adapterzoo.registry import Registry
 from ._products import Product
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class HypercomplexFields(AdapterConfig):
     """The fields of Compacter's matrices, H = Σᵢ Rᵢ ⊗ Wᵢ; all others need `phm_layer=True`.
 

@@ -15,13 +15,13 @@ Cost: LoRA's, also at tokens before the invocation. Cannot do: merging, encoders
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.anatomy.names import below
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import SiteError, listing
@@ -54,7 +54,7 @@ INVOCATION = Maybe(Invocation(), "an adapter that acts at all tokens")
 """The legal values of `alora_invocation_tokens`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class InvokedConfig(StartedConfig):
     """Base of the configs whose adapters may act only from an invocation on.
 

@@ -12,7 +12,6 @@ Cannot do: layers that are called with more than one input, quantized ones, batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -21,11 +20,12 @@ from torch.func import functional_call
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import BaseLayer, CopyAdapter, replaced
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class CopyConfig(AdapterConfig):
     """Base of the configs whose adapters are copies of layers."""
 

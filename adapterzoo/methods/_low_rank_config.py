@@ -10,11 +10,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CompositionError
 from adapterzoo.fields import MAX_WIDTH, Choice, Share, field
@@ -29,7 +29,7 @@ _SIZES = SIZES | {"use_rslora"}
 _ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of any rank"
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LowRankConfig(SizedConfig):
     """Base of the configs with low-rank factors; `SizedConfig` has ranks and scalings.
 

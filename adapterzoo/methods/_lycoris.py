@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Check, Range, Share, field
@@ -39,7 +39,7 @@ class _Off(Check):
         return value is False
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LycorisConfig(SizedConfig):
     """Base of the configs of LoHa and LoKr; `SizedConfig` has ranks and scalings.
 

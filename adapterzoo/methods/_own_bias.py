@@ -11,7 +11,6 @@ Cost: d_out parameters at each layer, one addition.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -19,12 +18,13 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
 from adapterzoo.errors import SiteError, listing
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BiasConfig(AdapterConfig):
     """The part of a config that its `bias` adds.
 

@@ -7,7 +7,6 @@ the widest layer; others take the first columns of A and rows of B.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
@@ -25,7 +25,7 @@ from ._slots import refuse_larger
 from ._targets import TargetedConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ProjectedConfig(TargetedConfig):
     """Base of the configs with shared projections.
 

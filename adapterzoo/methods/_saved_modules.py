@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import field
@@ -14,7 +14,7 @@ from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SavedModulesConfig(CopyConfig):
     """The part of a config that its `modules_to_save` add.
 
@@ -72,7 +72,7 @@ def _refuse_shared(site: Site, anatomy: Anatomy) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SavingConfig(AdapterConfig):
     """Base of the configs beside whose adapters whole modules can be trained.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Choice, Range, Share, field
 
@@ -13,7 +12,7 @@ from ._targets import TargetedConfig
 FORMS = Choice(True, False, "mini", "bat")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ShardConfig(TargetedConfig):
     """Base of the configs whose adapters share a matrix D among shards of features.
 

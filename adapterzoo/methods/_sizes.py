@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Range, field
 
@@ -20,7 +20,7 @@ SIZES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"})
 """The fields of ranks and scalings."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SizedConfig(TargetedConfig):
     """Base of the configs whose adapters have a rank and a scaling.
 

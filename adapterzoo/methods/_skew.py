@@ -6,13 +6,13 @@ arXiv:2506.19847 (the Neumann series).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Positive, Range, field
@@ -26,7 +26,7 @@ from ._targets import TargetedConfig
 TERMS = Range(2, 64)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SkewConfig(TargetedConfig):
     """Base of the configs whose adapters rotate blocks of features by skew-symmetric matrices.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import InputPlan, WeightPlan
 from adapterzoo.errors import ConfigError, listing
@@ -36,7 +36,7 @@ class Options(Check):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class StartedConfig(LowRankConfig):
     """Base of the configs whose initial values may replace a part of the base weight.
 

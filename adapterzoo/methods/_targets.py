@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from adapterzoo.anatomy import Anatomy, Role, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Layers, Maybe, field
@@ -56,7 +56,7 @@ class Matrices(Check):
         return ["q", "v"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class TargetedConfig(LayersBesideConfig):
     """Base of the configs whose adapters adapt linear layers.
 

@@ -13,7 +13,6 @@ Cost: tokens · d parameters, in memory and in files, whatever the size of the v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.functional import embedding, linear
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
@@ -33,7 +33,7 @@ ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class TokenRowsConfig(AdapterConfig):
     """The part of a config that its `trainable_token_indices` add, for one table.
 

@@ -60,7 +60,7 @@ class WeightCache(ModuleCache):
         # if another thread clears the cache meanwhile, the value goes to the old memory
         memory = self._memory
         if torch.is_grad_enabled():
-            memory.learns = True
+            self.note_gradients()
             return compute()
         if self.training or is_recorded(sources[0]):
             return compute()
@@ -74,6 +74,10 @@ class WeightCache(ModuleCache):
             storages = [StorageWeakRef(source.untyped_storage()) for source in sources]
             memory.entry = _Entry(value, marks, storages, owners)
         return value
+
+    def note_gradients(self) -> None:
+        """Keep nothing until the mode is set: a forward with gradients read the sources."""
+        self._memory.learns = True
 
     def found(self, facts: object, *owners: Tensor) -> Tensor | None:
         """Return the kept tensor in fewer calls than `get`; None if `get` must decide.

@@ -13,8 +13,7 @@ Cannot do: embeddings, whose input has no features to rotate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Self
 
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels._butterfly_torch import rotate_into
@@ -41,13 +41,12 @@ from ._blocks import BlockConfig, rotation
 from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import features, restored, taken
-from ._weight_cache import WeightCache
 
 
 @architectures.register("boft")
 @config_strings.register("boft")
 @spelled(_boft_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class BOFTConfig(BlockConfig):
     """Config of BOFT; `TargetedConfig` chooses the layers, `BlockConfig` the blocks.
 
@@ -84,7 +83,6 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
-        kept: in evaluation the changed weight of a small layer, else the folded factors.
         smallest_gain: that of the latest steps.
     """
 
@@ -114,7 +112,6 @@ class BOFT(SharedInputAdapter, ChangedWeight):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
-        self.kept = WeightCache()
         self.smallest_gain = SmallestGain()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -129,17 +126,11 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
-    def on_few(
-        self,
-        x: Tensor,
-        layer: nn.Module,
-        run: Callable[[Tensor], Tensor],
-        small: tuple[Tensor, Tensor | None] | None,
-    ) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         if small is not None:
             return self.on_few_small(x, *small)
-        R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
+        R, s = map(self._parameters.get, self.sources)
         if R is None or s is None or not x.is_contiguous():
             return None
         Q = self.kept.found(x.dtype, R)

@@ -25,8 +25,8 @@ that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.spelling import spelled
 
@@ -37,7 +37,7 @@ architectures.register("bottleneck")(spelled(_bottleneck_spelling.adapterhub)(Bn
 
 
 @config_strings.register("seq_bn", "pfeiffer")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SeqBnConfig(BnConfig):
     """Pfeiffer et al. 2020: one bottleneck per block, after the feed-forward part."""
 
@@ -49,7 +49,7 @@ class SeqBnConfig(BnConfig):
 
 
 @config_strings.register("double_seq_bn", "houlsby")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DoubleSeqBnConfig(BnConfig):
     """Houlsby et al. 2019: one bottleneck after attention and one after the feed-forward part."""
 
@@ -60,7 +60,7 @@ class DoubleSeqBnConfig(BnConfig):
 
 
 @config_strings.register("seq_bn_inv", "pfeiffer+inv")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SeqBnInvConfig(SeqBnConfig):
     """Pfeiffer et al. 2020 (MAD-X): one bottleneck per block, and an invertible function."""
 
@@ -69,7 +69,7 @@ class SeqBnInvConfig(SeqBnConfig):
 
 
 @config_strings.register("double_seq_bn_inv", "houlsby+inv")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DoubleSeqBnInvConfig(DoubleSeqBnConfig):
     """Two bottlenecks per block, and an invertible function."""
 
@@ -78,7 +78,7 @@ class DoubleSeqBnInvConfig(DoubleSeqBnConfig):
 
 
 @config_strings.register("par_bn", "parallel")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ParBnConfig(BnConfig):
     """He et al. 2021: a wide bottleneck beside the feed-forward part, the identity at first."""
 
@@ -98,7 +98,7 @@ def scaled_par_bn() -> ParBnConfig:
 
 
 @config_strings.register("adapter_plus")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class AdapterPlusConfig(BnConfig):
     """Steitz & Roth 2024: after the block, a learned scaling per feature, stochastic depth."""
 

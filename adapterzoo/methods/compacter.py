@@ -26,12 +26,12 @@ Cannot do: merging; init_weights="houlsby".
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import config_strings
 from adapterzoo.errors import ConfigError, listing
 
@@ -43,7 +43,7 @@ from ._products import Product
 
 
 @config_strings.register("compacter")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class CompacterConfig(BnConfig):
     """Mahabadi et al. 2021: behind attention and behind the feed-forward part."""
 
@@ -55,7 +55,7 @@ class CompacterConfig(BnConfig):
 
 
 @config_strings.register("compacter++")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class CompacterPlusPlusConfig(CompacterConfig):
     """Mahabadi et al. 2021: behind the feed-forward part alone."""
 

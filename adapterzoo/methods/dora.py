@@ -17,7 +17,6 @@ Cannot do: layers without a floating-point weight to take norms of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import Choice, field
@@ -42,7 +42,7 @@ from ._targets import PLACES
 @architectures.register("dora")
 @config_strings.register("dora")
 @spelled(_dora_spelling.adapterhub, _dora_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
@@ -119,11 +119,11 @@ class DoRA(Magnitudes, LowRank):
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A x and B; in an embedding `x` is token numbers `[*batch]`."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, A x and B; in an embedding `x` is token numbers `[*batch]`."""
         if self.looks_up:
-            return self.looked_up(x, base) * base.scale, self.lora_B
-        return base.from_input(self, x)[1], self.lora_B
+            return x, self.looked_up(x, base) * base.scale, self.lora_B
+        return *base.from_input(self, x), self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -17,13 +17,13 @@ Cannot do: embeddings, and layers without a floating-point weight to take norms 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.exact import exactly
@@ -37,7 +37,7 @@ from ._projections import Projected, ProjectedConfig
 @architectures.register("dvora")
 @config_strings.register("dvora")
 @spelled(_dvora_spelling.adapterhub)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DvoRAConfig(ProjectedConfig):
     """Config of DVoRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
 
@@ -80,11 +80,11 @@ class DvoRA(Magnitudes, Projected):
         shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         self.make_magnitudes(shape, config.convention, device, dtype)
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return Λ_d A x and Λ_b B."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, Λ_d A x and Λ_b B."""
         a, _ = self.projections(base, self.lambda_d)
         _, b = self.low_rank(base)
-        return self.shrunk(x, a), b
+        return x, self.shrunk(x, a), b
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -14,14 +14,13 @@ Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_befor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from adapterzoo.config_base import Config
+from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Contained
 from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.exact import is_autocast
@@ -37,7 +36,7 @@ _HOT, _STEPS = 50.0, 1000
 fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion config")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class AdapterFusionConfig(Config):
     """Config of a fusion layer; the fields are those of adapters.
 
@@ -76,7 +75,7 @@ class AdapterFusionConfig(Config):
 
 
 @fusion_configs.register("static")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class StaticAdapterFusionConfig(AdapterFusionConfig):
     """Without V: the sum of the adapters themselves."""
 
@@ -86,7 +85,7 @@ class StaticAdapterFusionConfig(AdapterFusionConfig):
 
 
 @fusion_configs.register("dynamic")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DynamicAdapterFusionConfig(AdapterFusionConfig):
     """With V, which starts as the identity and is kept near it."""
 

@@ -13,13 +13,13 @@ Cost per site: d_out parameters, or d_in if the input is scaled; one product per
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Role, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
@@ -37,7 +37,7 @@ from ._targets import TargetedConfig
 @architectures.register("ia3")
 @config_strings.register("ia3")
 @spelled(_ia3_spelling.adapterhub, _ia3_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class IA3Config(TargetedConfig):
     """Config of (IA)³; `TargetedConfig` selects the layers.
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.fields import Layers, field
@@ -30,7 +30,7 @@ from ._patterns import Modules, matches
 @architectures.register("ln_tuning")
 @config_strings.register("ln_tuning")
 @spelled(_ln_tuning_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LNTuningConfig(BesideConfig, CopyConfig):
     """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
 

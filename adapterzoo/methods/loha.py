@@ -19,7 +19,6 @@ Cannot do: embeddings and convolutions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
@@ -41,7 +41,7 @@ from ._lycoris import Lycoris, LycorisConfig
 @architectures.register("loha")
 @config_strings.register("loha")
 @spelled(_lycoris_spelling.loha)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LoHaConfig(LycorisConfig):
     """Config of LoHa; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
 

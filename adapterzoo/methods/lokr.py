@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import MAX_WIDTH, Choice, Either, Range, field
@@ -45,7 +45,7 @@ from ._rows import features, restored, taken
 @architectures.register("lokr")
 @config_strings.register("lokr")
 @spelled(_lycoris_spelling.lokr)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LoKrConfig(LycorisConfig):
     """Config of LoKr; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
 

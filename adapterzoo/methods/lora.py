@@ -14,8 +14,7 @@ Cost per site: rank · (d_in + d_out) parameters, two products of that size, fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -24,8 +23,9 @@ from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, change_forms, config_strings
-from adapterzoo.contracts import BaseLayer
+from adapterzoo.contracts import BaseLayer, Linear, Run
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
@@ -46,7 +46,7 @@ from ._starts import starts_from_weight
 @config_strings.register("lora")
 @change_forms.register("lora")
 @spelled(_lora_spelling.adapterhub, _lora_spelling.peft, _adalora_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LoRAConfig(InvokedConfig):
     """Config of LoRA; `TargetedConfig` chooses the layers, `InvokedConfig` the rest.
 
@@ -87,6 +87,7 @@ class LoRA(Started):
 
     Attributes:
         is_plain: whether there is neither a gate nor a bias nor a start beside the factors.
+        is_uniform: whether, besides, each input gets s · B A x.
     """
 
     is_additive = True
@@ -117,11 +118,13 @@ class LoRA(Started):
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
         self.is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
+        self.is_uniform = self.is_plain and not (self.looks_up or self.invocation)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
         a, b = self.lora_A, self.lora_B
-        if self._changes_weight(x, a, b) and (small := base.small(x)) is not None:
+        fits = self.is_uniform and not (self.training and self.dropout)
+        if fits and a.dtype is b.dtype is x.dtype and (small := base.small(x)) is not None:
             return with_changed_weight(x, *small, a, b, self.scaling)
         if self.is_plain and (frozen := base.frozen(x)) is not None:
             own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
@@ -140,22 +143,10 @@ class LoRA(Started):
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
-    def _changes_weight(self, x: Tensor, a: Tensor, b: Tensor) -> bool:
-        """Return whether the update is s · B A for each token alike, in the dtype of `x`."""
-        drops = self.training and self.dropout > 0
-        alike = self.is_plain and not (self.looks_up or self.invocation or drops)
-        return alike and a.dtype is b.dtype is x.dtype
-
-    def on_few(
-        self,
-        x: Tensor,
-        layer: nn.Module,
-        run: Callable[[Tensor], Tensor],
-        small: tuple[Tensor, Tensor | None] | None,
-    ) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
-        if a is None or b is None or not self._changes_weight(x, a, b):
+        if a is None or b is None or not (self.is_uniform and a.dtype is b.dtype is x.dtype):
             return None
         if small is not None:
             return with_changed_weight(x, *small, a, b, self.scaling)

@@ -16,7 +16,6 @@ Cannot do: embeddings; "bat" at layers without a floating-point weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear, pad
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter
 from adapterzoo.errors import ConfigError
@@ -41,7 +41,7 @@ from ._shards import ShardConfig
 @architectures.register("miss")
 @config_strings.register("miss")
 @spelled(_miss_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MissConfig(ShardConfig):
     """Config of MiSS; `TargetedConfig` chooses the layers, `ShardConfig` the form.
 

@@ -15,7 +15,6 @@ dense Λ instead of rank; LoRA's two products, and one pass over the n matrices 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self, cast
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, architectures, config_strings
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
@@ -41,7 +41,7 @@ from ._low_rank_config import LowRankConfig
 @architectures.register("mtl_lora")
 @config_strings.register("mtl_lora")
 @spelled(_mtl_lora_spelling.adapterhub)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
     """Config of MTL-LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 

@@ -15,13 +15,13 @@ Cost per site: no parameters; one norm instead of a language adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures
 from adapterzoo.contracts import BaseLayer, LanguageFreeAdapter
 from adapterzoo.errors import SiteError
@@ -51,7 +51,7 @@ def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 # without a config string: it is not a method by itself
 @architectures.register("no_language_adapters")
 @spelled(_adapterhub)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class NoLanguageAdaptersConfig(AdapterConfig):
     """Config of a base model without its language adapters.
 

@@ -16,8 +16,7 @@ Cannot do: convolutions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Self
 
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
@@ -39,13 +39,12 @@ from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import restored, taken
 from ._skew import SkewConfig
-from ._weight_cache import WeightCache
 
 
 @architectures.register("oft")
 @config_strings.register("oft")
 @spelled(_oft_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class OFTConfig(SkewConfig):
     """Config of OFT; `TargetedConfig` chooses the layers, `SkewConfig` the blocks.
 
@@ -84,7 +83,6 @@ class OFT(SharedInputAdapter, ChangedWeight):
         blocks: how they become rotations.
         dropout: share of the blocks that training replaces by the identity.
         looks_up: whether the layer is an embedding, whose output is rotated.
-        kept: in evaluation the changed weight of a small layer, else the folded blocks.
     """
 
     sources = ("oft_R",)
@@ -117,7 +115,6 @@ class OFT(SharedInputAdapter, ChangedWeight):
         fresh = constant(0.0) if config.init_weights else normal(0.1, source)
         shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
         self.oft_R = drawn(shape, fresh, device, DTYPES[config.dtype] if config.dtype else dtype)
-        self.kept = WeightCache()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features; in an embedding `x` is token numbers `[*batch]`.
@@ -132,13 +129,7 @@ class OFT(SharedInputAdapter, ChangedWeight):
             return small
         return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
 
-    def on_few(
-        self,
-        x: Tensor,
-        layer: nn.Module,
-        run: Callable[[Tensor], Tensor],
-        small: tuple[Tensor, Tensor | None] | None,
-    ) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         return None if small is None else self.on_few_small(x, *small)
 

@@ -19,7 +19,6 @@ Cannot do: merging; models that compute attention scores, or count shifted token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, cast
 
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, PositionAdapter, Prefix
 from adapterzoo.errors import SiteError
@@ -45,7 +45,7 @@ from ._prefix_table import PrefixTable, PrefixTables, by_tower, location_of
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
 @spelled(_hub.adapterhub, _peft.peft, _peft.cartridge)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PrefixTuningConfig(BesideConfig):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
 

@@ -20,13 +20,13 @@ Cost: P · d parameters, and P more tokens in each row. Cannot do: merging.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site, token_site, usual_joins, why_no_token_site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
@@ -43,7 +43,7 @@ _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 @architectures.register("prompt_tuning")
 @config_strings.register("prompt_tuning")
 @spelled(_spelling.adapterhub, _spelling.peft, _spelling.p_tuning, _spelling.cpt)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PromptTuningConfig(BesideConfig):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.
 

@@ -15,7 +15,6 @@ Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Can
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self, cast
 
@@ -26,6 +25,7 @@ from torch.nn.functional import pad
 from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.call import StackCall
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.errors import ConfigError
@@ -43,7 +43,7 @@ _COUNT = Range(0, 65_536)
 
 @architectures.register("reft")
 @spelled(_reft_spelling.adapterhub)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ReftConfig(BesideConfig):
     """Config of ReFT; the fields are those of adapters.
 
@@ -109,7 +109,7 @@ class ReftConfig(BesideConfig):
 
 
 @config_strings.register("loreft")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LoReftConfig(ReftConfig):
     """Wu et al. 2024, eq. 2: an edit in a subspace with an orthonormal basis."""
 
@@ -117,7 +117,7 @@ class LoReftConfig(ReftConfig):
 
 
 @config_strings.register("noreft")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class NoReftConfig(ReftConfig):
     """LoReFT without the orthonormal rows."""
 
@@ -125,7 +125,7 @@ class NoReftConfig(ReftConfig):
 
 
 @config_strings.register("direft")
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DiReftConfig(ReftConfig):
     """Wu et al. 2024, eq. 3: an edit without the difference of projections."""
 

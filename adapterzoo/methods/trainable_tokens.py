@@ -12,12 +12,12 @@ Cost: tokens · d parameters, in memory and in files, whatever the size of the v
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
@@ -62,7 +62,7 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
 
 @architectures.register("trainable_tokens")
 @spelled(_peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class TrainableTokensConfig(AdapterConfig):
     """Config of trainable tokens.
 

@@ -17,7 +17,6 @@ Cannot do: embeddings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import field
@@ -40,7 +40,7 @@ from ._projections import Projected, ProjectedConfig
 @architectures.register("vera")
 @config_strings.register("vera")
 @spelled(_vera_spelling.adapterhub, _vera_spelling.peft)
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class VeraConfig(ProjectedConfig):
     """Config of VeRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
 

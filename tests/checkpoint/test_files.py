@@ -46,6 +46,34 @@ def test_what_is_written_is_read(tmp_path):
     assert sorted(load_file(file)) == sorted(tensors())
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+     torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, FP16, torch.bfloat16, FP32,
+     torch.float64],
+    ids=str,
+)  # fmt: skip
+def test_tensors_of_each_dtype_are_read_as_safetensors_reads_them(tmp_path, dtype):
+    numbers = torch.tensor([[0, 1, 3], [1, 0, 2]])
+    save_file({"b": numbers.to(dtype), "a": torch.zeros(0, 2, dtype=dtype)}, tmp_path / "x")
+    read, expected = files.read_safetensors(tmp_path / "x")[1], load_file(tmp_path / "x")
+    assert [*read] == ["a", "b"]
+    for key, tensor in read.items():
+        assert tensor.dtype is dtype is expected[key].dtype
+        assert tensor.shape == expected[key].shape
+        assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
+
+
+def test_tensors_lie_in_memory_of_their_own(tmp_path):
+    save_file({"a": torch.zeros(3), "b": torch.ones(5)}, tmp_path / "x")
+    read = files.read_safetensors(tmp_path / "x")[1]
+    assert [t.untyped_storage().nbytes() for t in read.values()] == [12, 20]
+    # kernels of the CPU may add numbers up in another order where memory is not aligned
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in read.values())
+    (tmp_path / "x").write_bytes(b"\0" * (tmp_path / "x").stat().st_size)
+    assert torch.equal(read["b"], torch.ones(5))
+
+
 def test_views_and_shared_memory_are_written_apart(tmp_path):
     w = torch.arange(12.0).view(3, 4)
     odd = {"t": w.T, "row": w[1], "same": w, "expanded": torch.ones(1).expand(3)}
@@ -125,6 +153,21 @@ def test_every_cut_is_noticed(tmp_path):
         (tmp_path / "x").write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="Copy the checkpoint again"):
             native.read(tmp_path / "x")
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
+    file = tmp_path / "x"
+    files.write_tensors(file, DOCUMENT, {"w": torch.zeros(10_000)})
+    check = files.safetensors.safe_open
+
+    def checked(*args, **kwargs):
+        found = check(*args, **kwargs)
+        os.truncate(file, file.stat().st_size - 1)
+        return found
+
+    monkeypatch.setattr(files.safetensors, "safe_open", checked)
+    with pytest.raises(CheckpointError, match=r"ends within a tensor.*Copy the checkpoint again"):
+        native.read(file)
 
 
 @pytest.mark.parametrize(
