@@ -21,11 +21,13 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    kept = x if noise is None else _dropout.mask(noise, x.shape, p).to(a.dtype).mul_(x)
-    kept = kept.to(a.dtype)  # [*batch, d_in]
-    # [*batch, rank]
-    t = linear(kept, a) if is_small(x) else batched(project(rows_of(kept), a), x)
-    return t if noise is None else t * _dropout.kept_scale(p)
+    if noise is None:
+        kept = x.to(a.dtype)  # [*batch, d_in]
+        return linear(kept, a) if is_small(x) else batched(project(rows_of(kept), a), x)
+    rows = rows_of(x)  # [rows, d_in]
+    masks = _dropout.slices(noise, x.shape, p, a.dtype)
+    t = torch.cat([project(mask.mul_(rows[own]), a) for own, mask in masks])  # [rows, rank]
+    return batched(t.mul_(_dropout.kept_scale(p)), x)  # [*batch, rank]
 
 
 def shrink_backward(
@@ -43,30 +45,51 @@ def shrink_backward(
     Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read. With `onto`,
     the gradient of x is added to it, in place unless gradients are needed.
     """
-    dx, da = x.new_empty(0), a.new_empty(0)
-    shape = *dt.shape[:-1], a.shape[-1]
-    flat = rows_of(dt)
-    kept = x
     if noise is not None:
-        flat = flat * _dropout.kept_scale(p)  # [rows, rank]
-        kept = _dropout.mask(noise, shape, p).to(a.dtype)
+        dt = dt * _dropout.kept_scale(p)  # [*batch, rank]
+        if not torch.is_grad_enabled():
+            return _dropped_backward(dt, x, a, p, noise, needs_x, needs_a, onto)
+    dx, da = x.new_empty(0), a.new_empty(0)
+    shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
+    mask = None if noise is None else _dropout.mask(noise, shape, p).to(a.dtype)
     if onto is not None and not torch.is_grad_enabled():
         dx = onto.contiguous()
-        if noise is not None:
-            dx.addcmul_((flat @ a).view(shape), kept)
-        elif dx.dtype is a.dtype:
+        if dx.dtype is a.dtype:
             rows_of(dx).addmm_(flat, a)  # [rows, d_in]
         else:
             dx.add_((flat @ a).view(shape))
     elif needs_x:
         dx = (flat @ a).view(shape)  # [*batch, d_in]
-        dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
+        dx = (dx if mask is None else dx * mask).to(x.dtype)
         dx = dx if onto is None else onto + dx
     if needs_a:
-        if noise is not None:
-            # in place, to save a large temporary, unless gradients are needed
-            kept = kept * x if torch.is_grad_enabled() else kept.mul_(x)
+        kept = x if mask is None else mask * x
         da = flat.T @ rows_of(kept.to(a.dtype))  # [rank, d_in]
+    return dx, da
+
+
+def _dropped_backward(
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor,
+    needs_x: bool,
+    needs_a: bool,
+    onto: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return `shrink_backward` with dropout, without gradients; `dt` is scaled for dropout."""
+    shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
+    dx, da = x.new_empty(shape if needs_x else 0), a.new_zeros(a.shape if needs_a else 0)
+    if onto is not None:
+        dx = onto.contiguous()
+    for own, mask in _dropout.slices(noise, shape, p, a.dtype):
+        if onto is not None:
+            rows_of(dx)[own].addcmul_(flat[own] @ a, mask)
+        elif needs_x:
+            rows_of(dx)[own] = (flat[own] @ a).mul_(mask)
+        if needs_a:
+            da.addmm_(flat[own].T, mask.mul_(rows_of(x)[own]))
     return dx, da
 
 
