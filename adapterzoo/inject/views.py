@@ -275,7 +275,7 @@ class SlicedLayer(Around):
         return shared.from_input(adapter, x)
 
 
-def linear_parameters(layer: nn.Module, forward: Callable[..., Any]) -> Linear | None:
+def linear_parameters(layer: nn.Module, forward: Callable[..., object]) -> Linear | None:
     """Return weight and bias of a layer that computes nothing but a linear layer; None for others.
 
     Args:
@@ -289,7 +289,7 @@ def linear_parameters(layer: nn.Module, forward: Callable[..., Any]) -> Linear |
         is_linear = getattr(forward, "__func__", None) is LINEAR
     if not is_linear:
         return None
-    held: Mapping[str, Any] = layer._parameters
+    held: Mapping[str, Tensor | None] = layer._parameters
     if "weight" not in held or "bias" not in held:
         # a replica has tensors in their place, a parametrization nothing
         held = {**vars(layer), **held}
@@ -297,7 +297,7 @@ def linear_parameters(layer: nn.Module, forward: Callable[..., Any]) -> Linear |
     return None if w is None or "bias" not in held else (w, held["bias"])
 
 
-def small(layer: nn.Module, forward: Callable[..., Any], x: Tensor) -> Linear | None:
+def small(layer: nn.Module, forward: Callable[..., object], x: Tensor) -> Linear | None:
     """Return weight and bias of a small linear layer; see `BaseLayer.small`.
 
     Args:

@@ -7,7 +7,7 @@ is faster than changes of its input and output.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from torch import Tensor
 from torch.nn.functional import linear
@@ -33,7 +33,7 @@ class ChangedWeight(WeightAdapter):
     dropout: float
     kept: WeightCache
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Start with nothing kept; the arguments are for the other bases."""
         super().__init__(*args, **kwargs)
         self.kept = WeightCache()
@@ -71,7 +71,7 @@ class ChangedWeight(WeightAdapter):
         """
         try:
             # a parametrization or a replica has tensors in their place
-            own = tuple(map(self._parameters.__getitem__, self.sources))
+            own = cast("list[Tensor]", [self._parameters[name] for name in self.sources])
         except KeyError:
             return None
         kept = cast("WeightCache", self._modules["kept"])

@@ -131,10 +131,8 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         if small is not None:
             return self.on_few_small(x, *small)
         R, s = map(self._parameters.get, self.sources)
-        if R is None or s is None or not x.is_contiguous():
-            return None
-        Q = self.kept.found(x.dtype, R)
-        if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
+        Q = self.kept.found(x.dtype, R) if R is not None and x.is_contiguous() else None
+        if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
         y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
         return compose_few(y, s.squeeze(-1), layer._parameters.get("bias"))

@@ -30,7 +30,7 @@ from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import expand, expand_few, with_changed_weight
+from adapterzoo.kernels.low_rank import expand, few, with_changed_weight
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -87,7 +87,6 @@ class LoRA(Started):
 
     Attributes:
         is_plain: whether there is neither a gate nor a bias nor a start beside the factors.
-        is_uniform: whether, besides, each input gets s · B A x.
     """
 
     is_additive = True
@@ -107,9 +106,8 @@ class LoRA(Started):
                 f"{site.path!r}: only its weight can be adapted. Write False for both."
             )
         dtype = config.dtype_at(dtype)
-        self.lora_B_bias: nn.Parameter | None = None
-        if config.lora_bias:
-            self.lora_B_bias = drawn((site.d_out,), constant(0.0), device, dtype)
+        bias = drawn((site.d_out,), constant(0.0), device, dtype) if config.lora_bias else None
+        self.lora_B_bias = bias
         self.invocation = config.invocation
         self.reads_call = self.reads_ids = self.invocation is not None
         self.gate: Gate | None = None
@@ -118,12 +116,12 @@ class LoRA(Started):
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
         self.is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
-        self.is_uniform = self.is_plain and not (self.looks_up or self.invocation)
+        self._is_uniform = self.is_plain and not (self.looks_up or self.invocation)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
         a, b = self.lora_A, self.lora_B
-        fits = self.is_uniform and not (self.training and self.dropout)
+        fits = self._is_uniform and not (self.training and self.dropout)
         if fits and a.dtype is b.dtype is x.dtype and (small := base.small(x)) is not None:
             return with_changed_weight(x, *small, a, b, self.scaling)
         if self.is_plain and (frozen := base.frozen(x)) is not None:
@@ -146,11 +144,9 @@ class LoRA(Started):
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
-        if a is None or b is None or not (self.is_uniform and a.dtype is b.dtype is x.dtype):
+        if a is None or b is None or not (self._is_uniform and a.dtype is b.dtype is x.dtype):
             return None
-        if small is not None:
-            return with_changed_weight(x, *small, a, b, self.scaling)
-        return expand_few(run(x), linear(x, a), b, self.scaling)
+        return few(x, run, small, a, b, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
