@@ -48,7 +48,7 @@ def shrink_backward(
     if noise is not None:
         dt = dt * _dropout.kept_scale(p)  # [*batch, rank]
         if not torch.is_grad_enabled():
-            return _dropped_backward(dt, x, a, p, noise, needs_x, needs_a, onto)
+            return _dropped_backward(dt, x, a, p, noise, onto, needs_x, needs_a)
     dx, da = x.new_empty(0), a.new_empty(0)
     shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
     mask = None if noise is None else _dropout.mask(noise, shape, p).to(a.dtype)
@@ -69,27 +69,20 @@ def shrink_backward(
 
 
 def _dropped_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor,
-    needs_x: bool,
-    needs_a: bool,
-    onto: Tensor | None,
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor, onto: Tensor | None, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """Return `shrink_backward` with dropout, without gradients; `dt` is scaled for dropout."""
+    needs_x, needs_a = needs
     shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
     dx, da = x.new_empty(shape if needs_x else 0), a.new_zeros(a.shape if needs_a else 0)
-    if onto is not None:
-        dx = onto.contiguous()
+    dx, rows = dx if onto is None else onto.contiguous(), rows_of(x) if needs_a else x
     for own, mask in _dropout.slices(noise, shape, p, a.dtype):
         if onto is not None:
             rows_of(dx)[own].addcmul_(flat[own] @ a, mask)
         elif needs_x:
             rows_of(dx)[own] = (flat[own] @ a).mul_(mask)
         if needs_a:
-            da.addmm_(flat[own].T, mask.mul_(rows_of(x)[own]))
+            da.addmm_(flat[own].T, mask.mul_(rows[own]))
     return dx, da
 
 
