@@ -10,7 +10,8 @@ does not reach W x and so costs no second product with W; layers that read one i
 same features of it; a row of zeros keeps its output instead of turning into NaN. Differs from
 adapters: in all of this, except with `convention="adapterhub"`, which computes the same.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
-output, and one over the weight for the norm: in each forward of training, in evaluation once.
+output, and one over the weight for the norm: in each forward of training, in evaluation once. On a
+CPU, if the weight is smaller than the features, it is multiplied by g instead of the output.
 Cannot do: layers without a floating-point weight to take norms of.
 """
 

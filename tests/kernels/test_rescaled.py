@@ -138,8 +138,23 @@ def test_a_fresh_adapter_gives_the_bits_of_the_layer(dtype, p, biased):
     assert dm[1] == 0
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_gradients_of_fewer_rows_than_features(p):
+    x, made = drawn(2)
+    x = x.detach()[0, :30].clone().requires_grad_()
+    torch.manual_seed(1)
+    found = gradients(outputs(x, made, p), learned(x, made))
+    torch.manual_seed(1)
+    mask = 1.0
+    if p:
+        mask = _dropout.mask(_dropout.bits(x, p), x.shape, p).double() * _dropout.kept_scale(p)
+    wanted = gradients(truth(x, made, mask), learned(x, made))
+    for got, value in zip(found, wanted, strict=True):
+        near(got, value, 1e-13)
+
+
 @BIASED
-@pytest.mark.parametrize("gain", [None, 1e-3])
+@pytest.mark.parametrize("gain", [None, 1e-3, 0.0])
 @pytest.mark.parametrize("drops", [False, True])
 def test_gradients_of_gradients(drops, gain, biased):
     x, made = drawn(2, biased=biased, gain=gain)
