@@ -1,7 +1,7 @@
 """A tensor computed from weights, kept in evaluation for as long as the weights stay the same.
 
-Norms of weights and folded rotations cost more than the layer itself if it gets few tokens, and in
-evaluation they are the same in each call.
+Norms of weights, folded rotations and changed weights cost more than the layer itself if it gets
+few tokens, and in evaluation they are the same in each call.
 """
 
 from __future__ import annotations

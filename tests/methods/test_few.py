@@ -199,12 +199,9 @@ class Doubled(torch.nn.Module):
         return value * 2
 
 
-# magnitudes need a weight that is a parameter
-PARAMETRIZED = [("weight", None), ("weight", "lora"), *(("bias", m) for m in (None, *SMALL))]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "method"), PARAMETRIZED)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("method", [None, "lora"])
 def test_a_parametrization_of_the_layer_acts(name, method):
     model = adapted(method or "lora")
     if method is None:
@@ -212,6 +209,7 @@ def test_a_parametrization_of_the_layer_acts(name, method):
     path, _ = next(iter(model.adapter_modules("a")))
     layer = model.base_model.get_submodule(path)
     x = torch.randn(3, layer.in_features)
+    layer.bias.fill_(1.0)
     layer.get_parameter(name).mul_(2)
     expected = layer(x)
     layer.get_parameter(name).div_(2)
@@ -219,20 +217,16 @@ def test_a_parametrization_of_the_layer_acts(name, method):
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["forward", "hook"])
-def test_a_changed_linear_layer_is_called(method, change):
-    model = adapted(method)
-    before = output(model)
-    if change == "hook":
-        path, _ = next(iter(model.adapter_modules("a")))
-        layer = model.base_model.get_submodule(path)
-        layer.register_forward_hook(lambda module, args, y: y * 2)
-        assert not torch.equal(output(model), before)
-        return
+@torch.no_grad()
+@pytest.mark.parametrize("method", [None, "lora"])
+def test_another_forward_of_linear_layers_acts(method):
+    model = adapted("lora")
+    model.set_active_adapters(method and "a")
+    path, _ = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    x = torch.randn(3, layer.in_features)
+    before, own = layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias)
     plain = torch.nn.Linear.forward
     # as libraries replace it
     with mock.patch.object(torch.nn.Linear, "forward", lambda self, x: plain(self, x) * 2):
-        assert not torch.equal(output(model), before)
-        model.set_active_adapters(None)
-        doubled = output(model)
-    assert not torch.equal(output(model), doubled)
+        torch.testing.assert_close(layer(x), before + own, rtol=1e-5, atol=1e-5)
