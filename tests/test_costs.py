@@ -181,13 +181,13 @@ def test_what_a_step_keeps(base, method):
     model = adapted(base, method)
     # 160 are enough for the operations that large inputs take
     for tokens in (8, 160):
-        least, most = weight_bytes(base, method)
+        least, most = weight_bytes(base, method, tokens)
         rest = kept_bytes(base, model, tokens) - kept_by_tokens(base, method, tokens)
         assert least <= rest <= most
 
 
-def weight_bytes(base, method):
-    """What a step keeps besides, however many tokens there are: it follows from weights alone."""
+def weight_bytes(base, method, tokens):
+    """What a step keeps besides, at the least and at the most: it follows from weights alone."""
     if method in BOTTLENECKS:
         return 0, 0
     if method in BOFT:
@@ -195,8 +195,11 @@ def weight_bytes(base, method):
         return exact, exact
     found = 0
     if "DoRA" in method:
-        # float32: the factors g, and the norms with a byte for each that says where they are zero
-        found += (4 + 4 + 1) * sum(layer.out_features for layer in linears(base).values())
+        # float32: the norms, and in half precision or for few tokens the factors g with a byte for
+        # each that says where the norms are zero
+        is_one_node = tokens > 8 and made(base).dtype is torch.float32
+        each = 4 if is_one_node else 4 + 4 + 1
+        found += each * sum(layer.out_features for layer in linears(base).values())
     # where that is faster, those that read one input have a copy of their A in one piece
     joined = [layer for group in sharing(base) if len(group) > 1 for layer in group]
     copies = made(base).dtype.itemsize * RANK * sum(layer.in_features for layer in joined)

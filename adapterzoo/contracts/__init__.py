@@ -7,7 +7,7 @@ modules that do not depend on models, names, files, devices or each other.
 from __future__ import annotations
 
 from ._dtypes import compute_dtype, upcast
-from .adapter import Adapter, BaseLayer, SharedInputAdapter, can_batch, can_take_few
+from .adapter import Adapter, BaseLayer, Linear, Run, SharedInputAdapter, can_batch, can_take_few
 from .contained import Contained, Ejectable, SharedKey, SharedModules
 from .head import Head
 from .init_data import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
@@ -39,10 +39,12 @@ __all__ = [
     "Joins",
     "LanguageFreeAdapter",
     "LayerData",
+    "Linear",
     "OriginalWeight",
     "PositionAdapter",
     "Prefix",
     "PromptAdapter",
+    "Run",
     "SharedInputAdapter",
     "SharedKey",
     "SharedModules",

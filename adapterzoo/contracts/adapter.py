@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from torch import Tensor, nn
 
@@ -19,6 +19,13 @@ from .init_data import LayerData
 if TYPE_CHECKING:
     from adapterzoo.caches import LayerCache
     from adapterzoo.kernels.grouped import Groups
+
+
+Linear: TypeAlias = tuple[Tensor, Tensor | None]
+"""Weight `[d_out, d_in]` and bias `[d_out]` of a linear layer; None: it has no bias."""
+
+Run: TypeAlias = Callable[[Tensor], Tensor]
+"""Computes the output `[*batch, d_out]` of a layer from its input `[*batch, d_in]`."""
 
 
 class BaseLayer(ABC):
@@ -74,7 +81,7 @@ class BaseLayer(ABC):
     def scale(self) -> float | Tensor:
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
-    def frozen(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def frozen(self, x: Tensor) -> Linear | None:
         """Return weight and bias of a frozen linear layer, for `kernels.frozen.product`.
 
         Args:
@@ -82,6 +89,20 @@ class BaseLayer(ABC):
 
         Returns:
             None for any other layer, and for an x so small that one product does not pay.
+        """
+        return None
+
+    def small(self, x: Tensor) -> Linear | None:
+        """Return weight and bias of a small linear layer, where it is best to change the weight.
+
+        With few tokens each operation costs more than what it computes. It does not depend on
+        gradients, so that training and evaluation give the same bits.
+
+        Args:
+            x: `[*batch, d_in]`, of the dtype of weight and bias.
+
+        Returns:
+            None for any other layer, for many tokens, and where earlier adapters act.
         """
         return None
 
@@ -322,8 +343,8 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the bits of `forward` in fewer calls, for inputs where calls cost the most.
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
+        """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.
 
         A layer calls it first, in evaluation without gradients, if no other adapter acts there. It
         is optional; a class that overrides `forward` must override it too, or it is not used.
@@ -332,6 +353,7 @@ class Adapter(Contained, ABC):
             x: the layer's input, `[*batch, d_in]`.
             layer: the layer.
             run: computes its untouched output, once.
+            small: what `base.small(x)` is in `forward`.
 
         Returns:
             `[*batch, d_out]`; None, without having called `run`, if `forward` must compute it.

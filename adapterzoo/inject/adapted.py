@@ -16,15 +16,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.nn.modules import module as _global
 
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
 from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.kernels.mode import is_few
 from adapterzoo.runtime import ActiveState, SharedInput
 
 from .containers import adapters_of
 from .parts import ExpertAdapters
-from .views import LayerCall, matrix, own, stores_transposed
+from .views import LINEAR, LayerCall, linear_parameters, matrix, own, small, stores_transposed
 
 
 @dataclass(slots=True)
@@ -76,6 +78,8 @@ class Adapted(nn.Module):
     _read: tuple[str, ...] = ()
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
+    # whether the forward is that of torch's linear layers
+    _is_linear: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward with the active adapters; the plain one if none is active."""
@@ -88,14 +92,22 @@ class Adapted(nn.Module):
         site = plan.sites.get(link.path)
         if site is None:
             if plan.setup is None:
-                return super().forward(*args, **kwargs)
+                plain = super().forward
+                if not kwargs and len(args) == 1 and not self._read:
+                    # without the slow look-ups of a module's parameters
+                    found = linear_parameters(self, plain)
+                    if found is not None:
+                        return linear(args[0], *found)
+                return plain(*args, **kwargs)
         elif site.only is not None and args and not self._read:
             few = None if kwargs or torch.is_grad_enabled() else site.on_few
-            if few is not None and not (site.only.training or is_hooked(site.only)):
-                y = few(args[0], self, super().forward)
+            plain = super().forward
+            x = args[0]
+            if few is not None and not (site.only.training or is_hooked(site.only)) and is_few(x):
+                y = few(x, self, plain, small(self, plain, x))
                 if y is not None:
                     return y
-            base = LayerCall(self, super().forward, args, kwargs, None, active.call)
+            base = LayerCall(self, plain, args, kwargs, None, active.call)
             y = site.only(args[0], base)
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
@@ -312,7 +324,11 @@ def _adapted_class(
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls.forward)}
+        members: dict[str, Any] = {
+            "_read": parameters,
+            "_positions": positions_of(cls.forward),
+            "_is_linear": cls.forward is LINEAR,
+        }
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),

@@ -75,7 +75,7 @@ def compose_backward(
     if needs_y:
         of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
     if needs_gain:
-        of_gain = _dots(rows_of(kept), wide, bias)
+        of_gain = dots(rows_of(kept), wide, bias)
         of_gain = of_gain / divisor(gain, kept.dtype, bias is not None) if tells else of_gain
     if needs_bias and bias is not None:
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
@@ -117,7 +117,7 @@ def least_gain(dtype: torch.dtype, has_bias: bool) -> float:
     return info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
 
 
-def _dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
+def dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
     """Return Σ (kept − bias) ∘ dy over the rows, `[d_out]`."""
     plain = kept.is_cpu and kept.dtype is dy.dtype and not torch.is_grad_enabled()
     if not plain or kept.shape[0] <= _SLICE:

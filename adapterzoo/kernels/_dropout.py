@@ -7,6 +7,7 @@ input. In Triton the mask is a function of seed and position, so that only the s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 PLANES = 16
 # the low 32 bits of a number
 _LOW = 0xFFFFFFFF
+# elements of a slice, but at least so many rows, because each slice adds to the factor's gradient
+_CACHED, _ROWS = 1 << 17, 128
 
 
 def threshold(p: float) -> int:
@@ -47,7 +50,8 @@ def bits(x: Tensor, p: float) -> Tensor:
         p: probability that a feature is dropped.
 
     Returns:
-        uint8, one dimension; its length is a multiple of 8.
+        uint8, one dimension; its length is a multiple of 8. Bit k of byte i is the feature at
+        k · length + i in the flattened `x`, so that all features unpack in a few vector operations.
     """
     level, planes = threshold(p), PLANES
     while level and level & 1 == 0:
@@ -55,13 +59,20 @@ def bits(x: Tensor, p: float) -> Tensor:
     words = (x.numel() + 63) // 64
     if not level:
         return torch.full((8 * words,), 255, dtype=torch.uint8, device=x.device)
-    # randint's upper bound excludes one of the 2⁶⁴ numbers
-    drawn = torch.randint(-(2**63), 2**63 - 1, (planes, words), device=x.device)
-    dropped = drawn[0]
-    for i in range(1, planes):
+    dropped, *rest = _drawn((planes, words), x.device).unbind()
+    for drawn in rest:
         level >>= 1
-        dropped = dropped.bitwise_or_(drawn[i]) if level & 1 else dropped.bitwise_and_(drawn[i])
+        dropped = dropped.bitwise_or_(drawn) if level & 1 else dropped.bitwise_and_(drawn)
+    # new memory, not a part of all that was drawn
     return dropped.bitwise_not().view(torch.uint8)  # [8 · words]
+
+
+def _drawn(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Return random int64 numbers, all equally likely."""
+    if torch.compiler.is_compiling():
+        # the same numbers, but for one of 2⁶⁴, which the upper bound excludes; takes longer
+        return torch.randint(-(2**63), 2**63 - 1, shape, device=device) ^ -(2**63)
+    return torch.empty(shape, dtype=torch.int64, device=device).random_(-(2**63), None)
 
 
 def mask(noise: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
@@ -75,12 +86,31 @@ def mask(noise: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
     """
     if noise.dtype is torch.int64:
         return _mask_of_seed(noise, shape, p)
-    byte = torch.arange(256, device=noise.device).unsqueeze(1)  # [256, 1]
-    bit = torch.arange(8, device=noise.device)
-    unpacked = (byte >> bit & 1).to(torch.uint8)  # [256, 8]
-    # look up the eight features of a byte as one number of eight bytes
-    found = unpacked.view(torch.int64).flatten().index_select(0, noise.int())  # [bytes]
-    return found.view(torch.uint8)[: math.prod(shape)].view(shape)  # [*batch, d_in]
+    place = torch.arange(8, dtype=torch.uint8, device=noise.device).unsqueeze(1)  # [8, 1]
+    unpacked = (noise >> place).bitwise_and_(1)  # [8, bytes]
+    return unpacked.view(-1)[: math.prod(shape)].view(shape)  # [*batch, d_in]
+
+
+def slices(
+    noise: Tensor, shape: tuple[int, ...], p: float, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows that stay in the cache, each with its mask `[rows, d_in]`, new memory.
+
+    In half precision there is one slice, because sums over slices would be rounded for each.
+
+    Args:
+        noise: see `mask`.
+        shape: see `mask`.
+        p: see `mask`.
+        dtype: of the masks.
+    """
+    packed = mask(noise, (math.prod(shape[:-1]), shape[-1]), p)  # [rows, d_in]
+    rows = max(len(packed), 1)
+    if dtype.itemsize >= 4:
+        rows = max(_ROWS, _CACHED // shape[-1])
+    for i in range(0, max(len(packed), 1), rows):
+        own = slice(i, i + rows)
+        yield own, packed[own].to(dtype)
 
 
 def _mask_of_seed(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:

@@ -1,8 +1,4 @@
-"""The low-rank update in torch operations, with the signatures of `low_rank_triton`.
-
-On a CPU a product with few rows and many columns is about twice as fast as its transpose, so t and
-its gradient are computed and kept as `[rank, rows]`.
-"""
+"""The low-rank update in torch operations, with the signatures of `low_rank_triton`."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from torch.nn.functional import linear
 
 from . import _dropout
 from ._ops import differentiated
+from ._skinny import outer, project
 
 # up to so many elements, two small operations cost less than one with the views that it needs
 SMALL = 1 << 14
@@ -24,10 +21,13 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    kept = x if noise is None else _dropout.mask(noise, x.shape, p).to(a.dtype).mul_(x)
-    kept = kept.to(a.dtype)  # [*batch, d_in]
-    t = linear(kept, a) if is_small(x) else _transposed(a @ rows_of(kept).T, x)  # [*batch, rank]
-    return t if noise is None else t * _dropout.kept_scale(p)
+    if noise is None:
+        kept = x.to(a.dtype)  # [*batch, d_in]
+        return linear(kept, a) if is_small(x) else batched(project(rows_of(kept), a), x)
+    rows = rows_of(x)  # [rows, d_in]
+    masks = _dropout.slices(noise, x.shape, p, a.dtype)
+    t = torch.cat([project(mask.mul_(rows[own]), a) for own, mask in masks])  # [rows, rank]
+    return batched(t.mul_(_dropout.kept_scale(p)), x)  # [*batch, rank]
 
 
 def shrink_backward(
@@ -45,30 +45,51 @@ def shrink_backward(
     Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read. With `onto`,
     the gradient of x is added to it, in place unless gradients are needed.
     """
-    dx, da = x.new_empty(0), a.new_empty(0)
-    shape = *dt.shape[:-1], a.shape[-1]
-    flat = rows_of(dt)
-    kept = x
     if noise is not None:
-        flat = flat * _dropout.kept_scale(p)  # [rows, rank]
-        kept = _dropout.mask(noise, shape, p).to(a.dtype)
+        dt = dt * _dropout.kept_scale(p)  # [*batch, rank]
+        if not torch.is_grad_enabled():
+            return _dropped_backward(dt, x, a, p, noise, needs_x, needs_a, onto)
+    dx, da = x.new_empty(0), a.new_empty(0)
+    shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
+    mask = None if noise is None else _dropout.mask(noise, shape, p).to(a.dtype)
     if onto is not None and not torch.is_grad_enabled():
         dx = onto.contiguous()
-        if noise is not None:
-            dx.addcmul_((flat @ a).view(shape), kept)
-        elif dx.dtype is a.dtype:
+        if dx.dtype is a.dtype:
             rows_of(dx).addmm_(flat, a)  # [rows, d_in]
         else:
             dx.add_((flat @ a).view(shape))
     elif needs_x:
         dx = (flat @ a).view(shape)  # [*batch, d_in]
-        dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
+        dx = (dx if mask is None else dx * mask).to(x.dtype)
         dx = dx if onto is None else onto + dx
     if needs_a:
-        if noise is not None:
-            # in place, to save a large temporary, unless gradients are needed
-            kept = kept * x if torch.is_grad_enabled() else kept.mul_(x)
+        kept = x if mask is None else mask * x
         da = flat.T @ rows_of(kept.to(a.dtype))  # [rank, d_in]
+    return dx, da
+
+
+def _dropped_backward(
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor,
+    needs_x: bool,
+    needs_a: bool,
+    onto: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return `shrink_backward` with dropout, without gradients; `dt` is scaled for dropout."""
+    shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
+    dx, da = x.new_empty(shape if needs_x else 0), a.new_zeros(a.shape if needs_a else 0)
+    if onto is not None:
+        dx = onto.contiguous()
+    for own, mask in _dropout.slices(noise, shape, p, a.dtype):
+        if onto is not None:
+            rows_of(dx)[own].addcmul_(flat[own] @ a, mask)
+        elif needs_x:
+            rows_of(dx)[own] = (flat[own] @ a).mul_(mask)
+        if needs_a:
+            da.addmm_(flat[own].T, mask.mul_(rows_of(x)[own]))
     return dx, da
 
 
@@ -97,10 +118,9 @@ def expand_backward(
     flat = rows_of(dy.to(t.dtype))  # [rows, d_out]
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:
-        # here [rows, rank] is the faster one, except where d_out is small
-        dt = (flat @ (scaling * b.to(t.dtype))).view(*dy.shape[:-1], b.shape[1])  # [*batch, rank]
+        dt = batched(project(flat, scaling * b.T.to(t.dtype)), dy)  # [*batch, rank]
     if needs_b:
-        db = (rows_of(t).T @ flat * scaling).T.to(b.dtype).contiguous()  # [d_out, rank]
+        db = (outer(flat, rows_of(t)) * scaling).to(b.dtype)  # [d_out, rank]
     return dt, db
 
 
@@ -132,6 +152,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _transposed(t: Tensor, like: Tensor) -> Tensor:
-    """Return `t` `[rank, rows]` as `[*batch, rank]`, with the batch of `like`."""
-    return t.T.view(*like.shape[:-1], t.shape[0])
+def batched(rows: Tensor, like: Tensor) -> Tensor:
+    """Return `rows` `[rows, width]` as `[*batch, width]`, with the batch of `like`."""
+    return rows.view(*like.shape[:-1], rows.shape[1])

@@ -10,7 +10,7 @@ An output o with gain g has a rounding error of u |o|, where u is half the dista
 of its dtype around 1, and a |o| of at most |g z| + |bias| for the value z before the gain. So
 (o - bias) / g has an error of at most u (|z| + |bias| / |g|): without a bias it is as exact as a
 rounded y, whatever the gain, except near the smallest number of the dtype; with a bias, a gain of
-1/2 doubles the share of the bias. That error is what `_least` limits.
+1/2 doubles the share of the bias. That error is what `least` limits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def compose(
 
     On a GPU the decision of what to keep depends on gains from some steps before. If a gain has
     become so small since then that no digit of the value before it is left, its gradient is inf or
-    NaN, never a wrong number; for this it must fall from `_least` to the limit in
+    NaN, never a wrong number; for this it must fall from `least` to the limit in
     `_compose_torch.divisor` within these steps.
 
     Args:
@@ -123,15 +123,33 @@ def _from_output(
         known = None if smallest is None or not gain.requires_grad else smallest.of(gain)
         if known is None:
             return None
-        return _OUTPUT if known >= _least(y.dtype, bias is not None) else _Y
+        return _OUTPUT if known >= least(y.dtype, bias is not None) else _Y
     plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
         return None
-    is_large = gain.detach().abs().min() >= _least(y.dtype, bias is not None)
+    is_large = gain.detach().abs().min() >= least(y.dtype, bias is not None)
     return _OUTPUT if is_large else None
 
 
-def _least(dtype: torch.dtype, has_bias: bool) -> float:
+def saved_by(ctx: Any) -> tuple[Any, ...]:
+    """Return the saved tensors of a node that keeps its own output.
+
+    Raises:
+        KernelError: the output was changed in place.
+    """
+    try:
+        found: tuple[Any, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        raise KernelError(
+            f"compose: its backward pass cannot read what its forward has kept ({error}). "
+            f"If the model changes the output of this layer in place, write "
+            f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
+            f"leave the layer out by exclude_modules."
+        ) from error
+    return found
+
+
+def least(dtype: torch.dtype, has_bias: bool) -> float:
     """Return the smallest |gain| with which the output is kept; see the module."""
     if has_bias:
         return _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
@@ -166,15 +184,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        try:
-            kept, gain, bias, t, b, told = ctx.saved_tensors
-        except RuntimeError as error:
-            raise KernelError(
-                f"compose: its backward pass cannot read what its forward has kept ({error}). "
-                f"If the model changes the output of this layer in place, write "
-                f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
-                f"leave the layer out by exclude_modules."
-            ) from error
+        kept, gain, bias, t, b, told = saved_by(ctx)
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
         tells = ctx.tells or (told is not None and bool(told))
         found = run(dy, kept, gain, bias, t, b, ctx.scaling, tells, *needs)

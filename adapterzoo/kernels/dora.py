@@ -179,13 +179,15 @@ class _RowGain(torch.autograd.Function):
         gain, inverse = below(_row_gain, *args)
         ctx.mark_non_differentiable(inverse)
         ctx.save_for_backward(inverse)
+        ctx.set_materialize_grads(False)
         ctx.dtype = args[3].dtype
         return gain, inverse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> Any:
         (inverse,) = ctx.saved_tensors
-        of_m = (grad * inverse).to(ctx.dtype) if ctx.needs_input_grad[3] else None
+        needed = grad is not None and ctx.needs_input_grad[3]
+        of_m = (grad * inverse).to(ctx.dtype) if needed else None
         return None, None, None, of_m, None
 
 

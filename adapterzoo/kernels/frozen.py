@@ -51,6 +51,29 @@ def takes(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     return plain and type(x) is Tensor and mode.is_eager(x)
 
 
+def is_small(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    """Return whether to change the weight `w` of a linear layer rather than the features `x`.
+
+    On a CPU, with few tokens, a product as small as the weight costs less than the calls that it
+    saves.
+
+    Args:
+        x: `[*batch, d_in]`, with `mode.is_few`.
+        w: `[d_out, d_in]`.
+        bias: `[d_out]`; None: there is none.
+    """
+    # of other inputs torch makes another product if the weight requires gradients
+    if w.numel() > SMALL or not x.is_cpu or not x.is_contiguous():
+        return False
+    if bias is not None and not (type(bias) in _PLAIN and bias.dtype is x.dtype):
+        return False
+    return type(w) in _PLAIN and type(x) is Tensor and w.dtype is x.dtype in _EXACT
+
+
+# elements of a weight
+SMALL = 1 << 15
+# a weight in half precision would lose the digits of its change
+_EXACT = (torch.float32, torch.float64)
 # subclasses may compute differently
 _PLAIN = (Tensor, torch.nn.Parameter)
 

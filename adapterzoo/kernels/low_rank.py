@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import dropout as plain_dropout
 from torch.nn.functional import linear
 
+from adapterzoo.contracts import Linear, Run
+
 from . import _dropout, _low_rank_torch, mode
 from ._ops import below, check, product
 
@@ -161,11 +163,44 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def expand_few(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return the bits of `expand` in few calls, without gradients.
+def with_changed_weight(
+    x: Tensor, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+) -> Tensor:
+    """Return x (w + scaling · b a)ᵀ + bias, for operands of one dtype with `frozen.is_small`.
 
-    Only for a t of the dtype of b, made of an input with `mode.is_few`; see `expand`.
+    Args:
+        x: `[*batch, d_in]`.
+        w: `[d_out, d_in]`.
+        bias: `[d_out]`; None: there is none.
+        a: `[rank, d_in]`.
+        b: `[d_out, rank]`.
+        scaling: the factor s.
+
+    Returns:
+        `[*batch, d_out]`.
     """
+    return linear(x, torch.addmm(w, b, a, alpha=scaling), bias)
+
+
+def few(x: Tensor, run: Run, small: Linear | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return a layer with its update in few calls, without gradients.
+
+    The bits of `with_changed_weight` for a small layer, of `expand` for others.
+
+    Args:
+        x: `[*batch, d_in]`, with `mode.is_few`, of the dtype of a and b.
+        run: computes the layer's own output.
+        small: weight and bias of a small linear layer; None for others.
+        a: `[rank, d_in]`.
+        b: `[d_out, rank]`.
+        scaling: the factor s.
+
+    Returns:
+        `[*batch, d_out]`.
+    """
+    if small is not None:
+        return with_changed_weight(x, *small, a, b, scaling)
+    y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
     if y.dtype is not t.dtype or y.numel() > mode.FEW:
         return expand(y, t, b, scaling)
     return torch.add(y, linear(t, b), alpha=scaling)

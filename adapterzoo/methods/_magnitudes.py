@@ -10,14 +10,15 @@ multiplied by g as well.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run, compute_dtype
+from adapterzoo.kernels import rescaled
 from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
@@ -29,16 +30,15 @@ from adapterzoo.kernels.dora import (
 )
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups, grouped_expand
-from adapterzoo.kernels.mode import is_few
 
+from ._changed_weight import ChangedWeight
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
 from ._stacks import kept_up, projected
-from ._weight_cache import WeightCache
 
 
-class Magnitudes(KeepInFP32, WeightAdapter):
+class Magnitudes(KeepInFP32, ChangedWeight):
     """Base of the adapters y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖.
 
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
@@ -47,7 +47,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
-        kept_gain: the factors g of evaluation.
         smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
@@ -71,7 +70,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         self.adapterhub = convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
-        self.kept_gain = WeightCache()
         self.smallest_gain = SmallestGain()
 
     @abstractmethod
@@ -79,8 +77,8 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         """Return A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of the update."""
 
     @abstractmethod
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A x `[*batch, rank]`, with dropout, and B `[d_out, rank]`."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x for `rescaled.product` alone, A x `[*batch, rank]`, with dropout, and B."""
 
     @abstractmethod
     def gain_at(self, base: BaseLayer) -> Tensor:
@@ -103,8 +101,15 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        if not self.adapterhub and (y := self.on_small(x, base)) is not None:
+            return y
+        frozen = None if self.adapterhub else base.frozen(x)
+        if frozen is not None:
+            factors = self.low_rank(base)
+            if rescaled.takes(x, frozen[0], *factors, self.m):
+                return self.rescaled(x, base, *frozen, *factors)
         y, plain = base(x), base.original(x)  # [*batch, d_out]
-        t, b = self.projected(x, base)
+        _, t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
         last = t, b, self.scaling, self.smallest_gain
@@ -113,9 +118,22 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def rescaled(
+        self, x: Tensor, base: BaseLayer, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+    ) -> Tensor:
+        """Return the layer with the change, for operands that `rescaled.takes`."""
+        drops = self.training and self.dropout > 0
+        if not (torch.is_grad_enabled() or drops):
+            return rescaled.merged(x, w, bias, a, b, self.gain_at(base), self.scaling)
+        self.kept.note_gradients()
+        own, t, _ = self.projected(x, base)
+        return rescaled.product(own, w, bias, a, b, self.m, t, self.scaling, drops)
+
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
-        found = self.kept_at(layer) if is_few(x) else None
+        if small is not None and not self.adapterhub:
+            return self.on_few_small(x, *small)
+        found = self.kept_at(layer)
         if found is None:
             return None
         gain, a, b = found

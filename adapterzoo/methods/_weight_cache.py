@@ -60,7 +60,7 @@ class WeightCache(ModuleCache):
         # if another thread clears the cache meanwhile, the value goes to the old memory
         memory = self._memory
         if torch.is_grad_enabled():
-            memory.learns = True
+            self.note_gradients()
             return compute()
         if self.training or is_recorded(sources[0]):
             return compute()
@@ -68,12 +68,16 @@ class WeightCache(ModuleCache):
         entry = memory.entry
         if entry is not None and entry.marks == marks and not entry.is_stale():
             return entry.value
-        owners = [] if marks is None else _owners(sources, facts)
+        owners = [] if marks is None else _owners(sources)
         value = compute()
         if marks is not None and type(value) is Tensor and not any(map(is_shared, sources)):
             storages = [StorageWeakRef(source.untyped_storage()) for source in sources]
             memory.entry = _Entry(value, marks, storages, owners)
         return value
+
+    def note_gradients(self) -> None:
+        """Keep nothing until the mode is set: a forward with gradients read the sources."""
+        self._memory.learns = True
 
     def found(self, facts: object, *owners: Tensor) -> Tensor | None:
         """Return the kept tensor in fewer calls than `get`; None if `get` must decide.
@@ -90,16 +94,14 @@ class WeightCache(ModuleCache):
             return None
         memory = self._memory
         entry = memory.entry
-        if entry is None or memory.learns:
+        if entry is None or memory.learns or entry.marks[0] != facts:
             return None
         if len(owners) != len(entry.owners) or torch._C._get_tracing_state() is not None:
             return None
         # no call of a function: this runs at every layer
-        for owner, mark in zip(owners, entry.owners, strict=True):
-            same = (id(owner), owner._version, owner.data_ptr(), owner.dtype, owner.stride())
-            if (*same, owner.requires_grad, facts) != mark[1:] or owner.grad is not None:
-                return None
-            if _expired(mark[0].cdata):
+        for p, mark, storage in zip(owners, entry.owners, entry.storages, strict=True):
+            state = id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad
+            if state != mark or p.grad is not None or _expired(storage.cdata):
                 return None
         return entry.value
 
@@ -121,7 +123,7 @@ class _Entry(NamedTuple):
         value: the computed tensor.
         marks: the state of the sources, to be compared later.
         storages: weak references to the sources' memory, whose addresses are in the marks.
-        owners: of `found`; empty if it cannot tell.
+        owners: the state of the parameters behind the sources; empty if `found` cannot tell.
     """
 
     value: Tensor
@@ -177,18 +179,12 @@ def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
     return marks
 
 
-def _owners(sources: tuple[Tensor, ...], facts: object) -> list[tuple[Any, ...]]:
+def _owners(sources: tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
     """Return the state of the parameters behind the sources, as `found` compares it."""
     owners = [source if source._base is None else source._base for source in sources]
     if not all(owner.is_cpu and owner.is_leaf for owner in owners):
         return []
-    return [
-        (
-            StorageWeakRef(p.untyped_storage()),
-            *(id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad, facts),
-        )
-        for p in owners
-    ]
+    return [(id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad) for p in owners]
 
 
 def is_shared(source: Tensor) -> bool:

@@ -13,7 +13,7 @@ Cannot do: embeddings, whose input has no features to rotate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Self
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels._butterfly_torch import rotate_into
@@ -34,14 +34,13 @@ from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.mode import is_few
 from adapterzoo.spelling import spelled
 
 from . import _boft_spelling
 from ._blocks import BlockConfig, rotation
+from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import features, restored, taken
-from ._weight_cache import WeightCache
 
 
 @architectures.register("boft")
@@ -77,16 +76,17 @@ class BOFTConfig(BlockConfig):
         return BOFT(self, site, device, dtype)
 
 
-class BOFT(SharedInputAdapter, WeightAdapter):
+class BOFT(SharedInputAdapter, ChangedWeight):
     """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
         boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
-        kept_rotation: the folded factors of evaluation.
         smallest_gain: that of the latest steps.
     """
+
+    sources = "boft_R", "boft_s"
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -112,7 +112,6 @@ class BOFT(SharedInputAdapter, WeightAdapter):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
-        self.kept_rotation = WeightCache()
         self.smallest_gain = SmallestGain()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -120,18 +119,20 @@ class BOFT(SharedInputAdapter, WeightAdapter):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
+        if (y := self.on_small(x, base)) is not None:
+            return y
         Q = base.from_input(self, x)
         y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
-        R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
-        if R is None or s is None or not is_few(x) or not x.is_contiguous():
-            return None
-        Q = self.kept_rotation.found(x.dtype, R)
-        if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
+        if small is not None:
+            return self.on_few_small(x, *small)
+        R, s = map(self._parameters.get, self.sources)
+        Q = self.kept.found(x.dtype, R) if R is not None and x.is_contiguous() else None
+        if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
         y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
         return compose_few(y, s.squeeze(-1), layer._parameters.get("bias"))
@@ -174,7 +175,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
             R = torch.stack([a.boft_R for a in adapters])  # [adapters, m, d_in / b, b, b]
             return rotation(R, adapters[0].dropout, dtype).unbind()
         return [
-            a.kept_rotation.get(partial(rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
+            a.kept.get(partial(rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
             for a in adapters
         ]
 

@@ -77,6 +77,8 @@ class DoRAConfig(LowRankConfig):
 class DoRA(Magnitudes, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
 
+    sources = "lora_A", "lora_B", "m"
+
     def __init__(
         self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -117,11 +119,11 @@ class DoRA(Magnitudes, LowRank):
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A x and B; in an embedding `x` is token numbers `[*batch]`."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, A x and B; in an embedding `x` is token numbers `[*batch]`."""
         if self.looks_up:
-            return self.looked_up(x, base) * base.scale, self.lora_B
-        return base.from_input(self, x)[1], self.lora_B
+            return x, self.looked_up(x, base) * base.scale, self.lora_B
+        return *base.from_input(self, x), self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -157,11 +159,11 @@ class DoRA(Magnitudes, LowRank):
         a, b, m = map(self._parameters.get, ("lora_A", "lora_B", "m"))
         if self.looks_up or w is None or a is None or b is None or m is None:
             return None
-        gain = self.kept_gain.found(self.scaling, w, a, b, m)
+        gain = self.kept.found(self.scaling, w, a, b, m)
         return None if gain is None else (gain, a, b)
 
     def gain(self, w: Tensor) -> Tensor:
         """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
         a, b = self.lora_A, self.lora_B
         sources = w, a, b, self.m
-        return self.kept_gain.get(lambda: self.gain_of(w, a, b), *sources, facts=self.scaling)
+        return self.kept.get(lambda: self.gain_of(w, a, b), *sources, facts=self.scaling)

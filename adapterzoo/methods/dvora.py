@@ -60,6 +60,8 @@ class DvoRAConfig(ProjectedConfig):
 class DvoRA(Magnitudes, Projected):
     """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
 
+    sources = "lambda_d", "lambda_b", "m"
+
     def __init__(
         self, config: DvoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -78,11 +80,11 @@ class DvoRA(Magnitudes, Projected):
         shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         self.make_magnitudes(shape, config.convention, device, dtype)
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return Λ_d A x and Λ_b B."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, Λ_d A x and Λ_b B."""
         a, _ = self.projections(base, self.lambda_d)
         _, b = self.low_rank(base)
-        return self.shrunk(x, a), b
+        return x, self.shrunk(x, a), b
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -95,10 +97,15 @@ class DvoRA(Magnitudes, Projected):
         with exactly(self.lambda_d.device):
             return self.factors(base, self.lambda_d)
 
+    def sources_at(self, base: BaseLayer) -> tuple[Tensor, ...]:
+        """Return the scales, the magnitudes and the shared projections."""
+        return *super().sources_at(base), *self.projections(base, self.lambda_d)
+
     def gain_at(self, base: BaseLayer) -> Tensor:
         """Return g `[*experts, d_out]`, in float32 or float64."""
         w = base.weight
-        sources = w, self.lambda_d, self.lambda_b, self.m, *self.projections(base, self.lambda_d)
-        return self.kept_gain.get(
-            lambda: self.gain_of(w, *self.low_rank(base)), *sources, facts=self.scaling
+        return self.kept.get(
+            lambda: self.gain_of(w, *self.low_rank(base)),
+            *(w, *self.sources_at(base)),
+            facts=self.scaling,
         )

@@ -14,7 +14,7 @@ Cost per site: rank · (d_in + d_out) parameters, two products of that size, fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -25,13 +25,12 @@ from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, change_forms, config_strings
-from adapterzoo.contracts import BaseLayer
+from adapterzoo.contracts import BaseLayer, Linear, Run
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import expand, expand_few
-from adapterzoo.kernels.mode import is_few
+from adapterzoo.kernels.low_rank import expand, few, with_changed_weight
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -107,9 +106,8 @@ class LoRA(Started):
                 f"{site.path!r}: only its weight can be adapted. Write False for both."
             )
         dtype = config.dtype_at(dtype)
-        self.lora_B_bias: nn.Parameter | None = None
-        if config.lora_bias:
-            self.lora_B_bias = drawn((site.d_out,), constant(0.0), device, dtype)
+        bias = drawn((site.d_out,), constant(0.0), device, dtype) if config.lora_bias else None
+        self.lora_B_bias = bias
         self.invocation = config.invocation
         self.reads_call = self.reads_ids = self.invocation is not None
         self.gate: Gate | None = None
@@ -118,10 +116,14 @@ class LoRA(Started):
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
         self.is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
+        self._is_uniform = self.is_plain and not (self.looks_up or self.invocation)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        b = self.lora_B
+        a, b = self.lora_A, self.lora_B
+        fits = self._is_uniform and not (self.training and self.dropout)
+        if fits and a.dtype is b.dtype is x.dtype and (small := base.small(x)) is not None:
+            return with_changed_weight(x, *small, a, b, self.scaling)
         if self.is_plain and (frozen := base.frozen(x)) is not None:
             own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
             return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
@@ -139,14 +141,12 @@ class LoRA(Started):
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
-        if self.looks_up or self.invocation or not self.is_plain or a is None or b is None:
+        if a is None or b is None or not (self._is_uniform and a.dtype is b.dtype is x.dtype):
             return None
-        if not (a.dtype is b.dtype is x.dtype and is_few(x)):
-            return None
-        return expand_few(run(x), linear(x, a), b, self.scaling)
+        return few(x, run, small, a, b, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

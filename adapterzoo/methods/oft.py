@@ -21,12 +21,12 @@ from functools import partial
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
@@ -35,10 +35,10 @@ from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _oft_spelling
+from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import restored, taken
 from ._skew import SkewConfig
-from ._weight_cache import WeightCache
 
 
 @architectures.register("oft")
@@ -74,7 +74,7 @@ class OFTConfig(SkewConfig):
         return OFT(self, site, device, dtype)
 
 
-class OFT(SharedInputAdapter, WeightAdapter):
+class OFT(SharedInputAdapter, ChangedWeight):
     """y = (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
@@ -83,8 +83,9 @@ class OFT(SharedInputAdapter, WeightAdapter):
         blocks: how they become rotations.
         dropout: share of the blocks that training replaces by the identity.
         looks_up: whether the layer is an embedding, whose output is rotated.
-        kept_rotation: the folded blocks of evaluation.
     """
+
+    sources = ("oft_R",)
 
     def __init__(
         self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -114,7 +115,6 @@ class OFT(SharedInputAdapter, WeightAdapter):
         fresh = constant(0.0) if config.init_weights else normal(0.1, source)
         shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
         self.oft_R = drawn(shape, fresh, device, DTYPES[config.dtype] if config.dtype else dtype)
-        self.kept_rotation = WeightCache()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features; in an embedding `x` is token numbers `[*batch]`.
@@ -125,7 +125,13 @@ class OFT(SharedInputAdapter, WeightAdapter):
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
             return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
+        if (small := self.on_small(x, base)) is not None:
+            return small
         return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
+
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
+        """Return the output for few tokens in evaluation; None where `forward` must."""
+        return None if small is None else self.on_few_small(x, *small)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -158,7 +164,7 @@ class OFT(SharedInputAdapter, WeightAdapter):
             R = torch.stack([a.oft_R for a in adapters])  # [adapters, r, b (b − 1) / 2]
             return one.blocks.folded(R, one.dropout, x.dtype).unbind()
         return [
-            a.kept_rotation.get(
+            a.kept.get(
                 partial(a.blocks.folded, a.oft_R, 0.0, x.dtype),
                 a.oft_R,
                 facts=compute_dtype(x.dtype),

@@ -90,6 +90,20 @@ def test_gradients_are_those_of_float64(dtype, p, layers):
         near(value, wanted, limit)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_slices_of_dropout_change_no_gradient(dtype):
+    x, made = drawn(2, dtype)
+    found = []
+    for rows in (1000, 128, 7):
+        torch.manual_seed(1)
+        with mock.patch.object(_dropout, "_CACHED", 1), mock.patch.object(_dropout, "_ROWS", rows):
+            ys = outputs(x, made, 0.3)
+            found.append([*ys, *gradients(ys, learned(x, made))])
+    for whole, *parts in zip(*found, strict=True):
+        for part in parts:
+            near(part, whole.double(), {torch.float64: 1e-14, torch.float32: 1e-6}[dtype])
+
+
 def test_gradients_of_gradients():
     x, made = drawn()
     own, t = outputs, made[0]

@@ -3,6 +3,7 @@
 import math
 
 import low_rank_cases
+import numpy as np
 import pytest
 import torch
 from measured import (
@@ -149,6 +150,23 @@ def test_as_many_features_drop_as_were_asked(p):
     assert _dropout.kept_scale(p) == pytest.approx(1 / (1 - p), rel=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5,), (3, 7, 45), (0, 5), (303, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_slices_are_those_of_the_mask(shape, dtype):
+    x = torch.empty(shape)
+    noise = _dropout.bits(x, 0.3)
+    places = np.unpackbits(noise.numpy(), bitorder="little").reshape(-1, 8).T.copy()  # [8, bytes]
+    mask = _dropout.mask(noise, x.shape, 0.3)
+    assert torch.equal(mask.flatten(), torch.from_numpy(places).flatten()[: x.numel()])
+    found = list(_dropout.slices(noise, x.shape, 0.3, dtype))
+    rows = mask.reshape(-1, shape[-1])
+    for own, part in found:
+        assert part.dtype is dtype
+        assert torch.equal(part, rows[own].to(dtype))
+    assert sum(len(part) for _, part in found) == len(rows)
+    assert (len(found) > 1) == (len(rows) > 300 and dtype is not torch.bfloat16)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7, 45), (0, 5), (300, 64)])
 def test_the_mask_of_a_seed_is_that_of_the_triton_kernels(shape):
     seed = torch.tensor([(123 << 32) + 77])
@@ -164,9 +182,10 @@ def test_dropout_of_nothing_and_of_nearly_all():
     assert _dropout.bits(torch.empty(0, 5), 0.3).numel() == 0
 
 
+@pytest.mark.parametrize("shape", [((3, 7), 33), ((3, 101), 1000)], ids=["one", "several slices"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_is_repeated_in_the_backward(dtype):
-    values = [v.requires_grad_() for v in drawn((3, 7), 33, 12, 4, dtype, torch.float32)]
+def test_dropout_is_repeated_in_the_backward(dtype, shape):
+    values = [v.requires_grad_() for v in drawn(*shape, 12, 4, dtype, torch.float32)]
     torch.manual_seed(1)
     out = low_rank.low_rank(*values, S, dropout=0.3, training=True)
     got = [out, *torch.autograd.grad(loss(out), values)]

@@ -1,5 +1,6 @@
 """The short way for few tokens in evaluation: the bits of `forward`, and when it is used."""
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -115,3 +116,123 @@ def test_a_class_with_a_forward_of_its_own_does_not_take_the_other():
     assert can_take_few(adapter)
     adapter.__class__ = Own
     assert not can_take_few(adapter)
+
+
+KEEPING = [*METHODS[1:3], "oft[oft_block_size=4]"]
+SMALL = [METHODS[0], *KEEPING]
+
+
+def products(model):
+    """The operations of a forward, counted, after one that may keep what it has computed."""
+    output(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        output(model)
+    return Counter(event.name for event in profile.events())
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_small_layer_with_a_kept_weight_is_one_product(method):
+    model = adapted(method)
+    adapted_ = products(model)
+    model.set_active_adapters(None)
+    assert adapted_ == products(model)
+
+
+def test_a_small_layer_with_lora_is_two_products():
+    model = adapted("lora")
+    sites = len([*model.adapter_modules("a")])
+    active = products(model)
+    model.set_active_adapters(None)
+    plain = products(model)
+    assert active["aten::linear"] == plain["aten::linear"]
+    assert active["aten::addmm"] == plain["aten::addmm"] + sites
+
+
+def of_weight(adapter, x, w, bias):
+    """The formula in float64, with the gradients that the papers give."""
+    x, w, bias = x.double(), w.double(), bias.double()
+    p = {name: value.double() for name, value in adapter.named_parameters()}
+    if "boft_R" in p or "oft_R" in p:
+        merged = adapter.double().weight(w, None)
+        return x @ merged.T + bias
+    whole = w + adapter.scaling * p["lora_B"] @ p["lora_A"]
+    if "m" in p:
+        whole = (p["m"] / whole.norm(dim=1).detach()).unsqueeze(1) * whole
+    return x @ whole.T + bias
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("method", SMALL)
+def test_outputs_and_gradients_are_those_of_the_formula(method, large):
+    model = adapted(method)
+    model.train_adapter("a")
+    model.eval()
+    path, adapter = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    x = torch.randn(2, 5, layer.in_features)
+    with mock.patch("adapterzoo.kernels.frozen.SMALL", 0 if large else 1 << 15):
+        y = layer(x)
+        (y * y.detach().cos()).sum().backward()
+        found = [p.grad.clone() for p in adapter.parameters()]
+    model.zero_grad()
+    truth = of_weight(adapter, x, layer.weight.detach(), layer.bias.detach())
+    torch.testing.assert_close(y.double(), truth, rtol=1e-5, atol=1e-5)
+    (truth * y.detach().double().cos()).sum().backward()
+    for grad, p in zip(found, adapter.parameters(), strict=True):
+        torch.testing.assert_close(grad.double(), p.grad.double(), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_lora_sees_writes_that_leave_no_trace():
+    model = adapted("lora")
+    before = output(model)
+    for _, adapter in model.adapter_modules("a"):
+        adapter.lora_B.data.copy_(adapter.lora_B.data * 2)
+    after = output(model)
+    assert not torch.equal(before, after)
+    with mock.patch("adapterzoo.inject.adapted.is_hooked", return_value=True):
+        assert torch.equal(output(model), after)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, value):
+        return value * 2
+
+
+# magnitudes need a weight that is a parameter
+PARAMETRIZED = [("weight", None), ("weight", "lora"), *(("bias", m) for m in (None, *SMALL))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "method"), PARAMETRIZED)
+def test_a_parametrization_of_the_layer_acts(name, method):
+    model = adapted(method or "lora")
+    if method is None:
+        model.set_active_adapters(None)
+    path, _ = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    x = torch.randn(3, layer.in_features)
+    layer.get_parameter(name).mul_(2)
+    expected = layer(x)
+    layer.get_parameter(name).div_(2)
+    parametrize.register_parametrization(layer, name, Doubled())
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["forward", "hook"])
+def test_a_changed_linear_layer_is_called(method, change):
+    model = adapted(method)
+    before = output(model)
+    if change == "hook":
+        path, _ = next(iter(model.adapter_modules("a")))
+        layer = model.base_model.get_submodule(path)
+        layer.register_forward_hook(lambda module, args, y: y * 2)
+        assert not torch.equal(output(model), before)
+        return
+    plain = torch.nn.Linear.forward
+    # as libraries replace it
+    with mock.patch.object(torch.nn.Linear, "forward", lambda self, x: plain(self, x) * 2):
+        assert not torch.equal(output(model), before)
+        model.set_active_adapters(None)
+        doubled = output(model)
+    assert not torch.equal(output(model), doubled)

@@ -1,0 +1,58 @@
+"""Products of few columns: values of float64 in all forms and layouts, and their gradients."""
+
+import pytest
+import torch
+from measured import Operations, near
+
+from adapterzoo.kernels._skinny import _FEW, _MANY, outer, project
+
+RANKS = (1, 3, _FEW - 1, _FEW, _MANY - 1, _MANY)
+LAYOUTS = {
+    "rows": lambda v: v,
+    "columns": lambda v: v.T.contiguous().T,
+    # as a part of a joined product
+    "part": lambda v: torch.cat([v, v], 1)[:, v.shape[1] :],
+}
+
+
+def drawn(rank, rows=37, width=53):
+    torch.manual_seed(rank)
+    return [torch.randn(n, m, dtype=torch.float64) for n, m in ((rows, width), (rank, width))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", RANKS)
+def test_values_are_those_of_float64(rank, layout):
+    x, a = drawn(rank)
+    t = x @ a.T
+    for own in LAYOUTS.values():
+        found = project(own(x).float(), LAYOUTS[layout](a).float())
+        near(found, t, 1e-6)
+        near(outer(own(x).float(), LAYOUTS[layout](t).float()), x.T @ t, 1e-6)
+
+
+@pytest.mark.parametrize("rank", [3, _FEW])
+def test_gradients_and_their_gradients(rank):
+    x, a = (v.requires_grad_() for v in drawn(rank, 5, 4))
+    t = torch.randn(5, rank, dtype=torch.float64, requires_grad=True)
+    for run, given in ((project, (x, a)), (outer, (x, t))):
+        assert torch.autograd.gradcheck(run, given, fast_mode=True)
+        assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_nothing_large_is_copied(rank):
+    x, a = (v.float() for v in drawn(rank, 300, 200))
+    turned = a.T.contiguous().T
+    with Operations() as seen:
+        t = project(x, turned)
+        found = outer(x, t)
+    assert found.is_contiguous()
+    assert seen.names.count("mm") == 2
+    assert seen.largest <= max(rank * 300, rank * 200)
+
+
+def test_no_rows():
+    x, a = (v[:0] if v.shape[0] == 37 else v for v in drawn(3))
+    assert project(x, a).shape == (0, 3)
+    assert torch.equal(outer(x, x.new_empty(0, 3)), x.new_zeros(53, 3))
