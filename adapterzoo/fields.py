@@ -379,8 +379,8 @@ class ConfigType(ABCMeta):
 
 
 @functools.cache
-def _signature(cls: Any) -> inspect.Signature:
-    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+def _signature(cls: type) -> inspect.Signature:
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     return inspect.Signature(parameters)
 
 

@@ -126,8 +126,8 @@ def weight_norm(w: Tensor) -> Tensor:
         a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
         return row_norm(w, a, b, 1.0)
     # nothing is added, so that no sum is built: contiguous rows are summed in the same order
-    parts = w.detach().split(_rows(w, TILE), -2)
-    dtype = compute_dtype(w.dtype)
+    w, rows, dtype = w.detach(), _rows(w, TILE), compute_dtype(w.dtype)
+    parts = w.split(rows, -2) if rows < w.shape[-2] else (w,)
     norms = [torch.linalg.vector_norm(p.to(dtype).contiguous(), dim=-1) for p in parts]
     return norms[0] if len(norms) == 1 else torch.cat(norms, -1)  # [*experts, d_out]
 

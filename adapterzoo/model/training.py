@@ -98,13 +98,13 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
 def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embeddings: bool) -> None:
     """Set training mode; train only these parameters and the active heads."""
     module: Any = model
-    module.train()
     quantized.unpack(module)
     freeze(model, True)
     for parameter in trained:
         parameter.requires_grad_(True)
     model._head_strategy.train(train_embeddings)
-    hold_statistics(model)
+    # holds the statistics of norms that are frozen now
+    module.train()
 
 
 def hold_statistics(model: AdaptedModel) -> None:
@@ -118,7 +118,7 @@ def hold_statistics(model: AdaptedModel) -> None:
 def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
     reshard(model)
-    own = {id(p) for p in own_parameters_of(model)}
+    own = set() if freezes else {id(p) for p in own_parameters_of(model)}
     for parameter in embeddings.waiting_parameters(model) if freezes else ():
         parameter.requires_grad_(False)
     for parameter in model._backbone.parameters():

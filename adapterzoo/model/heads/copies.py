@@ -205,12 +205,13 @@ def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
         owner: of the head, see `owner_of`.
         layers: by path; see `made`.
     """
-    take(model, owner)
+    taken = take(model, owner)
     for path, layer in layers.items():
         inject.put(_layer(model, path), owner, layer, model._active, _HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
-    replan(model)
+    if layers or taken:
+        replan(model)
 
 
 def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
