@@ -127,8 +127,35 @@ def _from_output(
     plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
         return None
-    is_large = gain.detach().abs().min() >= _least(y.dtype, bias is not None)
-    return _OUTPUT if is_large else None
+    return _OUTPUT if tells(gain, y.dtype, bias is not None) else None
+
+
+def tells(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> bool:
+    """Return whether the output tells the value before the gain exactly enough; reads the gain.
+
+    Args:
+        gain: `[d_out]`, not empty.
+        dtype: of the output.
+        has_bias: whether a bias was added after the gain.
+    """
+    return bool(gain.detach().abs().min() >= _least(dtype, has_bias))
+
+
+def kept_by(ctx: Any) -> Any:
+    """Return the saved tensors of a node that keeps its own output.
+
+    Raises:
+        KernelError: the output was changed in place.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        raise KernelError(
+            f"compose: its backward pass cannot read what its forward has kept ({error}). "
+            f"If the model changes the output of this layer in place, write "
+            f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
+            f"leave the layer out by exclude_modules."
+        ) from error
 
 
 def _least(dtype: torch.dtype, has_bias: bool) -> float:
@@ -166,15 +193,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        try:
-            kept, gain, bias, t, b, told = ctx.saved_tensors
-        except RuntimeError as error:
-            raise KernelError(
-                f"compose: its backward pass cannot read what its forward has kept ({error}). "
-                f"If the model changes the output of this layer in place, write "
-                f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
-                f"leave the layer out by exclude_modules."
-            ) from error
+        kept, gain, bias, t, b, told = kept_by(ctx)
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
         tells = ctx.tells or (told is not None and bool(told))
         found = run(dy, kept, gain, bias, t, b, ctx.scaling, tells, *needs)
