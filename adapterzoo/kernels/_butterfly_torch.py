@@ -46,9 +46,16 @@ def rotate_backward(
     if needs_x:
         dx = rotate(dy, blocks.mT).to(x.dtype).contiguous()
     if needs_blocks:
-        whole = _parts(x, blocks).mT @ _parts(dy, blocks)  # [*experts, chunks, width, width]
-        dblocks = whole.to(blocks.dtype)
+        dblocks = dots(x, dy, blocks).to(blocks.dtype)
     return dx, dblocks
+
+
+def dots(x: Tensor, y: Tensor, blocks: Tensor) -> Tensor:
+    """Return xᵀ y of each chunk, in the shape of `blocks`.
+
+    `x` and `y` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]`.
+    """
+    return _parts(x, blocks).mT @ _parts(y, blocks)
 
 
 def _parts(x: Tensor, blocks: Tensor) -> Tensor:

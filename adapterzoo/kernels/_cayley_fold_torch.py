@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .butterfly import fold, without
+from .butterfly import by_pairs, fold, from_pairs, products, without
 from .cayley import cayley_backward, cayley_reference
 from .exact import exactly
 
@@ -34,9 +34,9 @@ def cayley_fold_backward(
     `grad` and `whole` `[*lead, chunks, width, width]`, `Q` and `of_Q` `[*lead, m, blocks, b, b]`.
     """
     with exactly(Q.device):
-        found = torch.zeros_like(Q) if of_Q is None else of_Q
-        if grad is not None:
-            found = found + _unfolded(grad, Q)
+        found = torch.zeros_like(Q) if grad is None else _unfolded(grad, Q)
+        if of_Q is not None:
+            found = found + of_Q
         if dropped is not None:
             found = found.masked_fill(dropped[..., None, None], 0.0)
         return cayley_backward(found, Q)
@@ -44,36 +44,14 @@ def cayley_fold_backward(
 
 def _unfolded(grad: Tensor, Q: Tensor) -> Tensor:
     """Return the gradient of the factors from that of their product `[*lead, chunks, C, C]`."""
-    m, _, b = Q.shape[-4:-1]
-    if m == 1:
+    if Q.shape[-4] == 1:
         return grad.unsqueeze(-4)  # [*lead, 1, blocks, b, b]
-    per_chunk = 1 << (m - 1)
-    orders = [_order(i, m, b, Q.device) for i in range(m)]
-    dense = []
-    for i, order in enumerate(orders):
-        blocks = Q[..., i, :, :, :].unflatten(-3, (-1, per_chunk))  # [*lead, chunks, n, b, b]
-        eye = torch.eye(per_chunk, device=Q.device, dtype=Q.dtype).view(per_chunk, 1, per_chunk, 1)
-        apart = blocks.unsqueeze(-2) * eye  # [*lead, chunks, n, b, n, b]
-        sorted_ = apart.flatten(-4, -3).flatten(-2)  # [*lead, chunks, C, C]
-        back = order.argsort()
-        dense.append(sorted_[..., back, :][..., back])
+    before = products(Q[..., :-1, :, :, :])
     found = []
-    for i, order in enumerate(orders):
-        own = grad
-        for j in reversed(range(i + 1, m)):
-            own = dense[j].mT @ own
-        for j in range(i):
-            own = own @ dense[j].mT
-        own = own[..., order, :][..., order]  # [*lead, chunks, C, C]
-        parts = own.view(*own.shape[:-2], *(per_chunk, b) * 2)  # [*lead, chunks, n, b, n, b]
-        own = parts.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)  # [*lead, chunks, n, b, b]
-        found.append(own.flatten(-4, -3))  # [*lead, blocks, b, b]
-    return torch.stack(found, -4)  # [*lead, m, blocks, b, b]
-
-
-def _order(i: int, m: int, b: int, device: torch.device) -> Tensor:
-    """Return the features of a chunk, block after block of factor i."""
-    chunk = torch.arange(b << (m - 1), device=device)
-    if not i:
-        return chunk
-    return chunk.view(-1, 2, 1 << i, b // 2).transpose(1, 2).flatten()  # [.., 2ⁱ, 2, b / 2]
+    for i in reversed(range(1, Q.shape[-4])):
+        pairs = before[i - 1].unflatten(-3, (-1, 2))  # [*lead, chunks, 2, width / 2, width / 2]
+        # by halves of its columns, [*lead, chunks, 2, width, width / 2]
+        of_pairs = grad.unflatten(-1, (2, -1)).transpose(-3, -2)
+        found.append(from_pairs(of_pairs @ pairs.mT, Q.shape[-1]))
+        grad = (by_pairs(Q[..., i, :, :, :], i).mT @ of_pairs).flatten(-4, -3)
+    return torch.stack([grad, *reversed(found)], -4)  # [*lead, m, blocks, b, b]

@@ -75,8 +75,7 @@ def compose_backward(
     if needs_y:
         of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
     if needs_gain:
-        of_gain = dots(rows_of(kept), wide, bias)
-        of_gain = of_gain / divisor(gain, kept.dtype, bias is not None) if tells else of_gain
+        of_gain = gain_backward(wide, kept, gain, bias, tells)
     if needs_bias and bias is not None:
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
@@ -93,6 +92,17 @@ def compose_backward(
         if needs_b:
             of_b = (dyt * s).to(b.dtype).contiguous()
     return of_y, of_gain, of_bias, of_t, of_b
+
+
+def gain_backward(
+    dy: Tensor, kept: Tensor, gain: Tensor, bias: Tensor | None, tells: bool
+) -> Tensor:
+    """Return the gradient of the gain `[d_out]`, without that of an update which `kept` lacks.
+
+    `dy` and `kept` `[*batch, d_out]`; see `compose_backward`.
+    """
+    found = dots(rows_of(kept), rows_of(dy), bias)
+    return found / divisor(gain, kept.dtype, bias is not None) if tells else found
 
 
 def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:

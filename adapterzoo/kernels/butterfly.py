@@ -124,12 +124,17 @@ def folded(Q: Tensor) -> Tensor:
     Returns:
         `[*experts, 1, chunks, width, width]`, or Q itself.
     """
-    m, _, b = Q.shape[-4:-1]
-    if m > 1 and b << (m - 1) > _WIDEST:
+    if not folds(Q):
         return Q
     # the kernels pack narrow chunks themselves
     packs = mode.may_take_triton(Q) and Q.dtype is not torch.float64
     return fold(Q, 1 if packs else _NARROWEST).unsqueeze(-4)
+
+
+def folds(Q: Tensor) -> bool:
+    """Return whether `folded` makes one factor of these."""
+    m, _, b = Q.shape[-4:-1]
+    return m == 1 or b << (m - 1) <= _WIDEST
 
 
 def fold(Q: Tensor, narrowest: int = _NARROWEST) -> Tensor:
@@ -142,21 +147,87 @@ def fold(Q: Tensor, narrowest: int = _NARROWEST) -> Tensor:
     Returns:
         `[*experts, chunks, width, width]`; the width is a multiple of b · 2^(m−1).
     """
-    m, blocks, b = Q.shape[-4:-1]
-    chunk = b << (m - 1)
-    # put narrow neighbors into one wider block, whose other parts are zero
-    width = chunk * gcd(blocks * b // chunk, max(1, narrowest // chunk))
-    if m == 1:
-        together = width // b
-        own = torch.eye(together, device=Q.device, dtype=Q.dtype).view(together, 1, together, 1)
-        grouped = Q.reshape(*Q.shape[:-4], -1, together, b, 1, b)  # [.., chunks, together, b, 1, b]
-        return (grouped * own).flatten(-4, -3).flatten(-2)  # [*experts, chunks, width, width]
-    eye = torch.eye(width, device=Q.device, dtype=Q.dtype)
-    rows = eye.repeat(1, blocks * b // width).expand(*Q.shape[:-4], -1, -1)  # [.., width, d_in]
+    whole = products(Q)[-1]  # [*experts, chunks, chunk, chunk]
+    n, chunk, _ = whole.shape[-3:]
+    return widened(whole, gcd(n, max(1, narrowest // chunk)))
+
+
+def products(Q: Tensor) -> list[Tensor]:
+    """Return M_i ⋯ M_0 for each factor i, by chunks: `[*experts, d_in / width, width, width]`.
+
+    The width is b · 2ⁱ: factor i multiplies pairs of neighbors among the chunks before it.
+
+    Args:
+        Q: `[*experts, m, d_in / b, b, b]`.
+    """
+    found = [Q[..., 0, :, :, :]]
     with exactly(Q.device):
-        whole = butterfly_reference(rows, Q)  # [*experts, width, d_in]
-    chunks: Tensor = whole.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
-    return chunks.transpose(-3, -2)  # [*experts, chunks, width, width]
+        for i in range(1, Q.shape[-4]):
+            pairs = found[-1].unflatten(-3, (-1, 2))  # [*experts, chunks, 2, width / 2, width / 2]
+            made = (
+                by_pairs(Q[..., i, :, :, :], i) @ pairs
+            )  # [*experts, chunks, 2, width, width / 2]
+            found.append(made.transpose(-3, -2).flatten(-2))
+    return found
+
+
+def by_pairs(factor: Tensor, i: int) -> Tensor:
+    """Return factor i by chunks, and in these by the two chunks before it that it multiplies.
+
+    Args:
+        factor: `[*experts, d_in / b, b, b]`.
+        i: its number, from 1.
+
+    Returns:
+        `[*experts, d_in / width, 2, width, width / 2]`, the width being b · 2ⁱ.
+    """
+    n, half = 1 << i, factor.shape[-1] // 2
+    parts = factor.unflatten(-3, (-1, n)).unflatten(-2, (2, half)).unflatten(-1, (2, half))
+    # [*experts, chunks, n, 2, half, 2, half] to [*experts, chunks, 2, 2, n, half, half]
+    parts = parts.movedim((-2, -4, -5), (-5, -4, -3))
+    own = torch.eye(n, device=factor.device, dtype=factor.dtype).view(n, 1, n, 1)
+    whole = parts.unsqueeze(-2) * own  # [*experts, chunks, 2, 2, n, half, n, half]
+    return whole.flatten(-5, -3).flatten(-2)
+
+
+def from_pairs(whole: Tensor, b: int) -> Tensor:
+    """Return the blocks `[*experts, d_in / b, b, b]` of which `by_pairs` made this."""
+    half = b // 2
+    n = whole.shape[-1] // half
+    # as in `by_pairs`, [*experts, chunks, 2, 2, n, half, n, half]
+    parts = whole.unflatten(-1, (n, half)).unflatten(-3, (2, n, half))
+    own = parts.diagonal(dim1=-4, dim2=-2)  # [*experts, chunks, 2, 2, half, half, n]
+    blocks = own.movedim((-1, -4, -3, -5), (-5, -4, -3, -2))
+    # [*experts, chunks, n, 2, half, 2, half] until here
+    return blocks.flatten(-2).flatten(-3, -2).flatten(-4, -3)
+
+
+def widened(chunks: Tensor, together: int) -> Tensor:
+    """Return neighbors as one wider chunk, whose other parts are zero.
+
+    Args:
+        chunks: `[*lead, chunks, width, width]`.
+        together: how many, a divisor of the number of chunks.
+
+    Returns:
+        `[*lead, chunks / together, together · width, together · width]`.
+    """
+    if together == 1:
+        return chunks
+    own = torch.eye(together, device=chunks.device, dtype=chunks.dtype)
+    rows = chunks.unflatten(-3, (-1, together)).unsqueeze(-2)  # [.., together, width, 1, width]
+    whole: Tensor = rows * own.view(together, 1, together, 1)
+    return whole.flatten(-4, -3).flatten(-2)
+
+
+def narrowed(wide: Tensor, together: int) -> Tensor:
+    """Return the chunks of which `widened` made wider ones."""
+    if together == 1:
+        return wide
+    width = wide.shape[-1] // together
+    parts = wide.unflatten(-1, (together, width)).unflatten(-3, (together, width))
+    # [.., together, width, together, width]
+    return parts.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).flatten(-4, -3)
 
 
 def without(Q: Tensor, dropped: Tensor) -> Tensor:

@@ -127,8 +127,18 @@ def _from_output(
     plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
         return None
-    is_large = gain.detach().abs().min() >= least(y.dtype, bias is not None)
-    return _OUTPUT if is_large else None
+    return _OUTPUT if tells(gain, y.dtype, bias is not None) else None
+
+
+def tells(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> bool:
+    """Return whether the output tells the value before the gain exactly enough; reads the gain.
+
+    Args:
+        gain: `[d_out]`, not empty.
+        dtype: of the output.
+        has_bias: whether a bias was added after the gain.
+    """
+    return bool(gain.detach().abs().min() >= least(dtype, has_bias))
 
 
 def saved_by(ctx: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
+from adapterzoo.kernels import rotated_weight
 from adapterzoo.kernels._butterfly_torch import rotate_into
 from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
@@ -122,8 +123,11 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         if (y := self.on_small(x, base)) is not None:
             return y
         Q = base.from_input(self, x)
-        y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
+        frozen = base.frozen(x)
+        if frozen is not None and rotated_weight.takes(x, frozen[0], Q):
+            return rotated_weight.product(x, *frozen, Q[0], gain)
+        y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
