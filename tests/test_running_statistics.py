@@ -38,6 +38,7 @@ def test_training_keeps_the_statistics(conformer, fused):
         conformer.train_adapter_fusion(Fuse("b", "c"))
     else:
         conformer.train_adapter("a")
+    assert conformer.training
     conformer(x)
     # what a Trainer does before each step
     conformer.train()

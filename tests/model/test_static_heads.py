@@ -10,6 +10,7 @@ import torch
 from families import tiny_config, tiny_inputs
 from snapshots import bits, of_adapter, refused, same_bits, stir
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -19,7 +20,7 @@ from transformers import (
 
 from adapterzoo import Average, BatchSplit, Fuse, Stack, init, load_model
 from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.model import snapshot
+from adapterzoo.model import activation, snapshot
 from adapterzoo.model.heads import copies
 
 # one layer, layers below a module, two roots, a module that gives a part of a tuple
@@ -347,3 +348,12 @@ def test_copies_compile_as_one_graph(tmp_path, rows):
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs, **kwargs)[0], model(**inputs, **kwargs)[0])
     torch.compiler.reset()
+
+
+def test_an_adapter_that_has_no_copy_is_planned_once(monkeypatch):
+    model = init(AutoModelForCausalLM.from_config(tiny_config("llama")))
+    model.add_adapter("a", "lora")
+    plans, made = [], activation.make_plan
+    monkeypatch.setattr(activation, "make_plan", lambda *args: plans.append(args) or made(*args))
+    model.train_adapter("a")
+    assert len(plans) == 1
