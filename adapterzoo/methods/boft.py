@@ -26,7 +26,7 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
-from adapterzoo.kernels import rotated_weight
+from adapterzoo.kernels import mode, rotated_weight
 from adapterzoo.kernels._butterfly_torch import rotate_into
 from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
@@ -35,7 +35,6 @@ from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.mode import is_few
 from adapterzoo.spelling import spelled
 
 from . import _boft_spelling
@@ -123,22 +122,20 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         """
         Q = base.from_input(self, x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
-        frozen = base.frozen(x)
-        if frozen is not None and rotated_weight.takes(x, frozen[0], Q):
+        if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):
             return rotated_weight.product(x, *frozen, Q[0], gain)
-        y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
+        y = base(in_layout_of(rotated(x, Q), x))
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
-        if R is None or s is None or not is_few(x) or not x.is_contiguous():
+        if R is None or s is None or not mode.is_few(x) or not x.is_contiguous():
             return None
         Q = self.kept_rotation.found(x.dtype, R)
         if Q is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
-        y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
-        return compose_few(y, s.squeeze(-1), layer._parameters.get("bias"))
+        return compose_few(run(rotate_into(x, Q[0])), s.squeeze(-1), layer._parameters.get("bias"))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
