@@ -147,9 +147,7 @@ def fold(Q: Tensor, narrowest: int = _NARROWEST) -> Tensor:
     Returns:
         `[*experts, chunks, width, width]`; the width is a multiple of b · 2^(m−1).
     """
-    whole = products(Q)[-1]  # [*experts, chunks, chunk, chunk]
-    n, chunk, _ = whole.shape[-3:]
-    return widened(whole, gcd(n, max(1, narrowest // chunk)))
+    return widened(products(Q)[-1], narrowest)
 
 
 def products(Q: Tensor) -> list[Tensor]:
@@ -187,7 +185,8 @@ def by_pairs(factor: Tensor, i: int) -> Tensor:
     parts = parts.movedim((-2, -4, -5), (-5, -4, -3))
     own = torch.eye(n, device=factor.device, dtype=factor.dtype).view(n, 1, n, 1)
     whole = parts.unsqueeze(-2) * own  # [*experts, chunks, 2, 2, n, half, n, half]
-    return whole.flatten(-5, -3).flatten(-2)
+    found: Tensor = whole.flatten(-5, -3).flatten(-2)
+    return found
 
 
 def from_pairs(whole: Tensor, b: int) -> Tensor:
@@ -199,35 +198,28 @@ def from_pairs(whole: Tensor, b: int) -> Tensor:
     own = parts.diagonal(dim1=-4, dim2=-2)  # [*experts, chunks, 2, 2, half, half, n]
     blocks = own.movedim((-1, -4, -3, -5), (-5, -4, -3, -2))
     # [*experts, chunks, n, 2, half, 2, half] until here
-    return blocks.flatten(-2).flatten(-3, -2).flatten(-4, -3)
+    found: Tensor = blocks.flatten(-2).flatten(-3, -2).flatten(-4, -3)
+    return found
 
 
-def widened(chunks: Tensor, together: int) -> Tensor:
+def widened(chunks: Tensor, narrowest: int = _NARROWEST) -> Tensor:
     """Return neighbors as one wider chunk, whose other parts are zero.
 
     Args:
-        chunks: `[*lead, chunks, width, width]`.
-        together: how many, a divisor of the number of chunks.
+        chunks: `[*experts, chunks, chunk, chunk]`.
+        narrowest: see `fold`.
 
     Returns:
-        `[*lead, chunks / together, together · width, together · width]`.
+        `[*experts, d_in / width, width, width]`.
     """
+    n, chunk, _ = chunks.shape[-3:]
+    together = gcd(n, max(1, narrowest // chunk))
     if together == 1:
         return chunks
     own = torch.eye(together, device=chunks.device, dtype=chunks.dtype)
-    rows = chunks.unflatten(-3, (-1, together)).unsqueeze(-2)  # [.., together, width, 1, width]
-    whole: Tensor = rows * own.view(together, 1, together, 1)
-    return whole.flatten(-4, -3).flatten(-2)
-
-
-def narrowed(wide: Tensor, together: int) -> Tensor:
-    """Return the chunks of which `widened` made wider ones."""
-    if together == 1:
-        return wide
-    width = wide.shape[-1] // together
-    parts = wide.unflatten(-1, (together, width)).unflatten(-3, (together, width))
-    # [.., together, width, together, width]
-    return parts.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).flatten(-4, -3)
+    shape = *chunks.shape[:-3], -1, together, chunk, 1, chunk
+    parts = chunks.reshape(shape) * own.view(together, 1, together, 1)
+    return parts.flatten(-4, -3).flatten(-2)  # [*experts, d_in / width, width, width]
 
 
 def without(Q: Tensor, dropped: Tensor) -> Tensor:

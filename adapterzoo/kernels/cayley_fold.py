@@ -1,8 +1,7 @@
 """From the parameters of butterfly rotations to one rotation per chunk of features.
 
 Paper: Liu et al. 2023, arXiv:2311.06243, §3 and §4. `cayley` makes rotations of the parameters,
-and `folded` makes one factor of m; on a GPU one kernel does both, unless chunks are wide. Both are
-one node of autograd's graph.
+and `folded` makes one factor of m; on a GPU one kernel does both, unless chunks are wide.
 The host never waits, and all memory is torch's, as a captured graph requires.
 """
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import _cayley_fold_torch, mode
-from ._ops import Operator, below, check, computed, register
-from .butterfly import folded, folds, narrowed, without
-from .cayley import cayley, cayley_reference
+from ._ops import below, check, computed, register
+from .butterfly import folded, folds, widened, without
+from .cayley import cayley
 
 # a program cannot keep wider chunks of a single factor, or of a product of several
 _WIDEST, _WIDEST_PRODUCT = 64, 32
@@ -34,9 +33,9 @@ def cayley_fold(R: Tensor, dropped: Tensor | None = None) -> Tensor:
     """
     fits = is_narrow(R.shape[-4], R.shape[-1]) and R.dtype is torch.float32
     if not fits or mode.is_reference() or not mode.may_take_triton(R):
-        if folds(R) and mode.is_plain(R) and not torch.compiler.is_compiling():
-            made: Tensor = _Plain.apply(R, dropped)[0]  # [*lead, chunks, width, width]
-            return made.unsqueeze(-4)
+        if dropped is None and folds(R) and mode.is_plain(R):
+            # in torch operations, with a backward by hand
+            return widened(_cayley_fold(R, None)[0]).unsqueeze(-4)
         Q = cayley(R)
         return folded(Q if dropped is None else without(Q, dropped))
     whole: Tensor = _cayley_fold(R, dropped)[0]  # [*lead, chunks, width, width]
@@ -62,55 +61,35 @@ def _shapes_of_backward(grad: Tensor, whole: Tensor, Q: Tensor, dropped: Tensor 
     return Q.new_empty(Q.shape)
 
 
-def _node(run: Operator, run_backward: Operator) -> type[torch.autograd.Function]:
-    """Return the function with these as forward and backward; it keeps only rotations."""
+class _CayleyFold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, R: Tensor, dropped: Tensor | None) -> Any:
+        whole, Q = below(_cayley_fold, R, dropped)
+        ctx.set_materialize_grads(False)
+        ctx.single = R.shape[-4] == 1
+        if ctx.single:
+            ctx.mark_non_differentiable(Q)
+        ctx.save_for_backward(whole, None if ctx.single else Q, dropped)
+        return whole, Q
 
-    class CayleyFold(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, R: Tensor, dropped: Tensor | None) -> Any:
-            whole, Q = run(R, dropped)
-            ctx.set_materialize_grads(False)
-            m, b = R.shape[-4], R.shape[-1]
-            ctx.single, ctx.together = m == 1, whole.shape[-1] // (b << (m - 1))
-            if ctx.single:
-                ctx.mark_non_differentiable(Q)
-            ctx.save_for_backward(whole, None if ctx.single else Q, dropped)
-            return whole, Q
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor | None, of_Q: Tensor | None) -> Any:
-            whole, Q, dropped = ctx.saved_tensors
-            whole = narrowed(whole, ctx.together)
-            grad = None if grad is None else narrowed(grad, ctx.together)
-            Q = whole.unsqueeze(-4) if ctx.single else Q
-            of_Q = None if ctx.single else of_Q
-            if grad is None and of_Q is None:
-                return None, None
-            # only a second backward has a gradient of the factors
-            if grad is None or of_Q is not None or torch.is_grad_enabled():
-                return _cayley_fold_torch.cayley_fold_backward(grad, whole, Q, dropped, of_Q), None
-            return run_backward(grad, whole, Q, dropped), None
-
-    return CayleyFold
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, of_Q: Tensor | None) -> Any:
+        whole, Q, dropped = ctx.saved_tensors
+        Q = whole.unsqueeze(-4) if ctx.single else Q
+        of_Q = None if ctx.single else of_Q
+        if grad is None and of_Q is None:
+            return None, None
+        # only a second backward has a gradient of the factors
+        if grad is None or of_Q is not None or torch.is_grad_enabled():
+            return _cayley_fold_torch.cayley_fold_backward(grad, whole, Q, dropped, of_Q), None
+        return _cayley_fold_backward(grad, whole, Q, dropped), None
 
 
-def _plain(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the folded rotations, in chunks as wide as on a CPU, and the factors if several."""
-    Q = cayley_reference(R)
-    Q = Q if dropped is None else without(Q, dropped)
-    return folded(Q).squeeze(-4), Q.new_empty(0) if R.shape[-4] == 1 else Q
-
-
-# on a CPU a registered operator would cost more than it does
-_Plain = _node(_plain, _cayley_fold_torch.cayley_fold_backward)
 _cayley_fold = register(
     "cayley_fold(Tensor R, Tensor? dropped) -> (Tensor, Tensor)",
     computed("cayley_fold", "cayley_fold_triton", _cayley_fold_torch.cayley_fold, 1, single=True),
     _shapes,
-    _node(
-        lambda R, dropped: below(_cayley_fold, R, dropped),
-        lambda *args: _cayley_fold_backward(*args),
-    ),
+    _CayleyFold,
 )
 _cayley_fold_backward = register(
     "cayley_fold_backward(Tensor grad, Tensor whole, Tensor Q, Tensor? dropped) -> Tensor",

@@ -124,8 +124,7 @@ class BOFT(SharedInputAdapter, ChangedWeight):
             return y
         Q = base.from_input(self, x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
-        frozen = base.frozen(x)
-        if frozen is not None and rotated_weight.takes(x, frozen[0], Q):
+        if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):
             return rotated_weight.product(x, *frozen, Q[0], gain)
         y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
@@ -138,8 +137,7 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         Q = self.kept.found(x.dtype, R) if R is not None and x.is_contiguous() else None
         if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
-        y = run(rotate_into(x, Q[0]))  # [*batch, d_out]
-        return compose_few(y, s.squeeze(-1), layer._parameters.get("bias"))
+        return compose_few(run(rotate_into(x, Q[0])), s.squeeze(-1), layer._parameters.get("bias"))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
