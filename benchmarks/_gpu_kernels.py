@@ -27,7 +27,6 @@ from adapterzoo.kernels import (
     compose_triton,
     dora,
     grouped,
-    grouped_triton,
     low_rank,
     low_rank_triton,
     row_norm_triton,
@@ -291,7 +290,10 @@ _EXPAND = (
     lambda rows, rank, dtype: compose_triton.compose_backward_tile(rows, rank, dtype, True),
 )
 _COMPOSE = (compose_triton.compose_tile, compose_triton.compose_backward_tile)
-_ROTATE = (butterfly_triton.rotate_tile, butterfly_triton.rotate_backward_tile)
+_ROTATE = (
+    lambda rows, rank, dtype: butterfly_triton.rotate_tile(rows, rank),
+    lambda rows, rank, dtype: butterfly_triton.rotate_tile(rows, rank, True),
+)
 
 KERNELS = [
     Kernel(
@@ -443,13 +445,13 @@ KERNELS = [
         ("x", "a", "b"),
         lambda s: 2 * s.rows * (s.d_in + s.d_out) * s.rank,
         (
-            lambda rows, rank, dtype: grouped_triton.shrink_tile(
+            lambda rows, rank, dtype: low_rank_triton.chunk_tile(
                 chunk_rows(_tokens(rows)), rank, dtype
             ),
-            lambda rows, rank, dtype: grouped_triton.expand_tile(
+            lambda rows, rank, dtype: compose_triton.update_tile(
                 chunk_rows(_tokens(rows)), rank, dtype
             ),
-            lambda rows, rank, dtype: grouped_triton.outer_tile(rank, dtype),
+            lambda rows, rank, dtype: low_rank_triton.outer_tile(rank, dtype, True),
         ),
         timed=(16, 64),
         roundings=2.0,

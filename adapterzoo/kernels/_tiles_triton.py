@@ -18,8 +18,10 @@ from torch import Tensor
 from triton.runtime import driver
 
 from . import _launch
+from ._groups import CHUNK, chunk_rows
 
 _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+_CHUNK = tl.constexpr(CHUNK)
 # rows of a decoding step
 FEW = 64
 # shared memory of a program on an A100; GPUs of sm 86, 89 and 120 have 101,376
@@ -63,6 +65,42 @@ class Tile(NamedTuple):
         Of loops that do not, Triton loads only the operands of products ahead.
         """
         return {**self.settings, "STAGES": self.stages}
+
+
+class Plan(NamedTuple):
+    """The rows of a mixed batch by adapter; see `_groups.plan_of`.
+
+    Attributes:
+        values: int32.
+        batch: rows of the batch.
+        tokens: of each row.
+        adapters: their number.
+    """
+
+    values: Tensor
+    batch: int
+    tokens: int
+    adapters: int
+
+    @property
+    def tall(self) -> int:
+        """Rows of a chunk, at most."""
+        return chunk_rows(self.tokens)
+
+    @property
+    def head(self) -> int:
+        """Where the chunks begin."""
+        return self.batch + self.adapters + 1
+
+    @property
+    def chunks(self) -> int:
+        """Their number; 0 without tokens."""
+        return (self.values.shape[0] - self.head) // CHUNK if self.tokens else 0
+
+
+def tall(rows: int) -> int:
+    """Return how many rows a program takes of so many."""
+    return 16 if rows <= FEW else 64
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -120,9 +158,45 @@ def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)
 
 
+def update_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) -> Tile:
+    """Return the configuration of an update for the rows of a tile; see `compose_triton`."""
+    if dtype is torch.float32:
+        return Tile(rows, 64, 32, 8 if small and rows > 16 else 4, 2)
+    return Tile(rows, 64 if small and rank > 16 else 128, cut(rank), 4, 2)
+
+
+def update_of(t: Tensor | None, b: Tensor | None) -> tuple[int, torch.dtype]:
+    """Return the rank (0: no update) and the dtype of products."""
+    if t is None or b is None:
+        return 0, torch.float16
+    return b.shape[-1], torch.promote_types(t.dtype, b.dtype)
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor without gaps; None stays None."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a matrix; 0 for None."""
+    return (0, 0) if tensor is None else tensor.stride()
+
+
+def stacked_strides(factor: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of factors `[n, rows, columns]`, or 0 and those of one factor."""
+    if factor is None:
+        return 0, 0, 0
+    return factor.stride() if factor.dim() == 3 else (0, *factor.stride())
+
+
+def writes_float32(x: Tensor) -> bool:
+    """Return whether cuBLAS can write its own sums, in float32, for operands like `x`."""
+    return x.is_cuda and x.dtype is not torch.float32 and _WRITES_FLOAT32
+
+
 def product_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Return a product of operands of one dtype in float32; cuBLAS can write its own sums."""
-    if left.is_cuda and left.dtype is not torch.float32 and _WRITES_FLOAT32:
+    """Return a product of operands of one dtype in float32, rounded once if possible."""
+    if writes_float32(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(torch.float32)
 
@@ -132,6 +206,32 @@ def loaded(x, row, of_row, rows, column, of_column, columns):
     """Return a tile of x, 0 beyond its `rows` and `columns`."""
     at = x + row.to(tl.int64)[:, None] * of_row + column.to(tl.int64)[None, :] * of_column
     return tl.load(at, (row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def rows_at(plan, place, end, rows, tokens):
+    """Return the rows at some places of a mixed batch's order, `rows` from the end on.
+
+    Without a plan (None) the rows are in order.
+    """
+    row = place
+    if plan is not None:
+        row = tl.load(plan + place // tokens, place < end, other=0) * tokens + place % tokens
+    return tl.where(place < end, row, rows)
+
+
+@triton.jit
+def rows_of(plan, head, block, rows, tokens, ROWS: tl.constexpr):
+    """Return the adapter of a block of rows (-1: none) and its rows, `rows` where there is none.
+
+    With a plan the block is one of its chunks; without (None), all rows are in order.
+    """
+    adapter, row = 0, block * ROWS + tl.arange(0, ROWS)
+    if plan is not None:
+        chunk = plan + head + block * _CHUNK
+        place = tl.load(chunk + 1) + tl.arange(0, ROWS)
+        adapter, row = tl.load(chunk), rows_at(plan, place, tl.load(chunk + 2), rows, tokens)
+    return adapter, row
 
 
 @triton.jit

@@ -18,15 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _butterfly_torch
+from . import _butterfly_torch, _launch
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, is_small, precision, product
 
 # wider chunks do not fit the registers; cuBLAS is fast for them
 _WIDEST = 128
-# for the backward in float32, whose products split both operands in two parts
-_WIDEST_FLOAT32 = 32
-# on GPUs with little shared memory for the forward in float32 and the backward; see `is_small`
+# for the backward on GPUs with little shared memory; see `is_small`
 _WIDEST_SMALL = 64
 # narrower chunks share a tile: its rows of 128 bytes in half precision are whole memory requests
 _NARROWEST = 64
@@ -37,27 +35,16 @@ _PROGRAMS = 512
 # the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
 
 
-def rotate_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration for rows, chunk width and dtype; it has no rank.
+def rotate_tile(rows: int, width: int, sums: bool = False) -> Tile:
+    """Return the configuration for rows and chunk width; it has no rank.
 
-    Its columns hold as many whole chunks as fit, at least one.
+    Its columns hold as many whole chunks as fit, at least one. `sums`: over rows, as in a backward.
     """
     columns = max(_NARROWEST, triton.next_power_of_2(width))
-    warps = 8 if columns == 128 or dtype is torch.float32 else 4
-    if rows <= FEW:
-        return Tile(16, columns, 0, warps, 2)
-    tall = 32 if columns == 128 and dtype is torch.float32 else 64
-    return Tile(tall, columns, 0, warps, 2 if warps == 8 and dtype is torch.float32 else 3)
-
-
-def rotate_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """Return the configuration of the backward; see `rotate_tile`."""
-    narrowest = _WIDEST_FLOAT32 if dtype is torch.float32 else _NARROWEST
-    columns = max(narrowest, triton.next_power_of_2(width))
-    warps = 8 if columns in (32, 128) else 4
-    if rows <= FEW:
-        return Tile(16, columns, 0, warps, 2)
-    return Tile(64, columns, 0, warps, 1 if columns == 128 else 2)
+    warps = 8 if columns == 128 else 4
+    if sums and columns == 128:
+        return Tile(32, columns, 0, warps, 3)
+    return Tile(16, columns, 0, warps, 2) if rows <= FEW else Tile(64, columns, 0, warps, 3)
 
 
 @triton.jit
@@ -83,76 +70,50 @@ def addresses(own, k, used, width, of_chunk, of_row, of_col, total, ALONE: tl.co
 
 @triton.jit(do_not_specialize=["rows"])
 def rotate_kernel(
-    x, blocks, y, x_expert, x_row, x_col, of_expert, of_chunk, of_row, of_col, rows, width, tiles,
-    used, total, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALONE: tl.constexpr,
+    x, other, blocks, y, sums, x_expert, x_row, x_col, other_expert, other_row, other_col,
+    of_expert, of_chunk, of_row, of_col, rows, experts, width, tiles, used, total, part,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write y = x · blockdiag(blocks) of one tile's chunks and the rows of part p."""
+    """Write y = x · blockdiag(blocks) of one tile's chunks, and sums[p] = otherᵀ x of part p.
+
+    Without y or the other (None) that is left out. A backward rotates dy back, and the other is
+    what its forward rotated.
+    """
     expert, own = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     p = tl.program_id(1)
     k = tl.arange(0, COLUMNS)
     column = own * used + k
     valid = covered(own, k, used, total, ALONE)
-    at, same = addresses(own, k, used, width, of_chunk, of_row, of_col, total, ALONE)
-    rotation = tl.load(blocks + expert * of_expert + at, same, other=0.0).to(x.dtype.element_ty)
     x_columns = x + expert * x_expert + column.to(tl.int64)[None, :] * x_col
     # an integer of 1 is a number at compile time
     wide = tl.cast(total, tl.int64)
-    y_columns = y + expert * rows * wide + column[None, :]
-    for first in range(p * part, min(rows, (p + 1) * part), ROWS):
+    if y is not None:
+        y_columns = y + expert * rows * wide + column[None, :]
+        at, same = addresses(own, k, used, width, of_chunk, of_row, of_col, total, ALONE)
+        rotation = tl.load(blocks + expert * of_expert + at, same, other=0.0).to(x.dtype.element_ty)
+    if other is not None:
+        other_columns = other + expert * other_expert + column.to(tl.int64)[:, None] * other_col
+        acc = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    for first in tl.range(p * part, min(rows, (p + 1) * part), ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & valid[None, :]
         tile = tl.load(x_columns + row.to(tl.int64)[:, None] * x_row, inside, other=0.0)
-        none = tl.zeros((ROWS, COLUMNS), tl.float32)
-        rotated = product(tile, rotation, none, PRECISION)
-        here = y_columns + row.to(tl.int64)[:, None] * wide
-        tl.store(here, rotated.to(y.dtype.element_ty), inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rotate_backward_kernel(
-    dy, x, blocks, dx, dblocks, dy_expert, dy_row, dy_col, x_expert, x_row, x_col, of_expert,
-    of_chunk, of_row, of_col, rows, experts, width, tiles, used, total, part,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_BLOCKS: tl.constexpr,
-    ALONE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write dx = dy · blockdiag(blocks)ᵀ of one tile's chunks, and dblocks[p] = xᵀ dy of p."""
-    expert, own = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    p = tl.program_id(1)
-    k = tl.arange(0, COLUMNS)
-    column = own * used + k
-    valid = covered(own, k, used, total, ALONE)
-    dtype = dx.dtype.element_ty
-    if NEEDS_X:
-        at, same = addresses(own, k, used, width, of_chunk, of_col, of_row, total, ALONE)
-        rotated = tl.load(blocks + expert * of_expert + at, same, other=0.0).to(dtype)
-    x_columns = x + expert * x_expert + column.to(tl.int64)[None, :] * x_col
-    dy_columns = dy + expert * dy_expert + column.to(tl.int64)[None, :] * dy_col
-    wide = tl.cast(total, tl.int64)
-    dx_columns = dx + expert * rows * wide + column[None, :]
-    acc = tl.zeros((COLUMNS, COLUMNS), tl.float32)
-    for first in range(p * part, min(rows, (p + 1) * part), ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & valid[None, :]
-        of_row_y = tl.load(dy_columns + row.to(tl.int64)[:, None] * dy_row, inside, other=0.0)
-        of_row_y = of_row_y.to(dtype)
-        if NEEDS_X:
+        if y is not None:
             none = tl.zeros((ROWS, COLUMNS), tl.float32)
-            back = product(of_row_y, rotated, none, PRECISION)
-            tl.store(dx_columns + row.to(tl.int64)[:, None] * wide, back.to(dtype), inside)
-        if NEEDS_BLOCKS:
-            tile = tl.load(x_columns + row.to(tl.int64)[:, None] * x_row, inside, other=0.0)
-            acc = product(tl.trans(tile), of_row_y, acc, PRECISION)
-    if NEEDS_BLOCKS:
+            rotated = product(tile, rotation, none, PRECISION)
+            here = y_columns + row.to(tl.int64)[:, None] * wide
+            tl.store(here, rotated.to(y.dtype.element_ty), inside)
+        if other is not None:
+            # a transposed tile would be loaded to registers
+            at_left = other_columns + row.to(tl.int64)[None, :] * other_row
+            left = tl.load(at_left, valid[:, None] & (row < rows)[None, :], other=0.0)
+            acc = product(left, tile, acc, PRECISION)
+    if other is not None:
         # only the chunks themselves, not what is between them
         at, same = addresses(own, k, used, width, width * width, width, 1, total, ALONE)
-        here = dblocks + (p.to(tl.int64) * experts + expert) * wide * width
+        here = sums + (p.to(tl.int64) * experts + expert) * wide * width
         tl.store(here + at, acc, same)
-
-
-def widest(x: Tensor) -> int:
-    """Return the widest chunk whose product with `x` the forward takes."""
-    return _WIDEST_SMALL if x.dtype is torch.float32 and is_small(x) else _WIDEST
 
 
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
@@ -161,21 +122,9 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
     of `x`.
     """
-    flat, own = _shaped(x, blocks)
-    if own.shape[-1] > widest(x):
+    if not _takes(x, blocks, _WIDEST):
         return _butterfly_torch.rotate(x, blocks)
-    experts, chunks, width, _ = own.shape
-    rows = flat.shape[1]
-    tile = rotate_tile(rows, width, x.dtype)
-    tiles, used = _shared(chunks, width, tile.columns)
-    parts, part = _parts(rows, tile.rows, experts * tiles)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(
-        rotate_kernel, (experts * tiles, parts), flat, own, y, *flat.stride(), *own.stride(),
-        rows, width, tiles, used, chunks * width, part,
-        ALONE=used == width, PRECISION=precision(x.dtype), **tile.settings,
-    )  # fmt: skip
-    return y
+    return _rotate(x, blocks, None)[0]
 
 
 def rotate_backward(
@@ -185,26 +134,39 @@ def rotate_backward(
 
     Without `needs_blocks`, `x` may be empty: only its dtype is read.
     """
-    left, own = _shaped(dy, blocks)
-    half = _WIDEST_SMALL if is_small(dy) else _WIDEST
-    if own.shape[-1] > (_WIDEST_FLOAT32 if x.dtype is torch.float32 else half):
+    if not _takes(x, blocks, _WIDEST_SMALL if is_small(dy) else _WIDEST):
         return _butterfly_torch.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
-    flat = _shaped(x, blocks)[0] if needs_blocks else left
+    return _rotate(dy.to(x.dtype), blocks.mT, x if needs_blocks else None, needs_x)
+
+
+def _takes(x: Tensor, blocks: Tensor, widest: int) -> bool:
+    """Return whether the kernel computes a product; on a GPU, not in float32."""
+    return blocks.shape[-1] <= widest and (_launch.INTERPRETED or x.dtype is not torch.float32)
+
+
+def _rotate(
+    x: Tensor, blocks: Tensor, other: Tensor | None, needs_y: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return x · blockdiag(blocks), and the chunks of otherᵀ x; empty if not needed."""
+    flat, own = _shaped(x, blocks)
+    left = None if other is None else _shaped(other, blocks)[0]
     experts, chunks, width, _ = own.shape
-    rows = left.shape[1]
-    tile = rotate_backward_tile(rows, width, x.dtype)
+    rows = flat.shape[1]
+    tile = rotate_tile(rows, width, left is not None)
     tiles, used = _shared(chunks, width, tile.columns)
     parts, part = _parts(rows, tile.rows, experts * tiles)
-    dx = x.new_empty(dy.shape if needs_x else 0)
-    dblocks = x.new_empty((parts, *blocks.shape) if needs_blocks else 0, dtype=torch.float32)
+    y = x.new_empty(x.shape) if needs_y else None
+    sums = None if left is None else x.new_empty((parts, *blocks.shape), dtype=torch.float32)
     launch(
-        rotate_backward_kernel, (experts * tiles, parts), left, flat, own, dx, dblocks,
-        *left.stride(), *flat.stride(), *own.stride(), rows, experts, width, tiles, used,
-        chunks * width, part,
-        ALONE=used == width, NEEDS_X=needs_x, NEEDS_BLOCKS=needs_blocks,
-        PRECISION=precision(x.dtype), **tile.settings,
+        rotate_kernel, (experts * tiles, parts), flat, left, own, y, sums, *flat.stride(),
+        *(flat if left is None else left).stride(), *own.stride(), rows, experts, width, tiles,
+        used, chunks * width, part,
+        ALONE=used == width, PRECISION=precision(x.dtype), **tile.pipelined,
     )  # fmt: skip
-    return dx, added(dblocks, blocks.dtype) if needs_blocks else blocks.new_empty(0)
+    return (
+        x.new_empty(0) if y is None else y,
+        blocks.new_empty(0) if sums is None else added(sums, blocks.dtype),
+    )
 
 
 def _shaped(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,39 @@ def places(features, i, B: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
+def tile_of(width, COLUMNS: tl.constexpr, USED: tl.constexpr):
+    """Return a program's features, of whole chunks, and which of them are there."""
+    k = tl.arange(0, COLUMNS)
+    features = tl.program_id(0) * USED + k
+    return features, (k < USED) & (features < width)
+
+
+@triton.jit
+def within(block, inside):
+    """Return which elements of a tile are in one block."""
+    return (block[:, None] == block[None, :]) & inside[:, None] & inside[None, :]
+
+
+@triton.jit
+def chunks_at(features, inside, width, WIDE: tl.constexpr):
+    """Return where the chunks of WIDE features lie, and their elements."""
+    at = tl.program_id(1).to(tl.int64) * width * WIDE + features.to(tl.int64)[:, None] * WIDE
+    return at + (features % WIDE)[None, :], within(features // WIDE, inside)
+
+
+@triton.jit
+def factor_at(features, inside, width, i, B: tl.constexpr, M: tl.constexpr):
+    """Return where the blocks of factor i lie, the blocks, their elements, and the places in them.
+
+    The blocks are counted over all factors.
+    """
+    block, place = places(features, i, B, M)
+    same = within(block, inside)
+    block = (tl.program_id(1).to(tl.int64) * M + i) * (width // B) + block
+    return block[:, None] * (B * B) + place[:, None] * B + place[None, :], block, same, place
+
+
+@triton.jit
 def inverse(matrix, same, place, B: tl.constexpr):
     """Return the inverse of each block by Gauss-Jordan elimination without pivoting.
 
@@ -81,59 +114,48 @@ def inverse(matrix, same, place, B: tl.constexpr):
 
 @triton.jit
 def cayley_fold_kernel(
-    parameters, dropped, whole, factors, r_lead, r_factor, r_block, r_row, r_col, width,
+    parameters, dropped, whole, factors, width,
     B: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, USED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write Q = 2 (I + S)⁻¹ − I of one tile's blocks, and the product of its factors."""
-    lead = tl.program_id(1).to(tl.int64)
+    features, inside = tile_of(width, COLUMNS, USED)
     k = tl.arange(0, COLUMNS)
-    features = tl.program_id(0) * USED + k
-    inside = (k < USED) & (features < width)
-    diagonal = k[:, None] == k[None, :]
-    folded = tl.where(diagonal, 1.0, 0.0)
+    identity = tl.where(k[:, None] == k[None, :], 1.0, 0.0)
+    folded = identity
     for j in range(M):
-        i = M - 1 - j
-        block, place = places(features, i, B, M)
-        same = (block[:, None] == block[None, :]) & inside[:, None] & inside[None, :]
-        own = parameters + lead * r_lead + i * r_factor + block.to(tl.int64)[:, None] * r_block
-        at = place[:, None] * r_row + place[None, :] * r_col
-        turned = place[None, :] * r_row + place[:, None] * r_col
-        upper = tl.load(own + at, same, other=0.0).to(tl.float64)
-        lower = tl.load(own + turned, same, other=0.0).to(tl.float64)
-        matrix = (upper - lower) * 0.5 + tl.where(diagonal, 1.0, 0.0)
+        here, block, same, place = factor_at(features, inside, width, M - 1 - j, B, M)
+        turned = block[:, None] * (B * B) + place[None, :] * B + place[:, None]
+        upper = tl.load(parameters + here, same, other=0.0).to(tl.float64)
+        lower = tl.load(parameters + turned, same, other=0.0).to(tl.float64)
+        matrix = (upper - lower) * 0.5 + identity
         matrix = inverse(matrix, same, tl.where(inside, place, -1), B)
-        factor = (2.0 * matrix - tl.where(diagonal, 1.0, 0.0)).to(tl.float32)
-        of_block = (lead * M + i) * (width // B) + block
-        if DROPS:
-            drops = tl.load(dropped + of_block, inside, other=1) != 0
-            factor = tl.where(drops[:, None], tl.where(diagonal, 1.0, 0.0), factor)
+        factor = (2.0 * matrix - identity).to(tl.float32)
+        if dropped is not None:
+            drops = tl.load(dropped + block, inside, other=1) != 0
+            factor = tl.where(drops[:, None], identity, factor)
         if M > 1:
-            here = factors + of_block[:, None] * (B * B) + place[:, None] * B + place[None, :]
-            tl.store(here, factor, same)
+            tl.store(factors + here, factor, same)
             none = tl.zeros((COLUMNS, COLUMNS), tl.float32)
             folded = product(folded, factor, none, PRECISION)
         else:
             folded = factor
-    WIDE: tl.constexpr = B << (M - 1)
-    chunk = features // WIDE
-    here = whole + lead * width * WIDE + features.to(tl.int64)[:, None] * WIDE
-    square = (chunk[:, None] == chunk[None, :]) & inside[:, None] & inside[None, :]
-    tl.store(here + (features % WIDE)[None, :], folded, square)
+    at, square = chunks_at(features, inside, width, B << (M - 1))
+    tl.store(whole + at, folded, square)
 
 
 @triton.jit
 def write_gradient(
-    dR, here, dropped, of_block, of_factor, factor, same, inside, diagonal,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    dR, here, dropped, block, of_factor, factor, same, inside, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Write the gradient of one factor's R: −2 Xᵀ dQ Xᵀ, X = (Q + I) / 2, antisymmetrised."""
     of_factor = tl.where(same, of_factor, 0.0)
-    if DROPS:
-        drops = tl.load(dropped + of_block, inside, other=1) != 0
+    if dropped is not None:
+        drops = tl.load(dropped + block, inside, other=1) != 0
         of_factor = tl.where(drops[:, None], 0.0, of_factor)
     none = tl.zeros_like(of_factor)
-    twice = tl.trans(factor + tl.where(diagonal, 1.0, 0.0))  # 2 Xᵀ
+    k = tl.arange(0, of_factor.shape[0])
+    twice = tl.trans(factor + tl.where(k[:, None] == k[None, :], 1.0, 0.0))  # 2 Xᵀ
     of_S = product(product(twice, of_factor, none, PRECISION), twice, none, PRECISION)  # −2 dS
     of_R = (tl.trans(of_S) - of_S) * 0.25
     tl.store(dR + here, of_R.to(dR.dtype.element_ty), same)
@@ -143,45 +165,26 @@ def write_gradient(
 def cayley_fold_backward_kernel(
     grad, whole, factors, dropped, dR, width,
     B: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, USED: tl.constexpr,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of R of one tile's blocks."""
-    lead = tl.program_id(1).to(tl.int64)
-    k = tl.arange(0, COLUMNS)
-    features = tl.program_id(0) * USED + k
-    inside = (k < USED) & (features < width)
-    diagonal = k[:, None] == k[None, :]
-    WIDE: tl.constexpr = B << (M - 1)
-    chunk = features // WIDE
-    square = (chunk[:, None] == chunk[None, :]) & inside[:, None] & inside[None, :]
-    at = lead * width * WIDE + features.to(tl.int64)[:, None] * WIDE + (features % WIDE)[None, :]
+    features, inside = tile_of(width, COLUMNS, USED)
+    at, square = chunks_at(features, inside, width, B << (M - 1))
     of_whole = tl.load(grad + at, square, other=0.0).to(tl.float32)
     if M > 1:
         none = tl.zeros((COLUMNS, COLUMNS), tl.float32)
         rest = tl.load(whole + at, square, other=0.0)
         for j in range(M - 1):
-            i = M - 1 - j
-            block, place = places(features, i, B, M)
-            same = (block[:, None] == block[None, :]) & inside[:, None] & inside[None, :]
-            of_block = (lead * M + i) * (width // B) + block
-            here = of_block[:, None] * (B * B) + place[:, None] * B + place[None, :]
+            here, block, same, _ = factor_at(features, inside, width, M - 1 - j, B, M)
             factor = tl.load(factors + here, same, other=0.0)
             # the factors are rotations: Qᵀ takes the leftmost one off the product
             rest = product(tl.trans(factor), rest, none, PRECISION)
             of_factor = product(of_whole, tl.trans(rest), none, PRECISION)
-            write_gradient(
-                dR, here, dropped, of_block, of_factor, factor, same, inside, diagonal, DROPS,
-                PRECISION,
-            )  # fmt: skip
+            write_gradient(dR, here, dropped, block, of_factor, factor, same, inside, PRECISION)
             of_whole = product(tl.trans(factor), of_whole, none, PRECISION)
-    block, place = places(features, 0, B, M)
-    same = (block[:, None] == block[None, :]) & inside[:, None] & inside[None, :]
-    of_block = lead * M * (width // B) + block
-    here = of_block[:, None] * (B * B) + place[:, None] * B + place[None, :]
+    here, block, same, _ = factor_at(features, inside, width, 0, B, M)
     factor = tl.load(factors + here, same, other=0.0)
-    write_gradient(
-        dR, here, dropped, of_block, of_whole, factor, same, inside, diagonal, DROPS, PRECISION
-    )
+    write_gradient(dR, here, dropped, block, of_whole, factor, same, inside, PRECISION)
 
 
 def cayley_fold(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -194,14 +197,13 @@ def cayley_fold(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
     chunk = b << (m - 1)
     if not takes(R):
         return _cayley_fold_torch.cayley_fold(R, dropped)
-    own = R.reshape(-1, *R.shape[-4:])  # [lead, m, blocks, b, b]
+    own = R.contiguous().view(-1, *R.shape[-4:])  # [lead, m, blocks, b, b]
     whole = R.new_empty((*R.shape[:-4], blocks * b // chunk, chunk, chunk))
     Q = R.new_empty(R.shape if m > 1 else 0)
     grid, settings = _launched(own)
     drops = None if dropped is None else dropped.contiguous()
     launch(
-        cayley_fold_kernel, grid, own, drops, whole, Q, *own.stride(), blocks * b,
-        DROPS=drops is not None, PRECISION="tf32x3", **settings,
+        cayley_fold_kernel, grid, own, drops, whole, Q, blocks * b, PRECISION="tf32x3", **settings
     )  # fmt: skip
     return whole, Q
 
@@ -216,7 +218,7 @@ def cayley_fold_backward(grad: Tensor, whole: Tensor, Q: Tensor, dropped: Tensor
     drops = None if dropped is None else dropped.contiguous()
     launch(
         cayley_fold_backward_kernel, grid, grad.contiguous(), whole.contiguous(), Q.contiguous(),
-        drops, dR, blocks * b, DROPS=drops is not None, PRECISION="tf32x3", **settings,
+        drops, dR, blocks * b, PRECISION="tf32x3", **settings,
     )  # fmt: skip
     return dR
 

@@ -24,18 +24,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _dropout
 from ._compose_torch import least_gain
 from ._launch import launch
 from ._tiles_triton import (
     FEW,
+    Plan,
     Tile,
-    cut,
+    contiguous,
     is_small,
+    keep,
     loaded,
     parted,
     precision,
     product,
     product_float32,
+    rows_of,
+    stacked_strides,
+    strides,
+    tall,
+    update_of,
+    update_tile,
 )
 
 # above this, the parts of dyᵀ t are as many bytes as reading dy twice, and cuBLAS wins
@@ -58,10 +67,7 @@ def compose_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) 
     if rank > 64 and rows > FEW and dtype is not torch.float32:
         # each program reads t and b again
         return Tile(128, 128, 64, 8, 2)
-    tall = 16 if rows <= FEW else 64
-    if dtype is torch.float32:
-        return Tile(tall, 64, 32, 8 if small and rows > FEW else 4, 2)
-    return Tile(tall, 64 if small and rank > 16 else 128, cut(rank), 4, 2)
+    return update_tile(tall(rows), rank, dtype, small)
 
 
 def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype, alone: bool = False) -> Tile:
@@ -86,37 +92,58 @@ def finish_tile(rank: int) -> Tile:
     return Tile(128 // padded, 32, padded, 4, 3)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "head", "tokens", "threshold"])
 def compose_kernel(
-    y, gain, bias, t, b, out, y_row, y_col, t_row, t_col, b_row, b_col, rows, width, rank, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, UPDATES: tl.constexpr,
-    SCALES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    y, gain, bias, t, b, scales, seed, plan, out, y_row, y_col, t_row, t_col, b_each, b_row, b_col,
+    rows, width, rank, head, tokens, threshold, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write out = gain ∘ (y + scaling · t bᵀ − bias) + bias."""
+    """Write out = mask ∘ (gain ∘ (y + s · t bᵀ − bias) + bias); what is None is left out.
+
+    With a plan, t bᵀ is left out of rows without an adapter.
+    """
     tiles = tl.cdiv(width, COLUMNS)
-    row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
-    n = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (n < width)[None, :]
-    # before the product, which then does not wait for it
-    whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
-    if UPDATES:
+    adapter, row = rows_of(plan, head, tl.program_id(0) // tiles, rows, tokens, ROWS)
+    first = (tl.program_id(0) % tiles) * COLUMNS
+    n = first + tl.arange(0, COLUMNS)
+    if y is not None:
+        # before the product, which then does not wait for it
+        whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
+    if t is not None:
+        end = rank
+        if plan is not None:
+            b += adapter.to(tl.int64) * b_each
+            end = tl.where(adapter < 0, 0, rank)
+        if scales is not None:
+            scaling = tl.load(scales + adapter, adapter >= 0, other=0.0)
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for low in range(0, rank, RANK):
+        for low in range(0, end, RANK):
             r = low + tl.arange(0, RANK)
             left = loaded(t, row, t_row, rows, r, t_col, rank)
             factor = loaded(b, r, b_col, rank, n, b_row, width)
             if WIDE:
                 left, factor = left.to(tl.float32), factor.to(tl.float32)
             acc = product(left, factor, acc, PRECISION)
-        whole += scaling * acc
-    if SCALES:
+        acc *= scaling
+        if y is None:
+            whole = acc
+        elif plan is None:
+            whole += acc
+        else:
+            # a sum with 0 would lose the sign of a zero
+            whole = tl.where(adapter < 0, whole, whole + acc)
+    if gain is not None:
         factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
         whole *= factors
-    if BIASED:
+    if bias is not None:
         # not (whole − bias) · gain + bias, so that a gain of 1 keeps the bits
         own = tl.load(bias + n, n < width, other=0.0).to(tl.float32)[None, :]
         whole += (1.0 - factors) * own
+    if seed is not None:
+        whole = tl.where(keep(tl.load(seed), row, first, COLUMNS, threshold), whole, 0.0)
     here = out + row.to(tl.int64)[:, None] * width + n[None, :]
+    inside = (row < rows)[:, None] & (n < width)[None, :]
     tl.store(here, whole.to(out.dtype.element_ty), inside)
 
 
@@ -125,9 +152,8 @@ def compose_backward_kernel(
     dy, y, gain, bias, t, b, of_y, of_t, of_b, dots, sums, dy_row, dy_col, y_row, y_col, t_row,
     t_col, b_row, b_col, rows, width, rank, part, scaling,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
-    SCALES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, NEEDS_Y: tl.constexpr,
-    NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, NEEDS_DOTS: tl.constexpr,
-    NEEDS_SUMS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, NEEDS_Y: tl.constexpr, NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr,
+    NEEDS_DOTS: tl.constexpr, NEEDS_SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what is needed of a block of rows and the features of part p.
 
@@ -148,7 +174,7 @@ def compose_backward_kernel(
         of_block = block.to(tl.int64) * width + n
         tile = loaded(dy, row, dy_row, rows, n, dy_col, width)
         scaled = tile
-        if SCALES:
+        if gain is not None:
             factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
             scaled = (tile.to(tl.float32) * factors).to(of_y.dtype.element_ty)
         if NEEDS_Y:
@@ -156,7 +182,7 @@ def compose_backward_kernel(
             tl.store(here, scaled, (row < rows)[:, None] & (n < width)[None, :])
         if NEEDS_DOTS:
             before = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
-            if BIASED:
+            if bias is not None:
                 before -= tl.load(bias + n, n < width, other=0.0).to(tl.float32)[None, :]
             tl.store(dots + of_block, tl.sum(tile.to(tl.float32) * before, 0), n < width)
         if NEEDS_SUMS:
@@ -182,9 +208,8 @@ def finish_kernel(
     of_t, of_b, dots, sums, gain, b, dt, db, dgain, dbias, b_row, b_col, numbers, width, rank,
     parts_of_t, parts_of_b, parts_of_sums, scaling, least,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
-    NUMBERS: tl.constexpr, SCALES: tl.constexpr, TELLS: tl.constexpr, HIDDEN: tl.constexpr,
-    NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, NEEDS_DOTS: tl.constexpr,
-    NEEDS_SUMS: tl.constexpr,
+    NUMBERS: tl.constexpr, TELLS: tl.constexpr, HIDDEN: tl.constexpr, NEEDS_T: tl.constexpr,
+    NEEDS_B: tl.constexpr, NEEDS_DOTS: tl.constexpr, NEEDS_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts: the first programs write some numbers of dt, the others some rows of the rest.
 
@@ -206,12 +231,9 @@ def finish_kernel(
         return
     n = (tl.program_id(0) - flat) * COLUMNS + tl.arange(0, COLUMNS)
     there = n < width
-    if SCALES:
+    if gain is not None:
         factors = tl.load(gain + n, there, other=0.0).to(tl.float32)
-    if NEEDS_DOTS:
-        dot = tl.zeros((COLUMNS,), tl.float32)
-    if NEEDS_SUMS:
-        own = tl.zeros((COLUMNS,), tl.float32)
+    dot, own = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     if NEEDS_DOTS or NEEDS_SUMS:
         for first in tl.range(0, parts_of_sums, ROWS, num_stages=STAGES):
             block = first + tl.arange(0, ROWS)
@@ -238,7 +260,7 @@ def finish_kernel(
                 dot += scaling * tl.sum(total * factor, 0)
             if NEEDS_B:
                 total *= scaling
-                if SCALES:
+                if gain is not None:
                     total *= factors[None, :]
                 here = db + n.to(tl.int64)[None, :] * rank + r[:, None]
                 within = (r < rank)[:, None] & there[None, :]
@@ -248,7 +270,7 @@ def finish_kernel(
             dot /= tl.where(tl.abs(factors) > least, factors, 0.0)
         tl.store(dgain + n, dot, there)
     if NEEDS_SUMS:
-        own *= 1.0 - factors if SCALES else scaling
+        own *= scaling if gain is None else 1.0 - factors
         tl.store(dbias + n, own.to(dbias.dtype.element_ty), there)
 
 
@@ -265,17 +287,38 @@ def compose(
     `y` `[*batch, d_out]`, `gain` (None: ones) and `bias` `[d_out]`, `t` `[*batch, rank]`, `b`
     `[d_out, rank]` → shape and dtype of `y`.
     """
-    width = y.shape[-1]
-    flat = y.reshape(-1, width)  # [rows, d_out]
-    rows = flat.shape[0]
-    left, rank, dtype = _update(t, b)
-    tile = compose_tile(rows, rank, dtype, is_small(y))
-    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    left = None if t is None else t.reshape(-1, t.shape[-1])  # [rows, rank]
+    return write(y.new_empty(y.shape), y.reshape(-1, y.shape[-1]), left, b, scaling, gain, bias)
+
+
+def write(
+    out: Tensor,
+    y: Tensor | None,
+    t: Tensor | None = None,
+    b: Tensor | None = None,
+    scaling: float | Tensor = 1.0,
+    gain: Tensor | None = None,
+    bias: Tensor | None = None,
+    p: float = 0.0,
+    noise: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Write `compose` of rows `[rows, …]` into a contiguous `out`, without what is None.
+
+    With `noise`, features are dropped from the result, and the others are not scaled. With a plan,
+    `b` is `[n, d_out, rank]` and `scaling` may be `[n]`; rows without an adapter keep their bits.
+    """
+    width, (rank, dtype) = out.shape[-1], update_of(t, b)
+    rows = out.numel() // max(width, 1)
+    small, of = is_small(out), (rank, dtype)
+    tile = update_tile(plan.tall, *of, small) if plan else compose_tile(rows, *of, small)
+    blocks = plan.chunks if plan else triton.cdiv(rows, tile.rows)
+    each = scaling if isinstance(scaling, Tensor) else None
     launch(
-        compose_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
-        _contiguous(gain), _contiguous(bias), left, b, out, *flat.stride(), *_strides(left),
-        *_strides(b), rows, width, rank, scaling,
-        UPDATES=rank > 0, SCALES=gain is not None, BIASED=bias is not None,
+        compose_kernel, (blocks * triton.cdiv(width, tile.columns),), y, contiguous(gain),
+        contiguous(bias), t, b, each, noise, plan and plan.values, out, *strides(y), *strides(t),
+        *stacked_strides(b), rows, width, rank, plan.head if plan else 0,
+        plan.tokens if plan else 1, _dropout.threshold(p), 1.0 if each is not None else scaling,
         WIDE=dtype is torch.float32, PRECISION=precision(dtype), **tile.settings,
     )  # fmt: skip
     return out
@@ -303,7 +346,8 @@ def compose_backward(
     flat = dy.reshape(-1, width)  # [rows, d_out]
     before = kept.reshape(-1, width) if needs_gain else flat  # [rows, d_out]
     rows = flat.shape[0]
-    left, rank, dtype = _update(t, b)
+    left = None if t is None or b is None else t.reshape(-1, b.shape[1])  # [rows, rank]
+    rank, dtype = update_of(t, b)
     needs_bias = needs_bias and bias is not None
     needs_t, needs_b = needs_t and rank > 0, needs_b and rank > 0
     # the output includes the update, y does not
@@ -328,10 +372,9 @@ def compose_backward(
     dots, sums = room(needs_gain, blocks, width), room(needs_bias, blocks, width)
     launch(
         compose_backward_kernel, (blocks, parts if any(of.values()) else 0), flat, before,
-        _contiguous(gain), _contiguous(bias), left, b, of_y, of_t, of_b, dots, sums,
-        *flat.stride(), *before.stride(), *_strides(left), *_strides(b), rows, width, rank, part,
+        contiguous(gain), contiguous(bias), left, b, of_y, of_t, of_b, dots, sums,
+        *flat.stride(), *before.stride(), *strides(left), *strides(b), rows, width, rank, part,
         scaling,
-        SCALES=gain is not None, BIASED=gain is not None and bias is not None,
         WIDE=dtype is torch.float32, PRECISION=precision(dtype), **of, **tile.pipelined,
     )  # fmt: skip
     if left is not None and b is not None and not fused:
@@ -348,25 +391,10 @@ def compose_backward(
     programs = triton.cdiv(dt.numel(), _NUMBERS)
     programs += triton.cdiv(width, tile.columns) if needs_b or needs_gain or needs_bias else 0
     launch(
-        finish_kernel, (programs,), of_t, of_b, dots, sums, _contiguous(gain), b, dt, db, dgain,
-        dbias, *_strides(b), dt.numel(), width, rank, of_t.shape[0], of_b.shape[0], blocks, scaling,
+        finish_kernel, (programs,), of_t, of_b, dots, sums, contiguous(gain), b, dt, db, dgain,
+        dbias, *strides(b), dt.numel(), width, rank, of_t.shape[0], of_b.shape[0], blocks, scaling,
         least_gain(dy.dtype, bias is not None),
-        NUMBERS=_NUMBERS, SCALES=gain is not None, TELLS=tells, HIDDEN=hidden, NEEDS_T=needs_t,
-        NEEDS_B=needs_b, NEEDS_DOTS=needs_gain, NEEDS_SUMS=needs_bias, **tile.pipelined,
+        NUMBERS=_NUMBERS, TELLS=tells, HIDDEN=hidden, NEEDS_T=needs_t, NEEDS_B=needs_b,
+        NEEDS_DOTS=needs_gain, NEEDS_SUMS=needs_bias, **tile.pipelined,
     )  # fmt: skip
     return of_y if needs_y else room(False, dtype=dy.dtype), dgain, dbias, dt, db
-
-
-def _update(t: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, int, torch.dtype]:
-    """Return `t` as `[rows, rank]`, the rank (0: no update) and the dtype of products."""
-    if t is None or b is None:
-        return None, 0, torch.float16
-    return t.reshape(-1, b.shape[1]), b.shape[1], torch.promote_types(t.dtype, b.dtype)
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if tensor is None else tensor.stride()
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

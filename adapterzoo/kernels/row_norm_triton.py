@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles_triton import Tile, is_small, product
+from ._tiles_triton import Tile, is_small, product, product_float32, writes_float32
 from .low_rank_triton import shrunk
 
 # a program cannot keep a larger rank
@@ -38,29 +38,32 @@ def row_norm_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False)
     """
     # with 64 rows the compiler fails on sm_100, and the kernel is bound by memory anyway
     tall = 32 if rows > _MANY or rank > 16 else 16
-    columns = 32 if dtype is torch.float32 else 128 if rank <= 16 else 64
-    if 16 < rank <= _WIDEST_RANK:
+    fused = rank <= _WIDEST_RANK
+    columns = 32 if dtype is torch.float32 else 64 if fused and rank > 16 else 128
+    if fused and rank > 16:
         if columns == 32:
             return Tile(16, columns, 64, 8 if small else 4, 2)
-        return Tile(32, columns, 64, 8, 3)
-    return Tile(tall, columns, 16, 4, 3)
+        return Tile(32, columns, 64, 8, 4)
+    # without products w alone is loaded ahead
+    return Tile(tall, columns, 16, 4, 3) if fused else Tile(tall, max(64, columns), 16, 4, 4)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def row_norm_kernel(
     w, a, b, gram, dots, m, norm, inverse, w_row, w_col, a_row, a_col, b_row, b_col, rows, width,
-    rank, scaling, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
-    FUSED: tl.constexpr, DIVIDES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    rank, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ‖w + scaling · b a‖, or m divided by it and its inverse.
+    """Write ‖w + scaling · b a‖, or, with m, m divided by it and its inverse.
 
-    If not fused, dots = rowsum(b ∘ (w aᵀ + scaling/2 · b · gram)).
+    Without gram = a aᵀ, dots = rowsum(b ∘ (w aᵀ + scaling/2 · b · gram)) is given.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
     w_rows = w + row.to(tl.int64)[:, None] * w_row
     b_rows = b + row.to(tl.int64)[:, None] * b_row
-    if FUSED:
+    if gram is not None:
         within = (row < rows)[:, None] & (r < rank)[None, :]
         left = tl.load(b_rows + r.to(tl.int64)[None, :] * b_col, within, other=0.0).to(tl.float32)
         square = (r < rank)[:, None] & (r < rank)[None, :]
@@ -68,13 +71,13 @@ def row_norm_kernel(
         none = tl.zeros((ROWS, RANK), tl.float32)
         acc = product(left, own, none, "tf32x3") * (0.5 * scaling)
     squares = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, width, COLUMNS):
+    for first in tl.range(0, width, COLUMNS, num_stages=STAGES):
         k = first + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (k < width)[None, :]
         tile = tl.load(w_rows + k.to(tl.int64)[None, :] * w_col, inside, other=0.0)
         wide = tile.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
-        if FUSED:
+        if gram is not None:
             factor = tl.load(
                 a + k.to(tl.int64)[:, None] * a_col + r.to(tl.int64)[None, :] * a_row,
                 (k < width)[:, None] & (r < rank)[None, :],
@@ -84,7 +87,7 @@ def row_norm_kernel(
                 acc = product(wide, factor.to(tl.float32), acc, PRECISION)
             else:
                 acc = product(tile, factor, acc, PRECISION)
-    if FUSED:
+    if gram is not None:
         left = tl.load(b_rows + r.to(tl.int64)[None, :] * b_col, within, other=0.0).to(tl.float32)
         dot = tl.sum(left * acc, 1)
     else:
@@ -117,7 +120,7 @@ def row_norm_kernel(
             again += tl.sum(whole * whole, 1)
         total = tl.where(cancels, again, total)
     length = tl.sqrt(total)
-    if DIVIDES:
+    if m is not None:
         zero = length == 0.0
         wide = tl.load(m + row, row < rows, other=0.0).to(tl.float32)
         # rounded correctly: a fresh gain is exactly one
@@ -186,11 +189,12 @@ def _write(
     launch(
         row_norm_kernel, (triton.cdiv(rows, tile.rows),), w, a, b, gram if fused else None, dots,
         m, out, inverse, *w.stride(), *a.stride(), *b.stride(), rows, width, rank, scaling,
-        FUSED=fused, DIVIDES=m is not None, WIDE=dtype is torch.float32, PRECISION="tf32x3",
-        **tile.settings,
+        WIDE=dtype is torch.float32, PRECISION="tf32x3", **tile.pipelined,
     )  # fmt: skip
 
 
 def _product(x: Tensor, a: Tensor) -> Tensor:
     """Return the product x aᵀ `[rows, rank]` in float32; x is cast to the dtype of a."""
+    if writes_float32(a):
+        return product_float32(x.to(a.dtype), a.T)
     return shrunk(x, a, 0.0, None, torch.float32, "tf32x3")

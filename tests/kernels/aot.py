@@ -31,7 +31,6 @@ from adapterzoo.kernels import (
     butterfly_triton,
     cayley_fold_triton,
     compose_triton,
-    grouped_triton,
     low_rank_triton,
     row_norm_triton,
 )
@@ -65,12 +64,14 @@ KINDS = {
 }
 # operands that are all float32 are left to torch, except weights
 HALF = {kind: of for kind, of in KINDS.items() if kind != "float32"}
-ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "dbias", "w", "to"}
+ACTIVATIONS = {"x", "other", "y", "dx", "dy", "out", "of_y", "bias", "dbias", "w", "to"}
 FACTORS = {"a", "b", "t", "dt", "db", "down", "down_bias", "up", "up_bias", "h"}
-WIDE = {"da", "gain", "dgain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
+WIDE = {"gain", "dgain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks"}
 WIDE |= {"scales", "m", "inverse", "parameters", "factors", "whole", "grad", "dR"}
 NUMBERS = {"scale": "fp32", "scaling": "fp32", "least": "fp32", "seed": "*i64", "plan": "*i32"}
 NUMBERS |= {"dropped": "*i1"}
+# of a batch with one adapter
+ALONE = ("plan", "scales")
 
 
 @dataclass
@@ -109,43 +110,50 @@ def fitting(tile, small):
 
 def low_rank_cases(small=False):
     """Everything that the default configurations give."""
-    kernel, tile = low_rank_triton.shrink_kernel, fitting(low_rank_triton.shrink_tile, small)
+    shrink, outer = low_rank_triton.shrink_kernel, low_rank_triton.outer_kernel
+    tile = fitting(low_rank_triton.chunk_tile, small)
     for kind, (_, _, dtype) in HALF.items():
-        for made in dict.fromkeys(tile(n, rank, dtype) for n in (1, 8192) for rank in (16, 64)):
-            yield Case(kernel, kind, made, "", {"DROPS": False}, ("seed",))
-            yield Case(kernel, kind, made, ", dropout")
-    yield Case(low_rank_triton.drop_kernel, "half", low_rank_triton.DROP_TILE)
+        for made in dict.fromkeys(tile(n, rank, dtype) for n in (16, 64) for rank in (16, 64)):
+            yield Case(shrink, kind, made, "", {}, ("seed", *ALONE))
+            yield Case(shrink, kind, made, ", dropout", {}, ALONE)
+        for made in dict.fromkeys(low_rank_triton.outer_tile(rank, dtype) for rank in (16, 64)):
+            yield Case(outer, kind, made, ", dropout", {}, ALONE, ("sums",))
 
 
 def compose_cases(small=False):
-    """DoRA's composition at each rank, LoRA's, which has no gain, and BOFT's, without an update."""
+    """DoRA's composition at each rank, LoRA's, which has no gain, and BOFT's, without an update.
+
+    Without a sum it is the gradient of an x with dropout, without all else dropout itself.
+    """
     forward, backward = compose_triton.compose_kernel, compose_triton.compose_backward_kernel
     tile, last = fitting(compose_triton.compose_tile, small), compose_triton.finish_kernel
-    none = {"SCALES": False, "BIASED": False}
-    few = {**none, "NEEDS_Y": False, "NEEDS_DOTS": False}
+    none, plain = ("gain", "bias"), ("seed", *ALONE)
+    few = {"NEEDS_Y": False, "NEEDS_DOTS": False}
     for kind, (_, _, dtype) in HALF.items():
         wide = {"WIDE": dtype is torch.float32}
         for made in dict.fromkeys(
             tile(n, rank, dtype) for n in (1, 8192) for rank in (16, 64, 128)
         ):
-            yield Case(forward, kind, made, "", wide)
-            yield Case(forward, kind, made, ", no gain", {**wide, **none}, ("gain", "bias"))
+            yield Case(forward, kind, made, "", wide, plain)
+            yield Case(forward, kind, made, ", no gain", wide, (*none, *plain))
+            yield Case(forward, kind, made, ", dropout", wide, ("y", *none, *ALONE), ("b",))
         shapes = [(n, rank, dtype) for n in (1, 8192) for rank in (16, 32)]
         for made in dict.fromkeys(compose_triton.compose_backward_tile(*s) for s in shapes):
             yield Case(backward, kind, made, "", wide)
         for made in dict.fromkeys(compose_triton.compose_backward_tile(*s, True) for s in shapes):
-            yield Case(backward, kind, made, ", no gain", {**wide, **few}, ("gain", "bias"))
+            yield Case(backward, kind, made, ", no gain", {**wide, **few}, none)
         for made in dict.fromkeys(compose_triton.finish_tile(rank) for rank in (16, 32, 64)):
             yield Case(last, kind, made, "", {"NUMBERS": compose_triton._NUMBERS, "TELLS": False})
-    plain = {"UPDATES": False, "NEEDS_T": False, "NEEDS_B": False, "WIDE": False}
-    plain |= {"NUMBERS": 1, "HIDDEN": False}
-    for kernel, made in (
-        (forward, tile(8192, 0, torch.float16)),
-        (backward, compose_triton.compose_backward_tile(1, 0, torch.float16)),
-        (backward, compose_triton.compose_backward_tile(8192, 0, torch.float16)),
-        (last, compose_triton.finish_tile(0)),
+    flags = {"NEEDS_T": False, "NEEDS_B": False, "WIDE": False, "NUMBERS": 1, "HIDDEN": False}
+    for kernel, made, missing in (
+        (forward, tile(8192, 0, torch.float16), plain),
+        (backward, compose_triton.compose_backward_tile(1, 0, torch.float16), ()),
+        (backward, compose_triton.compose_backward_tile(8192, 0, torch.float16), ()),
+        (last, compose_triton.finish_tile(0), ()),
     ):
-        yield Case(kernel, "half", made, ", no update", plain, ("t", "b"))
+        yield Case(kernel, "half", made, ", no update", flags, ("t", "b", *missing))
+    made = tile(8192, 0, torch.float16)
+    yield Case(forward, "half", made, ", dropout, no update", flags, ("t", "b", *none, *ALONE))
 
 
 def row_norm_cases(small=False):
@@ -157,28 +165,26 @@ def row_norm_cases(small=False):
             for made in dict.fromkeys(
                 fitting(tile, small)(rows, rank, dtype) for rows in (4096, 14336)
             ):
-                plain = {**wide, "DIVIDES": False}
-                yield Case(kernel, kind, made, "", plain, ("dots", "m", "inverse"))
+                yield Case(kernel, kind, made, "", wide, ("dots", "m", "inverse"))
                 yield Case(kernel, kind, made, ", gain", wide, ("dots",))
         for made in dict.fromkeys(fitting(tile, small)(rows, 384, dtype) for rows in (4096, 14336)):
-            yield Case(kernel, kind, made, ", wide rank", {**wide, "FUSED": False}, ("gram",))
+            yield Case(kernel, kind, made, ", wide rank", wide, ("gram",))
 
 
 def rotate_cases(small=False):
-    """BOFT's rotations, at every width that tiles have."""
-    tiles = {
-        butterfly_triton.rotate_kernel: butterfly_triton.rotate_tile,
-        butterfly_triton.rotate_backward_kernel: butterfly_triton.rotate_backward_tile,
-    }
-    for kernel, tile in tiles.items():
+    """BOFT's rotations, at every width that tiles have: forward, backward."""
+    kernel, tile = butterfly_triton.rotate_kernel, butterfly_triton.rotate_tile
+    for label, missing in (("", ("other", "sums")), (", sums", ())):
         widths = (64, 128)
-        if small and kernel is butterfly_triton.rotate_backward_kernel:
+        if small and not missing:
             widths = [w for w in widths if w <= butterfly_triton._WIDEST_SMALL]
         for width in widths:
-            for made in dict.fromkeys(tile(rows, width, torch.bfloat16) for rows in (1, 8192)):
-                yield Case(kernel, "half, float32 factors", made, "", {"ALONE": True})
+            for made in dict.fromkeys(tile(rows, width, not missing) for rows in (1, 8192)):
+                alone = {"ALONE": True}
+                yield Case(kernel, "half, float32 factors", made, label, alone, missing)
                 if width <= 64:
-                    yield Case(kernel, "half, float32 factors", made, ", narrow", {"ALONE": False})
+                    of = f"{label}, narrow"
+                    yield Case(kernel, "half, float32 factors", made, of, {"ALONE": False}, missing)
 
 
 def cayley_fold_cases(small=False):
@@ -194,7 +200,7 @@ def cayley_fold_cases(small=False):
             tile = cayley_fold_triton.cayley_fold_tile(chunk)
             sizes = {"B": b, "M": m, "USED": tile.columns // chunk * chunk}
             label = f", b = {b}, m = {m}"
-            yield Case(kernel, "float32", tile, label, {**sizes, "DROPS": False}, ("dropped",))
+            yield Case(kernel, "float32", tile, label, sizes, ("dropped",))
             if b == 8:
                 yield Case(kernel, "float32", tile, f"{label}, dropout", sizes)
 
@@ -209,39 +215,38 @@ def bottleneck_cases(small=False):
     made = tile(8192, 64, torch.bfloat16)
     for name in ("relu", "tanh", "gelu_tanh"):
         yield Case(kernel, "half", made, f", {name}", {"PHI": name})
-    none = {"SCALES": False, "BIASED": False}
     for kind, (_, _, dtype) in HALF.items():
         for made in dict.fromkeys(
             compose_triton.compose_tile(8192, w, dtype, small) for w in (16, 64, 128)
         ):
             yield Case(
                 compose_triton.compose_kernel, kind, made, ", b in columns",
-                {**none, "WIDE": dtype is torch.float32}, ("gain", "bias"), ("b",),
+                {"WIDE": dtype is torch.float32}, ("gain", "bias", "seed", *ALONE), ("b",),
             )  # fmt: skip
 
 
 def grouped_cases(small=False):
     """Mixed batches: each product as a forward and as a backward takes it."""
-    first, second, third = (
-        grouped_triton.grouped_shrink_kernel,
-        grouped_triton.grouped_expand_kernel,
-        grouped_triton.grouped_outer_kernel,
-    )
-    plain, scaled = ("scales", "seed"), ("seed",)
+    shrink, outer = low_rank_triton.shrink_kernel, low_rank_triton.outer_kernel
+    expand = compose_triton.compose_kernel
     for kind, (_, _, dtype) in HALF.items():
+        wide = {"WIDE": dtype is torch.float32}
         shapes = [(rows, rank, dtype) for rows in (16, 64) for rank in (16, 64)]
-        for made in dict.fromkeys(grouped_triton.shrink_tile(*shape) for shape in shapes):
-            none = {"DROPS": False, "SCALES": False}
-            yield Case(first, kind, made, "", none, plain)
-            yield Case(first, kind, made, ", dropout", {"SCALES": False}, ("scales",))
-            yield Case(first, kind, made, ", scaled", {"DROPS": False}, scaled, ("a",))
-        for made in dict.fromkeys(grouped_triton.expand_tile(*shape) for shape in shapes):
-            yield Case(second, kind, made, "", {"DROPS": False}, scaled)
-            dropped = {"ADDS": False}
-            yield Case(second, kind, made, ", dropout", dropped, ("y", "scales"), ("b",))
-        for made in dict.fromkeys(grouped_triton.outer_tile(*shape[1:]) for shape in shapes):
-            yield Case(third, kind, made, ", dropout", {"SCALES": False}, ("scales",))
-            yield Case(third, kind, made, ", scaled", {"DROPS": False}, scaled)
+        tile = fitting(low_rank_triton.chunk_tile, small)
+        for made in dict.fromkeys(tile(*shape) for shape in shapes):
+            yield Case(shrink, kind, made, ", mixed", {}, ("scales", "seed"))
+            yield Case(shrink, kind, made, ", mixed, dropout", {}, ("scales",))
+            yield Case(shrink, kind, made, ", mixed, scaled", {}, ("seed",), ("a",))
+        tile, none = fitting(compose_triton.update_tile, small), ("gain", "bias")
+        for made in dict.fromkeys(tile(*shape) for shape in shapes):
+            yield Case(expand, kind, made, ", mixed", wide, (*none, "seed"))
+            dropped = ("y", *none, "scales")
+            yield Case(expand, kind, made, ", mixed, dropout", wide, dropped, ("b",))
+        for made in dict.fromkeys(
+            low_rank_triton.outer_tile(*shape[1:], mixed=True) for shape in shapes
+        ):
+            yield Case(outer, kind, made, ", mixed, dropout", {}, ("scales",), ("sums",))
+            yield Case(outer, kind, made, ", mixed, scaled", {}, ("seed",))
 
 
 def made_for(case, architecture, ones=False):
@@ -290,7 +295,7 @@ class Reads:
         copies: asynchronous copies inside loops.
         waiting: loads of tiles inside loops that the program waits for.
         buffers: the least number of tiles that a loop keeps of an operand; 0 without such a loop.
-        ahead: bytes that a loop has on their way, the least of all loops.
+        ahead: bytes that a loop asks for before it begins, the least of all loops.
         alone: bytes of tiles that are loaded outside loops.
     """
 
@@ -307,17 +312,28 @@ def bytes_of(shape):
     return math.prod(map(int, sizes)) * int(re.search(r"\d+", kind)[0]) // 8
 
 
-def reads(ir, stages):
-    """What the code does; `stages` of its loops."""
+def reads(ir):
+    """What the code does; loops of a branch that is rarely taken are left out."""
     copies = waiting = alone = 0
-    loops, pending, depths = [], [], []
+    # of each loop: buffers of its operands, and bytes that are asked for before it begins
+    loops, pending, asked = [], [], 0
+    # how far the loops and branches that are open are indented
+    depths, rare = [], []
     for line in ir.splitlines():
         depth = len(line) - len(line.lstrip())
-        if depths and line.strip().startswith("}") and depth == depths[-1]:
-            depths.pop()
+        if line.strip().startswith("}"):
+            for opened in (depths, rare):
+                if opened and depth == opened[-1] and "else" not in line:
+                    opened.pop()
+        if "scf.if" in line:
+            rare.append(depth)
+        if rare:
+            continue
         if found := re.search(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x([^,]*),", line):
             pending.append((int(found[1]), bytes_of(found[2])))
-        copies += bool(depths) and "async_copy_global_to_local" in line
+        if "async_copy_global_to_local" in line:
+            copies += bool(depths)
+            asked += bytes_of(re.search(r"-> <([^,]*),", line)[1])
         tile = re.search(r"tt\.load .*: tensor<(\d+x\d+x)!tt\.ptr<(\w+)>", line)
         if tile and depths:
             waiting += 1
@@ -326,13 +342,10 @@ def reads(ir, stages):
         if "scf.for" in line:
             depths.append(depth)
             if pending:
-                loops.append(pending)
-                pending = []
-    ahead = [(stages - 1) * sum(size for _, size in loop) for loop in loops]
-    # small operands beside a tile may need fewer buffers
-    buffers = [max(loop, key=lambda each: each[1])[0] for loop in loops]
-    least = min(ahead, default=0)
-    return Reads(copies, waiting, min(buffers, default=0), least, alone)
+                loops.append((max(pending, key=lambda each: each[1])[0], asked))
+            pending, asked = [], 0
+    buffers, ahead = zip(*loops, strict=True) if loops else ((0,), (0,))
+    return Reads(copies, waiting, min(buffers), min(ahead), alone)
 
 
 def resident(made, registers, warps, architecture):
@@ -352,10 +365,12 @@ def compiled(case, architecture):
         tool = [TOOLS / "cuobjdump", "-res-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     registers = int(re.search(r"\bREG:(\d+)", used)[1])
-    read = reads(made.asm["ttgir"], tile.stages)
+    read = reads(made.asm["ttgir"])
     programs = resident(made, registers, tile.warps, architecture)
     # a kernel that loops over its large operand has few programs, others have many
-    flying = max(min(programs, LAUNCHED) * read.ahead, programs * read.alone)
+    flying = min(programs, LAUNCHED) * read.ahead
+    if "STAGES" not in case.kernel.arg_names:
+        flying = max(flying, programs * read.alone)
     return {
         "kernel": case.name,
         "kind": case.kind,
@@ -395,8 +410,9 @@ def table(rows):
         "and 120), where some kernels have tiles of their own. *Matrix* counts instructions of the",
         "matrix unit. *Copies* counts asynchronous copies inside loops, *waiting* the loads there",
         "that the program waits for; *buffers* is how many tiles of an operand a loop keeps.",
-        "*In flight* is bytes on their way to a multiprocessor: (stages − 1) × tiles × resident",
-        "programs. To keep the memory busy for 800 ns, Little's law asks for",
+        "*In flight* is bytes on their way to a multiprocessor: what a loop asks for before it",
+        "begins × resident programs; loops of rarely taken branches do not count. To keep the",
+        "memory busy for 800 ns, Little's law asks for",
         ", ".join(f"{LITTLE[sm]:,} (sm {sm})" for sm in LITTLE) + ".",
         "",
         f"| {' | '.join(COLUMNS)} |",

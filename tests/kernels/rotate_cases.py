@@ -113,17 +113,7 @@ def parts():
                 assert part % tall == 0
 
 
-def wide_in_float32():
-    """Where the backward in float32 is a product for cuBLAS."""
-    butterfly_triton._WIDEST_FLOAT32 = 32
-    shaped("wide", "float32")
-    experts()
-    butterfly_triton._WIDEST_FLOAT32 = butterfly_triton._WIDEST
-
-
 def cases():
-    # the kernels are what is tested here, at every width they can have
-    butterfly_triton._WIDEST_FLOAT32 = butterfly_triton._WIDEST
     for dtypes in DTYPES:
         for shape in SHAPES if dtypes == "float32" else list(SHAPES)[3:9:3]:
             yield f"{shape}, {dtypes}", lambda s=shape, d=dtypes: shaped(s, d)
@@ -134,4 +124,3 @@ def cases():
     yield "through the operator", module
     yield "bits are kept", kept_bits
     yield "parts", parts
-    yield "wide in float32", wide_in_float32

@@ -22,25 +22,21 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, **dict.fromkeys((86, 89, 120),
 WAITING = {
     # b, once
     "finish": 1,
-    # w, where rows cancel and are computed again, or without a product; products of two transposed
-    # tiles; small matrices
-    "row_norm": 2,
-    "grouped_outer": 1,
-    "rotate_backward": 2,
+    # small matrices
     "cayley_fold": 2,
     "cayley_fold_backward": 1,
 }
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "TCMMA", **dict.fromkeys((86, 89, 120), "HMMA")}
 # kernels that loop over their large operand
-LOOPS = ("shrink", "compose_backward", "bottleneck", "grouped_shrink")
+LOOPS = ("shrink", "compose_backward", "bottleneck", "outer", "row_norm", "rotate")
 # what another kernel has just written, or factors alone
-CACHED = ("finish", "grouped_expand, dropout")
+CACHED = ("finish", "compose, dropout", "compose, mixed, dropout")
 # of each operator: configurations, those with products of 64 rows, those without products
 COUNTS = {
-    "low_rank": (78, 36, 6),
-    "compose": (204, 72, 60),
+    "low_rank": (90, 54, 0),
+    "compose": (252, 96, 66),
     "row_norm": (126, 0, 0),
-    "rotate": (66, 33, 0),
+    "rotate": (63, 30, 0),
     "cayley_fold": (90, 3, 15),
     "bottleneck": (114, 78, 0),
     "grouped": (216, 126, 0),
@@ -70,7 +66,7 @@ def well_compiled(rows):
     assert [row for row in rows if row["spilled"]] == []
     assert [row for row in rows if row["shared"] > SHARED[row["sm"]]] == []
     # products run on the newest matrix unit; less than 64 rows fill no warp group of it
-    without = ("no update", "drop", "finish")
+    without = ("no update", "finish")
     products = [row for row in rows if not row["kernel"].endswith(without)]
     # a single factor is not multiplied
     products = [row for row in products if not re.match(r"cayley_fold,.*m = 1$", row["kernel"])]
@@ -81,17 +77,29 @@ def well_compiled(rows):
     pairs = zip(rows, names, strict=True)
     assert [row for row, name in pairs if row["waiting"] > WAITING.get(name, 0)] == []
     # Little's law; products of float32 are bound by the matrix units, and few rows by latency
-    bound = [row for row in tall if row["kind"] == "half" and not row["kernel"].startswith(CACHED)]
+    bound = [
+        row
+        for row in rows
+        if row["kind"] == "half" or row["kernel"].startswith("rotate")
+        if row in tall or row["kernel"].startswith("row_norm") or row["tile"].startswith("32 × 128")
+        if not row["kernel"].startswith(CACHED)
+    ]
     assert [row for row in bound if row["in flight"] < LITTLE[row["sm"]]] == []
     loops = [row for row in bound if row["kernel"].startswith(LOOPS)]
-    assert [row for row in loops if row["buffers"] < int(row["tile"][-8]) - 1] == []
+    # with a plan, its numbers are loaded two stages ahead of the rows
+    assert [
+        row
+        for row in loops
+        if row["buffers"]
+        < (int(row["tile"][-8]) - 1) // (1 + row["kernel"].startswith("outer, mixed"))
+    ] == []
     return tall, products
 
 
 def test_every_kernel_compiles_for_integers_of_one():
     found = printed("ones")
     assert {name: error for name, error in found.items() if error} == {}
-    assert len({name.partition(",")[0] for name in found}) == 14
+    assert len({name.partition(",")[0] for name in found}) == 10
 
 
 # one test for each operator: it takes long, and a second process can share the work

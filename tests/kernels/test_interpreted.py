@@ -14,7 +14,7 @@ CASES = {
     "low_rank": 30,
     "compose": 30,
     "row_norm": 33,
-    "rotate": 29,
+    "rotate": 28,
     "cayley_fold": 38,
     "bottleneck": 41,
     "grouped": 35,
