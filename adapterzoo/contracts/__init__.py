@@ -7,7 +7,7 @@ modules that do not depend on models, names, files, devices or each other.
 from __future__ import annotations
 
 from ._dtypes import compute_dtype, upcast
-from .adapter import Adapter, BaseLayer, Linear, Run, SharedInputAdapter, can_batch, can_take_few
+from .adapter import Adapter, BaseLayer, Linear, Run, SharedInputAdapter
 from .contained import Contained, Ejectable, SharedKey, SharedModules
 from .head import Head
 from .init_data import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
@@ -21,6 +21,7 @@ from .places import (
     Prefix,
     PromptAdapter,
 )
+from .shortcuts import can_batch, can_be_small, can_take_few, is_hooked
 from .weights import CopyAdapter, FactoredAdapter, WeightAdapter, replaced
 
 __all__ = [
@@ -51,8 +52,10 @@ __all__ = [
     "WeightAdapter",
     "WeightPlan",
     "can_batch",
+    "can_be_small",
     "can_take_few",
     "compute_dtype",
+    "is_hooked",
     "replaced",
     "upcast",
 ]

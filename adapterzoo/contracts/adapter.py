@@ -95,14 +95,16 @@ class BaseLayer(ABC):
     def small(self, x: Tensor) -> Linear | None:
         """Return weight and bias of a small linear layer, where it is best to change the weight.
 
-        With few tokens each operation costs more than what it computes. It does not depend on
-        gradients, so that training and evaluation give the same bits.
+        Earlier adapters have changed them. With few tokens each operation costs more than what it
+        computes. It does not depend on gradients, so that training and evaluation give the same
+        bits.
 
         Args:
-            x: `[*batch, d_in]`, of the dtype of weight and bias.
+            x: `[*batch, d_in]`.
 
         Returns:
-            None for any other layer, for many tokens, and where earlier adapters act.
+            None for any other layer, device or dtype, for many tokens, in half precision, and where
+            an earlier adapter is no change of the weight.
         """
         return None
 
@@ -343,6 +345,21 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
+    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
+        """Return weight and bias with the adapter's change, by which `forward` multiplies x.
+
+        The next adapter of a `Stack` changes them too, so that a fresh one changes no bit. It is
+        optional; a class that overrides `forward` must override it too, or it is not used.
+
+        Args:
+            x: `[*batch, d_in]`.
+            base: the layer, with the earlier adapters.
+
+        Returns:
+            None where `base.small(x)` is, or `forward` must compute the output.
+        """
+        return None
+
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.
 
@@ -438,25 +455,3 @@ class SharedInputAdapter(Adapter):
             f"{cls.__name__} does not implement from_rows. Do not call base.from_rows in its "
             f"forward_batched."
         )
-
-
-def can_batch(adapters: Sequence[Adapter]) -> bool:
-    """Return whether the adapters can act in one call of `forward_batched`.
-
-    A class that overrides `forward` and inherits `forward_batched` cannot.
-    """
-    kind = type(adapters[0])
-    if any(type(adapter) is not kind for adapter in adapters):
-        return False
-    return _matches_forward(kind, "forward_batched") and kind.supports_batching(adapters)
-
-
-def can_take_few(adapter: Adapter) -> bool:
-    """Return whether the adapter's class has an `on_few` that matches its `forward`."""
-    return _matches_forward(type(adapter), "on_few") and type(adapter).on_few is not Adapter.on_few
-
-
-def _matches_forward(kind: type[Adapter], name: str) -> bool:
-    """Return whether the class that defines `forward`, or a subclass of it, defines the method."""
-    owners = [next(c for c in kind.__mro__ if n in vars(c)) for n in (name, "forward")]
-    return issubclass(*owners)

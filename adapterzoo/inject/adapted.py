@@ -17,10 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.modules import module as _global
 
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
-from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype, is_hooked
 from adapterzoo.kernels.mode import is_few
 from adapterzoo.runtime import ActiveState, SharedInput
 
@@ -52,22 +51,6 @@ def acting(layer: nn.Module, site: BoundStep) -> tuple[Step, Mapping[str, Any]]:
     """
     adapters = site.adapters
     return site.step, adapters_of(layer) if adapters is None else adapters
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether a call of the module runs more than the forward of its class.
-
-    Args:
-        module: called without gradients.
-    """
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        # accelerate keeps its hooks in the instance
-        or "forward" in module.__dict__
-        or _global._global_forward_hooks
-        or _global._global_forward_pre_hooks
-    )
 
 
 class Adapted(nn.Module):

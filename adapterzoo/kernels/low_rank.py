@@ -14,15 +14,13 @@ of x, and nothing else holds it, so that the gradient of t is added to it in pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as plain_dropout
 from torch.nn.functional import linear
-
-from adapterzoo.contracts import Linear, Run
 
 from . import _dropout, _low_rank_torch, mode
 from ._ops import below, check, product
@@ -163,29 +161,29 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def with_changed_weight(
-    x: Tensor, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
-) -> Tensor:
-    """Return x (w + scaling · b a)ᵀ + bias, for operands of one dtype with `frozen.is_small`.
+def changed(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return w + scaling · b a `[d_out, d_in]`, for a layer with `frozen.is_small`.
 
     Args:
-        x: `[*batch, d_in]`.
         w: `[d_out, d_in]`.
-        bias: `[d_out]`; None: there is none.
-        a: `[rank, d_in]`.
-        b: `[d_out, rank]`.
+        a: `[rank, d_in]`, of the dtype of w.
+        b: `[d_out, rank]`, likewise.
         scaling: the factor s.
-
-    Returns:
-        `[*batch, d_out]`.
     """
-    return linear(x, torch.addmm(w, b, a, alpha=scaling), bias)
+    return torch.addmm(w, b, a, alpha=scaling)
 
 
-def few(x: Tensor, run: Run, small: Linear | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def few(
+    x: Tensor,
+    run: Callable[[Tensor], Tensor],
+    small: tuple[Tensor, Tensor | None] | None,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+) -> Tensor:
     """Return a layer with its update in few calls, without gradients.
 
-    The bits of `with_changed_weight` for a small layer, of `expand` for others.
+    The bits of a product with `changed` for a small layer, of `expand` for others.
 
     Args:
         x: `[*batch, d_in]`, with `mode.is_few`, of the dtype of a and b.
@@ -199,7 +197,8 @@ def few(x: Tensor, run: Run, small: Linear | None, a: Tensor, b: Tensor, scaling
         `[*batch, d_out]`.
     """
     if small is not None:
-        return with_changed_weight(x, *small, a, b, scaling)
+        w, bias = small
+        return linear(x, changed(w, a, b, scaling), bias)
     y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
     if y.dtype is not t.dtype or y.numel() > mode.FEW:
         return expand(y, t, b, scaling)

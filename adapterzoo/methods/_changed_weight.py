@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 from torch import Tensor
 from torch.nn.functional import linear
 
-from adapterzoo.contracts import BaseLayer, WeightAdapter
+from adapterzoo.contracts import BaseLayer, Linear, WeightAdapter
 
 from ._weight_cache import WeightCache
 
@@ -42,8 +42,8 @@ class ChangedWeight(WeightAdapter):
         """Return all tensors that the change depends on, without the layer's own."""
         return tuple(getattr(self, name) for name in self.sources)
 
-    def on_small(self, x: Tensor, base: BaseLayer) -> Tensor | None:
-        """Return the output `[*batch, d_out]` of a small layer; None for others and with dropout.
+    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
+        """Return the changed weight and the bias of a small layer; None for others, with dropout.
 
         Only for adapters that leave the bias as it is.
 
@@ -51,16 +51,15 @@ class ChangedWeight(WeightAdapter):
             x: `[*batch, d_in]`.
             base: the layer.
         """
-        small = base.small(x)
-        if small is None or (self.training and self.dropout > 0):
+        found = None if self.training and self.dropout > 0 else base.small(x)
+        if found is None:
             return None
-        w, bias = small
+        w, bias = found
         compute = partial(self.weight, w, base)
-        changed = self.kept.get(compute, w, *self.sources_at(base), facts=self._facts())
-        return linear(x, changed, bias)
+        return self.kept.get(compute, w, *self.sources_at(base), facts=self._facts()), bias
 
     def on_few_small(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the bits of `on_small` in fewer calls, if the changed weight is kept.
+        """Return the bits of `small` in fewer calls, if the changed weight is kept.
 
         In evaluation without gradients.
 

@@ -101,8 +101,8 @@ class Magnitudes(KeepInFP32, ChangedWeight):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        if not self.adapterhub and (y := self.on_small(x, base)) is not None:
-            return y
+        if (small := self.small(x, base)) is not None:
+            return linear(x, *small)
         frozen = None if self.adapterhub else base.frozen(x)
         if frozen is not None:
             factors = self.low_rank(base)
@@ -117,6 +117,10 @@ class Magnitudes(KeepInFP32, ChangedWeight):
             return compose(y, gain, bias, *last)
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
+
+    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
+        """Return the changed weight and the bias; None where the bias changes too."""
+        return None if self.adapterhub else super().small(x, base)
 
     def rescaled(
         self, x: Tensor, base: BaseLayer, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor

@@ -19,6 +19,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
@@ -88,6 +89,8 @@ class BOFT(SharedInputAdapter, ChangedWeight):
     """
 
     sources = "boft_R", "boft_s"
+    # the one that `forward` takes
+    small = ChangedWeight.small
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -120,8 +123,8 @@ class BOFT(SharedInputAdapter, ChangedWeight):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        if (y := self.on_small(x, base)) is not None:
-            return y
+        if (small := self.small(x, base)) is not None:
+            return linear(x, *small)
         Q = base.from_input(self, x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):

@@ -30,7 +30,7 @@ from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import expand, few, with_changed_weight
+from adapterzoo.kernels.low_rank import changed, expand, few
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -120,10 +120,9 @@ class LoRA(Started):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        a, b = self.lora_A, self.lora_B
-        fits = self._is_uniform and not (self.training and self.dropout)
-        if fits and a.dtype is b.dtype is x.dtype and (small := base.small(x)) is not None:
-            return with_changed_weight(x, *small, a, b, self.scaling)
+        if (small := self.small(x, base)) is not None:
+            return linear(x, *small)
+        b = self.lora_B
         if self.is_plain and (frozen := base.frozen(x)) is not None:
             own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
             return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
@@ -140,6 +139,13 @@ class LoRA(Started):
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
+
+    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
+        """Return W + s · B A and the bias; None where tokens differ in their update."""
+        a, b = self.lora_A, self.lora_B
+        fits = self._is_uniform and not (self.training and self.dropout)
+        found = base.small(x) if fits and a.dtype is b.dtype is x.dtype else None
+        return found and (changed(found[0], a, b, self.scaling), found[1])
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""

@@ -22,6 +22,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
@@ -86,6 +87,8 @@ class OFT(SharedInputAdapter, ChangedWeight):
     """
 
     sources = ("oft_R",)
+    # the one that `forward` takes
+    small = ChangedWeight.small
 
     def __init__(
         self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -125,8 +128,8 @@ class OFT(SharedInputAdapter, ChangedWeight):
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
             return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
-        if (small := self.on_small(x, base)) is not None:
-            return small
+        if (small := self.small(x, base)) is not None:
+            return linear(x, *small)
         return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
