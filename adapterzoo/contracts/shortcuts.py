@@ -29,7 +29,7 @@ def can_take_few(adapter: Adapter) -> bool:
 
 def can_be_small(adapter: Adapter) -> bool:
     """Return whether a call of the adapter does no more than its `small` says."""
-    return _matches_forward(type(adapter), "small") and not is_hooked(adapter)
+    return _has_small(type(adapter)) and not is_hooked(adapter)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -48,7 +48,12 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+# asked in each call
 @functools.cache
+def _has_small(kind: type[Adapter]) -> bool:
+    return _matches_forward(kind, "small")
+
+
 def _matches_forward(kind: type[Adapter], name: str) -> bool:
     """Return whether the class that defines `forward`, or a subclass of it, defines the method."""
     owners = [next(c for c in kind.__mro__ if n in vars(c)) for n in (name, "forward")]

@@ -14,7 +14,6 @@ Cannot do: embeddings, whose input has no features to rotate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels import rotated_weight
@@ -40,9 +39,9 @@ from adapterzoo.spelling import spelled
 
 from . import _boft_spelling
 from ._blocks import BlockConfig, rotation
-from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._rows import features, restored, taken
+from ._rotating import Rotating
+from ._rows import features, restored
 
 
 @architectures.register("boft")
@@ -78,7 +77,7 @@ class BOFTConfig(BlockConfig):
         return BOFT(self, site, device, dtype)
 
 
-class BOFT(SharedInputAdapter, ChangedWeight):
+class BOFT(Rotating):
     """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
@@ -89,8 +88,6 @@ class BOFT(SharedInputAdapter, ChangedWeight):
     """
 
     sources = "boft_R", "boft_s"
-    # the one that `forward` takes
-    small = ChangedWeight.small
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -155,10 +152,8 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         """Apply to each row its rotation and scale. `x` `[rows, *tokens, d_in]`."""
         if not groups.rows:
             return base(x)
-        # each row has its own rotation, as each expert has in other layers
-        Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
-        y = base(in_layout_of(restored(rotated(x, Q), x, groups), x))  # [rows, *tokens, d_out]
-        scales = [a.boft_s.squeeze(-1).to(Q.dtype) for a in adapters]
+        y = base(cls.rotated_rows(adapters, groups, x))  # [rows, *tokens, d_out]
+        scales = [a.boft_s.squeeze(-1).to(compute_dtype(x.dtype)) for a in adapters]
         gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
         return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
 
@@ -167,22 +162,13 @@ class BOFT(SharedInputAdapter, ChangedWeight):
         return {"boft_s": torch.ones_like(self.boft_s)}
 
     @property
-    def shared_input_key(self) -> tuple[object, ...]:
-        """Equal for adapters that share one solve: kind and shape of R, and dropout."""
-        R = self.boft_R
-        return type(R), R.device, R.dtype, R.shape, self.dropout, self.training
+    def rotation_parameter(self) -> Tensor:
+        """R, whose skew part generates the rotation."""
+        return self.boft_R
 
-    @classmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """Return the folded factors `[1, chunks, width, width]` of each; one solve in training."""
-        dtype = compute_dtype(x.dtype)
-        if adapters[0].training:
-            R = torch.stack([a.boft_R for a in adapters])  # [adapters, m, d_in / b, b, b]
-            return rotation(R, adapters[0].dropout, dtype).unbind()
-        return [
-            a.kept.get(partial(rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
-            for a in adapters
-        ]
+    def rotations_of(self, R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the folded factors."""
+        return rotation(R, dropout, compute_dtype(dtype))
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""

@@ -17,7 +17,6 @@ Cannot do: convolutions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -27,7 +26,7 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Linear, Run, SharedInputAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, Linear, Run
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
@@ -36,9 +35,8 @@ from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _oft_spelling
-from ._changed_weight import ChangedWeight
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._rows import restored, taken
+from ._rotating import Rotating
 from ._skew import SkewConfig
 
 
@@ -75,7 +73,7 @@ class OFTConfig(SkewConfig):
         return OFT(self, site, device, dtype)
 
 
-class OFT(SharedInputAdapter, ChangedWeight):
+class OFT(Rotating):
     """y = (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
@@ -87,8 +85,6 @@ class OFT(SharedInputAdapter, ChangedWeight):
     """
 
     sources = ("oft_R",)
-    # the one that `forward` takes
-    small = ChangedWeight.small
 
     def __init__(
         self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -149,31 +145,21 @@ class OFT(SharedInputAdapter, ChangedWeight):
         """Rotate each row by its adapter. `x` `[rows, *tokens, d_in]`."""
         if not groups.rows:
             return base(x)
-        # each row has its own rotation, as each expert has in other layers
-        Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
-        return base(in_layout_of(restored(rotated(x, Q), x, groups), x))  # [rows, *tokens, d_out]
+        return base(cls.rotated_rows(adapters, groups, x))
+
+    @property
+    def rotation_parameter(self) -> Tensor:
+        """The numbers above the diagonals of the blocks."""
+        return self.oft_R
 
     @property
     def shared_input_key(self) -> tuple[object, ...]:
-        """Equal for adapters that share one rotation: kind and shape of R, rule and dropout."""
-        R = self.oft_R
-        return type(R), R.device, R.dtype, R.shape, self.blocks, self.dropout, self.training
+        """Adapters share if the rule of their blocks is the same too."""
+        return *super().shared_input_key, self.blocks
 
-    @classmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """Return the folded blocks `[1, chunks, width, width]` of each, together in training."""
-        one = adapters[0]
-        if one.training:
-            R = torch.stack([a.oft_R for a in adapters])  # [adapters, r, b (b − 1) / 2]
-            return one.blocks.folded(R, one.dropout, x.dtype).unbind()
-        return [
-            a.kept.get(
-                partial(a.blocks.folded, a.oft_R, 0.0, x.dtype),
-                a.oft_R,
-                facts=compute_dtype(x.dtype),
-            )
-            for a in adapters
-        ]
+    def rotations_of(self, R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the folded blocks."""
+        return self.blocks.folded(R, dropout, dtype)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w · Rotᵀ `[d_out, d_in]`, with experts in front.
