@@ -235,8 +235,7 @@ def _boft_now(rank: int) -> Sequence[Pass]:
         _ROTATE,
         Pass("compose", "forward", y=2),
         Pass("compose_backward", "pipelined", y=3, launches=2),
-        # the kernel still waits for each load
-        Pass("rotate_backward", "serial", x=3, launches=2),
+        Pass("rotate, with sums", "pipelined", x=3, launches=2),
     )
 
 

@@ -141,8 +141,12 @@ def tells(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> bool:
     return bool(gain.detach().abs().min() >= least(dtype, has_bias))
 
 
-def saved_by(ctx: Any) -> tuple[Any, ...]:
+def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
     """Return the saved tensors of a node that keeps its own output.
+
+    Args:
+        ctx: of the node.
+        kernel: its name, for the message.
 
     Raises:
         KernelError: the output was changed in place.
@@ -151,7 +155,7 @@ def saved_by(ctx: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = ctx.saved_tensors
     except RuntimeError as error:
         raise KernelError(
-            f"compose: its backward pass cannot read what its forward has kept ({error}). "
+            f"{kernel}: its backward pass cannot read what its forward has kept ({error}). "
             f"If the model changes the output of this layer in place, write "
             f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
             f"leave the layer out by exclude_modules."
@@ -194,7 +198,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        kept, gain, bias, t, b, told = saved_by(ctx)
+        kept, gain, bias, t, b, told = saved_by(ctx, "compose")
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
         tells = ctx.tells or (told is not None and bool(told))
         found = run(dy, kept, gain, bias, t, b, ctx.scaling, tells, *needs)

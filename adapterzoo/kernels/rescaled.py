@@ -123,7 +123,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        w, bias, b, m, norm, y, x, t = saved_by(ctx)
+        w, bias, b, m, norm, y, x, t = saved_by(ctx, "rescaled")
         needs_x, _, _, _, needs_b, needs_m, needs_t, _, _ = ctx.needs_input_grad
         flat, s = rows_of(dy), ctx.scaling  # [rows, d_out]
         gain = divided(m, norm)

@@ -33,7 +33,8 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, blocks: Tensor, gain: Ten
         x: `[*batch, d_in]`.
         w: `[d_out, d_in]`.
         bias: `[d_out]`; None: there is none.
-        blocks: rotations of the chunks, `[chunks, width, width]`.
+        blocks: orthogonal rotations of the chunks, `[chunks, width, width]`; the gradient relies on
+            that.
         gain: `[d_out]`.
 
     Returns:
@@ -46,7 +47,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, blocks: Tensor, gain: Ten
 
 
 def takes(x: Tensor, w: Tensor, Q: Tensor) -> bool:
-    """Return whether `product` computes with these, and costs less than a rotation of x.
+    """Return whether `product` computes with these on a CPU, and costs less than a rotation of x.
 
     Half precision would round the changes of a weight away, and a linear layer rounds differently
     for a weight with other strides.
@@ -56,7 +57,7 @@ def takes(x: Tensor, w: Tensor, Q: Tensor) -> bool:
         w: `[d_out, d_in]`.
         Q: `[m, chunks, width, width]`, from `butterfly.folded`.
     """
-    if Q.dim() != 4 or Q.shape[0] > 1 or not (Q.dtype is w.dtype is x.dtype):
+    if not x.is_cpu or Q.dim() != 4 or Q.shape[0] > 1 or not (Q.dtype is w.dtype is x.dtype):
         return False
     d_out, d_in = w.shape
     saves = w.numel() <= x.numel() // d_in * (d_in + _PASS * d_out)
@@ -82,14 +83,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, w, bias, blocks, gain, kept = saved_by(ctx)
+        x, w, bias, blocks, gain, kept = saved_by(ctx, "rotated_weight")
         needs_x, _, _, needs_blocks, needs_gain = ctx.needs_input_grad
         dx = dblocks = dgain = None
         if needs_x or needs_blocks:
-            # to differentiate it again, Rot is not taken for orthogonal
+            # a second derivative must not assume that Rot is orthogonal
             if torch.is_grad_enabled():
-                of_turned = rows_of(dy) @ (gain.unsqueeze(-1) * w)  # [rows, d_in]
-                dx, dblocks = _butterfly_torch.rotate_backward(of_turned, rows_of(x), blocks)
+                of_rotated = rows_of(dy) @ (gain.unsqueeze(-1) * w)  # [rows, d_in]
+                dx, dblocks = _butterfly_torch.rotate_backward(of_rotated, rows_of(x), blocks)
             else:
                 dx = rows_of(dy) @ _changed(w, blocks, gain)  # [rows, d_in]
                 dblocks = _butterfly_torch.dots(x, dx, blocks) @ blocks if needs_blocks else None

@@ -127,7 +127,9 @@ def test_writing_into_the_output_in_place_is_refused():
     x, w, bias, R, gain = drawn(torch.float32)
     y = product(x, w, bias, R, gain)
     y.mul_(2)
-    with pytest.raises(KernelError, match=r"in place, write adapterzoo\.kernels\.use"):
+    with pytest.raises(
+        KernelError, match=r"^rotated_weight: .* in place, write adapterzoo\.kernels\.use"
+    ):
         y.sum().backward()
 
 
@@ -136,6 +138,8 @@ def test_what_it_leaves_to_others():
     x = x.detach()
     Q = folded(cayley_reference(R)).detach()
     assert rotated_weight.takes(x, w, Q)
+    # another device, which the registered operators serve
+    assert not rotated_weight.takes(x.to("meta"), w.to("meta"), Q.to("meta"))
     # few rows, other strides, several factors or experts, half precision
     assert not rotated_weight.takes(x[0, :3], w, Q)
     assert not rotated_weight.takes(x, w.T.contiguous().T, Q)
