@@ -1,7 +1,7 @@
 """Declarations of config fields: the legal values of each, and errors that name it.
 
 ```python
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MyConfig(AdapterConfig):
     r: int = field(8, Range(1, MAX_WIDTH))
     dropout: float = field(0.0, Share())

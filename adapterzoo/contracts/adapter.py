@@ -82,7 +82,9 @@ class BaseLayer(ABC):
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
     def frozen(self, x: Tensor) -> Linear | None:
-        """Return weight and bias of a frozen linear layer, for `kernels.frozen.product`.
+        """Return weight and bias of a frozen linear layer.
+
+        For kernels that multiply by the weight themselves.
 
         Args:
             x: `[*batch, d_in]`.

@@ -105,10 +105,10 @@ def shrink(
 def fork(
     x: Tensor, factors: Sequence[Tensor], dropout: float = 0.0, training: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return x for `frozen.product` alone, and `shrink` of x.
+    """Return x for `frozen.product` or `rescaled.product` alone, and `shrink` of x.
 
     Autograd adds the gradients of all uses of the former. The gradient of t is added to the sum in
-    place, which is legal because `frozen.product` returns gradients that nothing else holds.
+    place, which is legal because these nodes return gradients that nothing else holds.
 
     Args:
         x: `[*batch, d_in]`, in any floating dtype.

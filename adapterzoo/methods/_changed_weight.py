@@ -1,7 +1,7 @@
-"""Small linear layers with a changed weight, which is kept in evaluation.
+"""Adapters that change the weight of a small linear layer instead of its input and output.
 
-There each operation costs more than what it computes, so that one product with the changed weight
-is faster than changes of its input and output.
+With few tokens each operation costs more than what it computes, so that one product with the
+changed weight is faster. Evaluation keeps that weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChangedWeight(WeightAdapter):
         scaling: the number that it depends on.
         dropout: probability of dropping something in training, which no weight can express.
         kept: what evaluation keeps: the changed weight of a small layer, or what the method
-            computes from its parameters for other layers.
+            computes from its parameters for other layers or many tokens.
     """
 
     sources: ClassVar[tuple[str, ...]]

@@ -31,7 +31,8 @@ class WeightCache(ModuleCache):
     Writes that autograd does not track go unnoticed: `p.data.mul_(2)`, NumPy arrays and DLPack
     capsules over the memory, foreign kernels. Only reading all weights, the cost to be saved, would
     show them. After such a write, call `model.eval()` again: `train`, `eval` and every move or cast
-    clear the cache.
+    clear the cache. This holds for writes to the layer's weight too, a source of the norms of DoRA
+    and DVoRA and of every changed weight of a small layer, with BOFT and OFT as well.
 
     Optimizers with `fused=True` also write untracked. So nothing is kept after a forward with
     gradients until the mode is set again, nor while a source has a gradient that an optimizer may

@@ -5,8 +5,8 @@ y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_
 Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
 
 Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
-x is rotated, no dense rotation is built; m factors are m on every device, where PEFT takes one when
-its CUDA extension is missing.
+x is rotated, or on a CPU W where that costs less (many tokens, or few in a small layer), by blocks
+instead of a dense rotation; m factors are m on every device (one in PEFT without its CUDA code).
 Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
 Cannot do: embeddings, whose input has no features to rotate.
 """

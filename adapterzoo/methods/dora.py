@@ -11,7 +11,8 @@ same features of it; a row of zeros keeps its output instead of turning into NaN
 adapters: in all of this, except with `convention="adapterhub"`, which computes the same.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
 output, and one over the weight for the norm: in each forward of training, in evaluation once. On a
-CPU, if the weight is smaller than the features, it is multiplied by g instead of the output.
+CPU, where the weight is smaller than the features, g multiplies the weight instead of the output;
+evaluation keeps g and forms that weight in each call. Small layers with few tokens keep W'.
 Cannot do: layers without a floating-point weight to take norms of.
 """
 

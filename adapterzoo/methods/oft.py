@@ -10,7 +10,8 @@ Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from 
 acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
 parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
 takes another one.
-Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
+Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns, of x, or of
+W in a small layer with few tokens on a CPU (once in evaluation).
 Cannot do: convolutions.
 """
 
