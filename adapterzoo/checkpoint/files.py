@@ -41,7 +41,12 @@ _DTYPES = {
     "U64": torch.uint64, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "C64": torch.complex64, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+# since torch 2.7
+if hasattr(torch, "float8_e8m0fnu"):
+    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 # a damaged pickle can raise any of these
 _DAMAGED = (
     safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, OSError,
@@ -247,10 +252,11 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    with _opened(file) as (opened, stream, size):
+    with _opened(file) as (_, stream, size):
         header = json.loads(stream.read(size))
-        keys = sorted(header.keys() - {"__metadata__"})
-        return opened.metadata() or {}, {key: _read(stream, 8 + size, header[key]) for key in keys}
+        # of this header: another file may have the name since it was opened
+        metadata = header.pop("__metadata__", {})
+        return metadata, {key: _read(stream, 8 + size, header[key]) for key in sorted(header)}
 
 
 def _read(stream: io.BufferedReader, start: int, entry: Mapping[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
@@ -117,7 +118,11 @@ class LayerCall(BaseLayer):
     @property
     def bias(self) -> Tensor | None:
         """The untouched bias."""
-        return own(self._module, "bias") if self.shown_bias is None else self.shown_bias
+        if self.shown_bias is not None:
+            return self.shown_bias
+        if is_parametrized(self._module, "bias"):
+            return self._module.bias  # type: ignore[return-value]
+        return own(self._module, "bias")
 
     @property
     def is_original(self) -> bool:

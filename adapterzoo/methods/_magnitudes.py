@@ -138,7 +138,8 @@ class Magnitudes(KeepInFP32, ChangedWeight):
         if small is not None and not self.adapterhub:
             return self.on_few_small(x, *small)
         found = self.kept_at(layer)
-        if found is None:
+        # a parametrization or a replica has a tensor in its place
+        if found is None or "bias" not in layer._parameters:
             return None
         gain, a, b = found
         if not (x.dtype is gain.dtype is a.dtype is b.dtype):

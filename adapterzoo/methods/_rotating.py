@@ -21,9 +21,6 @@ from ._rows import restored, taken
 class Rotating(SharedInputAdapter, ChangedWeight):
     """Base of the adapters that rotate the layer's input by chunks."""
 
-    # the one that `forward` of these classes takes
-    small = ChangedWeight.small
-
     @property
     @abstractmethod
     def rotation_parameter(self) -> Tensor:

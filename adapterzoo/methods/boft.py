@@ -88,6 +88,8 @@ class BOFT(Rotating):
     """
 
     sources = "boft_R", "boft_s"
+    # the one that `forward` takes
+    small = Rotating.small
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -134,7 +136,8 @@ class BOFT(Rotating):
         if small is not None:
             return self.on_few_small(x, *small)
         R, s = map(self._parameters.get, self.sources)
-        Q = self.kept.found(x.dtype, R) if R is not None and x.is_contiguous() else None
+        fits = x.is_contiguous() and "bias" in layer._parameters
+        Q = self.kept.found(x.dtype, R) if R is not None and fits else None
         if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
         return compose_few(run(rotate_into(x, Q[0])), s.squeeze(-1), layer._parameters.get("bias"))

@@ -50,7 +50,8 @@ def test_what_is_written_is_read(tmp_path):
     "dtype",
     [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
      torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, FP16, torch.bfloat16, FP32,
-     torch.float64],
+     torch.float64, torch.complex64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+     torch.float8_e8m0fnu],
     ids=str,
 )  # fmt: skip
 def test_tensors_of_each_dtype_are_read_as_safetensors_reads_them(tmp_path, dtype):
@@ -153,6 +154,21 @@ def test_every_cut_is_noticed(tmp_path):
         (tmp_path / "x").write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="Copy the checkpoint again"):
             native.read(tmp_path / "x")
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
+    for name in ("x", "other"):
+        save_file({"w": torch.full((3,), float(name == "x"))}, tmp_path / name, {"of": name})
+    check = files.safetensors.safe_open
+
+    def checked(*args, **kwargs):
+        (tmp_path / "other").replace(tmp_path / "x")
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(files.safetensors, "safe_open", checked)
+    metadata, read = files.read_safetensors(tmp_path / "x")
+    assert metadata == {"of": "x"}
+    assert read["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from families import first_output, tiny_inputs
 from made import made
 from torch.nn.utils import parametrize
 
+from adapterzoo import Stack
 from adapterzoo.contracts import can_take_few
 from adapterzoo.methods.lora import LoRA
 
@@ -200,8 +201,10 @@ class Doubled(torch.nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("method", [None, "lora"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("weight", None), ("weight", "lora"), *(("bias", each) for each in (None, *SMALL))],
+)
 def test_a_parametrization_of_the_layer_acts(name, method):
     model = adapted(method or "lora")
     if method is None:
@@ -230,3 +233,33 @@ def test_another_forward_of_linear_layers_acts(method):
     # as libraries replace it
     with mock.patch.object(torch.nn.Linear, "forward", lambda self, x: plain(self, x) * 2):
         torch.testing.assert_close(layer(x), before + own, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", SMALL)
+def test_a_fresh_adapter_before_it_changes_no_bit(method):
+    model = adapted(method)
+    expected = output(model)
+    for fresh in SMALL:
+        model.add_adapter("fresh", fresh, overwrite_ok=True)
+        model.set_active_adapters(Stack("fresh", "a"))
+        assert torch.equal(output(model), expected)
+
+
+@torch.no_grad()
+def test_hooks_and_another_forward_of_an_earlier_adapter_act():
+    class Own(LoRA):
+        def forward(self, x, base):
+            return base(x) + 1
+
+    model = made("bert", torch.float32, a="lora", b="lora")
+    model.set_active_adapters(Stack("a", "b"))
+    expected = output(model)
+    adapter = next(module for _, module in model.adapter_modules("a"))
+    seen = []
+    handle = adapter.register_forward_hook(lambda *args: seen.append(args))
+    torch.testing.assert_close(output(model), expected)
+    assert len(seen) == 1
+    handle.remove()
+    adapter.__class__ = Own
+    assert not torch.allclose(output(model), expected)
