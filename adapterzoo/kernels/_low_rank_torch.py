@@ -74,8 +74,9 @@ def _dropped_backward(
     """Return `shrink_backward` with dropout, without gradients; `dt` is scaled for dropout."""
     needs_x, needs_a = needs
     shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
-    dx, da = x.new_empty(shape if needs_x else 0), a.new_zeros(a.shape if needs_a else 0)
-    dx, rows = dx if onto is None else onto.contiguous(), rows_of(x) if needs_a else x
+    dx = x.new_empty(shape if needs_x else 0) if onto is None else onto.contiguous()
+    da = a.new_zeros(a.shape if needs_a else 0)
+    rows = rows_of(x) if needs_a else x
     for own, mask in _dropout.slices(noise, shape, p, a.dtype):
         if onto is not None:
             rows_of(dx)[own].addcmul_(flat[own] @ a, mask)

@@ -18,7 +18,8 @@ from adapterzoo.errors import KernelError, listing
 from . import mode
 
 _LIBRARY = torch.library.Library("adapterzoo", "FRAGMENT")
-# torch asks inspect for the module that registers, which searches all modules for a file it lacks
+# torch.library looks up its caller by inspect.getmodule, which searches all modules for a file that
+# is not in its (private) cache
 inspect.modulesbyfile[__file__] = __name__
 # the dispatch key that tracks views
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

@@ -162,9 +162,8 @@ def products(Q: Tensor) -> list[Tensor]:
     with exactly(Q.device):
         for i in range(1, Q.shape[-4]):
             pairs = found[-1].unflatten(-3, (-1, 2))  # [*experts, chunks, 2, width / 2, width / 2]
-            made = (
-                by_pairs(Q[..., i, :, :, :], i) @ pairs
-            )  # [*experts, chunks, 2, width, width / 2]
+            factor = by_pairs(Q[..., i, :, :, :], i)  # [*experts, chunks, 2, width, width / 2]
+            made = factor @ pairs  # [*experts, chunks, 2, width, width / 2]
             found.append(made.transpose(-3, -2).flatten(-2))
     return found
 

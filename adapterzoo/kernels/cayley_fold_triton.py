@@ -125,9 +125,9 @@ def cayley_fold_kernel(
     folded = identity
     for j in range(M):
         here, block, same, place = factor_at(features, inside, width, M - 1 - j, B, M)
-        turned = block[:, None] * (B * B) + place[None, :] * B + place[:, None]
+        transposed = block[:, None] * (B * B) + place[None, :] * B + place[:, None]
         upper = tl.load(parameters + here, same, other=0.0).to(tl.float64)
-        lower = tl.load(parameters + turned, same, other=0.0).to(tl.float64)
+        lower = tl.load(parameters + transposed, same, other=0.0).to(tl.float64)
         matrix = (upper - lower) * 0.5 + identity
         matrix = inverse(matrix, same, tl.where(inside, place, -1), B)
         factor = (2.0 * matrix - identity).to(tl.float32)

@@ -124,7 +124,7 @@ def _from_output(
         if known is None:
             return None
         return _OUTPUT if known >= least(y.dtype, bias is not None) else _Y
-    plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
+    plain = type(gain) in mode.ORIGINAL and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
         return None
     return _OUTPUT if tells(gain, y.dtype, bias is not None) else None

@@ -16,6 +16,11 @@ from torch.nn.functional import linear
 from . import _low_rank_torch, low_rank, mode
 from ._ops import below
 
+# elements of a weight
+SMALL = 1 << 15
+# a weight in half precision would lose the digits of its change
+_EXACT = (torch.float32, torch.float64)
+
 
 def product(
     x: Tensor, w: Tensor, bias: Tensor | None, t: Tensor, b: Tensor, scaling: float
@@ -47,7 +52,9 @@ def takes(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     They are frozen, and of the dtype of `x`.
     """
     given = (w,) if bias is None else (w, bias)
-    plain = all(type(p) in _PLAIN and p.dtype is x.dtype and not p.requires_grad for p in given)
+    plain = all(
+        type(p) in mode.ORIGINAL and p.dtype is x.dtype and not p.requires_grad for p in given
+    )
     return plain and type(x) is Tensor and mode.is_eager(x)
 
 
@@ -62,20 +69,12 @@ def is_small(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
         w: `[d_out, d_in]`.
         bias: `[d_out]`; None: there is none.
     """
-    # of other inputs torch makes another product if the weight requires gradients
+    # for a strided x torch takes another product if the weight requires gradients, with other bits
     if w.numel() > SMALL or not x.is_cpu or not x.is_contiguous():
         return False
-    if bias is not None and not (type(bias) in _PLAIN and bias.dtype is x.dtype):
+    if bias is not None and not (type(bias) in mode.ORIGINAL and bias.dtype is x.dtype):
         return False
-    return type(w) in _PLAIN and type(x) is Tensor and w.dtype is x.dtype in _EXACT
-
-
-# elements of a weight
-SMALL = 1 << 15
-# a weight in half precision would lose the digits of its change
-_EXACT = (torch.float32, torch.float64)
-# subclasses may compute differently
-_PLAIN = (Tensor, torch.nn.Parameter)
+    return type(w) in mode.ORIGINAL and type(x) is Tensor and w.dtype is x.dtype in _EXACT
 
 
 def _expanded(

@@ -11,14 +11,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo.caches import ModuleCache
 
-from . import _launch
-
-# subclasses may hide their memory, and fake tensors have no values
-_PLAIN = {Tensor, nn.Parameter}
+from . import _launch, mode
 
 
 class SmallestGain(ModuleCache):
@@ -46,7 +43,7 @@ class SmallestGain(ModuleCache):
         """
         if (
             torch.compiler.is_compiling()
-            or type(gain) not in _PLAIN
+            or type(gain) not in mode.ORIGINAL
             or not gain.numel()
             or _launch.is_captured()
         ):

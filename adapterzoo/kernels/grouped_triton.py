@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _dropout, compose_triton
+from ._low_rank_torch import rows_of
 from ._tiles_triton import Plan, precision
 from .low_rank_triton import outer, shrunk
 
@@ -39,13 +40,13 @@ def shrink_backward(
     """
     needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
-    left, own = _rows(dt.to(a.dtype)), _plan(dt, a, plan)  # [rows, rank]
+    left, own = rows_of(dt.to(a.dtype)), _plan(dt, a, plan)  # [rows, rank]
     if needs_x:
         dx = x.new_empty((*dt.shape[:-1], a.shape[2]))  # [batch, *tokens, d_in]
         scale = _dropout.kept_scale(p)
         compose_triton.write(dx, None, left, a.mT, scale, p=p, noise=noise, plan=own)
     if needs_a:
-        da = outer(_rows(x), left, p, noise, a.dtype, own, turned=True)  # [n, rank, d_in]
+        da = outer(rows_of(x), left, p, noise, a.dtype, own, transposed=True)  # [n, rank, d_in]
     return dx, da
 
 
@@ -56,7 +57,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor) -> Ten
     dtype of `y`; a row without an adapter keeps its bits.
     """
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    return compose_triton.write(out, _rows(y), _rows(t), b, scales, plan=_plan(y, b, plan))
+    return compose_triton.write(out, rows_of(y), rows_of(t), b, scales, plan=_plan(y, b, plan))
 
 
 def expand_backward(
@@ -72,7 +73,7 @@ def expand_backward(
     if needs_t:
         dt = _shrink(dy, b.to(t.dtype).mT, 0.0, None, own, scales)
     if needs_b:
-        db = outer(_rows(dy), _rows(t), 0.0, None, b.dtype, own, scales)  # [n, d_out, rank]
+        db = outer(rows_of(dy), rows_of(t), 0.0, None, b.dtype, own, scales)  # [n, d_out, rank]
     return dt, db
 
 
@@ -80,13 +81,8 @@ def _shrink(
     x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Plan, scales: Tensor | None
 ) -> Tensor:
     """Return `s · dropout(x) aᵀ` of each row, in the dtype of `a`."""
-    t = shrunk(_rows(x), a, p, noise, a.dtype, precision(a.dtype), plan, scales)
+    t = shrunk(rows_of(x), a, p, noise, a.dtype, precision(a.dtype), plan, scales)
     return t.view(*x.shape[:-1], a.shape[1])  # [batch, *tokens, rank]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return `x` as `[rows, width]`."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def _plan(x: Tensor, factors: Tensor, plan: Tensor) -> Plan:

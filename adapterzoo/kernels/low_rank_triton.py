@@ -202,22 +202,22 @@ def outer(
     dtype: torch.dtype,
     plan: Plan | None = None,
     scales: Tensor | None = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
     """Return s · dropout(x)ᵀ t of rows `[rows, width]` and `[rows, rank]`: `[n, width, rank]`.
 
-    n is 1 without a plan; `scales` as for `shrunk`. With `turned`, return the transposed.
+    n is 1 without a plan; `scales` as for `shrunk`. With `transposed`, return `[n, rank, width]`.
     """
     (rows, width), rank = x.shape, t.shape[1]
     tile, n = outer_tile(rank, t.dtype, plan is not None), plan.adapters if plan else 1
     programs = n * triton.cdiv(width, tile.columns) * triton.cdiv(rank, tile.rank)
     # split the rows like features elsewhere; one adapter may have all of them
     parts, _ = parted(max(rows, 1), tile.rows, programs)
-    shape = (rank, width) if turned else (width, rank)
+    shape = (rank, width) if transposed else (width, rank)
     out = x.new_empty((parts, n, *shape), dtype=torch.float32)
     launch(
         outer_kernel, (programs, parts), x, t, scales, noise, plan and plan.values, out,
-        *x.stride(), *t.stride(), *(out.mT if turned else out).stride(), rows, width, rank,
+        *x.stride(), *t.stride(), *(out.mT if transposed else out).stride(), rows, width, rank,
         plan.batch if plan else 0, plan.tokens if plan else 1, parts, _dropout.threshold(p),
         _dropout.kept_scale(p),
         PRECISION=precision(t.dtype), **tile.pipelined,
@@ -251,7 +251,7 @@ def shrink_backward(
     if needs_a:
         flat = x.reshape(-1, width)  # [rows, d_in]
         if rank <= _WIDEST_RANK:
-            return dx, outer(flat, left, p, noise, a.dtype, turned=True).squeeze(0)
+            return dx, outer(flat, left, p, noise, a.dtype, transposed=True).squeeze(0)
         kept = a.new_empty(flat.shape)
         compose_triton.write(kept, flat, p=p, noise=noise)
         # the sum is not read; alpha is applied before the result is rounded

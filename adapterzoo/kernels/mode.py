@@ -15,6 +15,8 @@ from .exact import is_autocast
 
 _MODES = ("auto", "reference", "triton")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# subclasses may compute differently or hide their memory, and fake tensors have no values
+ORIGINAL = (Tensor, torch.nn.Parameter)
 
 # on a CPU, where few values cost less than the calls that compute them
 FEW = 1 << 14

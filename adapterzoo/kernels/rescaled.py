@@ -28,8 +28,6 @@ from .dora import TILE, direction_reference, divided, row_norm_reference
 
 # elements of W + s · B A that are made at a time for its norms alone
 _IN_CACHE = 1 << 17
-# subclasses may compute differently
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def takes(x: Tensor, w: Tensor, *factors: Tensor) -> bool:
@@ -45,7 +43,7 @@ def takes(x: Tensor, w: Tensor, *factors: Tensor) -> bool:
     is_smaller = d_out * d_in <= min(x.numel() // d_in * (d_in + d_out), TILE)
     if not (is_smaller and x.is_cpu and x.dtype.itemsize >= 4 and w.is_contiguous()):
         return False
-    plain = all(type(p) in _PLAIN and p.dtype is x.dtype for p in factors)
+    plain = all(type(p) in mode.ORIGINAL and p.dtype is x.dtype for p in factors)
     return plain and mode.is_plain(x)
 
 

@@ -59,9 +59,9 @@ def gradients(ys, wanted, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_those_of_the_layer_and_its_update(dtype, grad, biased):
     x, ((w, bias, a, b),) = drawn(1, dtype, biased)
-    turned = x.detach().transpose(0, 1).requires_grad_()
+    transposed = x.detach().transpose(0, 1).requires_grad_()
     with torch.set_grad_enabled(grad):
-        for each in (x, turned, x[0].repeat(4, 1)):
+        for each in (x, transposed, x[0].repeat(4, 1)):
             own, t = fork(each, [a])
             assert torch.equal(t, shrink(each, a))
             wanted = expand(linear(each, w, bias), t, b, S)

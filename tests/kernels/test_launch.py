@@ -257,6 +257,18 @@ def test_a_launch_without_the_guard_is_seen(recorded):
         low_rank_triton.shrink_kernel[(1,)](x)
 
 
+def test_rotations_in_float32_are_those_of_torch(recorded):
+    x, blocks = torch.empty(300, 48, device="cuda:0"), torch.empty(3, 16, 16, device="cuda:0")
+    with mock.patch.object(butterfly_triton, "_butterfly_torch") as operations:
+        y = butterfly_triton.rotate(x, blocks)
+        grads = butterfly_triton.rotate_backward(x, x, blocks, True, False)
+    assert y is operations.rotate.return_value
+    operations.rotate.assert_called_once_with(x, blocks)
+    assert grads is operations.rotate_backward.return_value
+    operations.rotate_backward.assert_called_once_with(x, x, blocks, True, False)
+    assert recorded == []
+
+
 def test_operands_on_two_devices_are_named(recorded):
     x, a = torch.empty(5, 40, device="cuda:1"), torch.empty(8, 40, device="cuda:0")
     with pytest.raises(KernelError, match=r"shrink_kernel: .*'x on cuda:1', 'a on cuda:0'.*\.to"):

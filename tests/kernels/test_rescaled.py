@@ -113,8 +113,8 @@ def test_values_and_gradients_are_those_of_float64(dtype, layers, p, gain, biase
 def test_a_known_gain_and_no_gradients_give_the_same_bits(dtype, biased):
     x, ((w, bias, a, b, m),) = drawn(1, dtype, biased)
     with torch.no_grad():
-        turned = x.transpose(0, 1)
-        for each in (x, turned, x[0].repeat(9, 1)):
+        transposed = x.transpose(0, 1)
+        for each in (x, transposed, x[0].repeat(9, 1)):
             gain = dora.row_gain(w, a, b, m, S)
             found = rescaled.merged(each, w, bias, a, b, gain, S)
             with torch.enable_grad():

@@ -104,8 +104,8 @@ def test_no_rotation_and_gain_one_change_no_bit(dtype, m):
     x, w, bias, R, gain = drawn(dtype, m=m)
     bias = 1000 * bias
     still = torch.zeros_like(R).requires_grad_(), torch.ones_like(gain).requires_grad_()
-    turned = x.detach().transpose(0, 1)
-    for each in (x, turned, x[0].repeat(4, 1)):
+    transposed = x.detach().transpose(0, 1)
+    for each in (x, transposed, x[0].repeat(4, 1)):
         y = product(each, w, bias, *still)
         assert torch.equal(y, linear(each, w, bias))
         with torch.no_grad():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from measured import Operations, near
 
-from adapterzoo.kernels._skinny import _FEW, _MANY, outer, project
+from adapterzoo.kernels._skinny import _FEW_COLUMNS, _MANY_COLUMNS, outer, project
 
-RANKS = (1, 3, _FEW - 1, _FEW, _MANY - 1, _MANY)
+RANKS = (1, 3, _FEW_COLUMNS - 1, _FEW_COLUMNS, _MANY_COLUMNS - 1, _MANY_COLUMNS)
 LAYOUTS = {
     "rows": lambda v: v,
     "columns": lambda v: v.T.contiguous().T,
@@ -31,7 +31,7 @@ def test_values_are_those_of_float64(rank, layout):
         near(outer(own(x).float(), LAYOUTS[layout](t).float()), x.T @ t, 1e-6)
 
 
-@pytest.mark.parametrize("rank", [3, _FEW])
+@pytest.mark.parametrize("rank", [3, _FEW_COLUMNS])
 def test_gradients_and_their_gradients(rank):
     x, a = (v.requires_grad_() for v in drawn(rank, 5, 4))
     t = torch.randn(5, rank, dtype=torch.float64, requires_grad=True)
@@ -43,9 +43,9 @@ def test_gradients_and_their_gradients(rank):
 @pytest.mark.parametrize("rank", RANKS)
 def test_nothing_large_is_copied(rank):
     x, a = (v.float() for v in drawn(rank, 300, 200))
-    turned = a.T.contiguous().T
+    transposed = a.T.contiguous().T
     with Operations() as seen:
-        t = project(x, turned)
+        t = project(x, transposed)
         found = outer(x, t)
     assert found.is_contiguous()
     assert seen.names.count("mm") == 2
