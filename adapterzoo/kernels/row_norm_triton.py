@@ -44,8 +44,10 @@ def row_norm_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False)
         if columns == 32:
             return Tile(16, columns, 64, 8 if small else 4, 2)
         return Tile(32, columns, 64, 8, 4)
+    if fused:
+        return Tile(tall, columns, 16, 4, 3)
     # without products w alone is loaded ahead
-    return Tile(tall, columns, 16, 4, 3) if fused else Tile(tall, max(64, columns), 16, 4, 4)
+    return Tile(tall, max(64, columns), 16, 8 if small else 4, 4)
 
 
 @triton.jit(do_not_specialize=["rows"])
