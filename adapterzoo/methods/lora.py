@@ -52,8 +52,7 @@ class LoRAConfig(InvokedConfig):
 
     Attributes:
         use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
-        convention: of the gate. "paper": the mean over the real tokens of the prompt;
-            "adapterhub": over all tokens of the call, padding included.
+        convention: the gate averages the prompt's real tokens ("paper") or all ("adapterhub").
         lora_bias: give B a bias.
     """
 
@@ -83,11 +82,7 @@ class LoRAConfig(InvokedConfig):
 
 
 class LoRA(Started):
-    """y = base(x) + s · B A dropout(x) (+ s · B's bias).
-
-    Attributes:
-        is_plain: whether there is neither a gate nor a bias nor a start beside the factors.
-    """
+    """y = base(x) + s · B A dropout(x) (+ s · B's bias)."""
 
     is_additive = True
 
@@ -115,15 +110,15 @@ class LoRA(Started):
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
-        self.is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
-        self._is_uniform = self.is_plain and not (self.looks_up or self.invocation)
+        self._is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
+        self._is_uniform = self._is_plain and not (self.looks_up or self.invocation)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
         if (small := self.small(x, base)) is not None:
             return linear(x, *small)
         b = self.lora_B
-        if self.is_plain and (frozen := base.frozen(x)) is not None:
+        if self._is_plain and (frozen := base.frozen(x)) is not None:
             own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
             return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
         y = base(x)
@@ -131,7 +126,7 @@ class LoRA(Started):
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
         _, t = base.from_input(self, x)  # [*batch, rank]
-        if self.is_plain:
+        if self._is_plain:
             return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
         update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
@@ -159,8 +154,7 @@ class LoRA(Started):
         """Return whether they are of the same dtype, dropout and options, on features."""
         kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
         options = {(a.gate is None, a.lora_B_bias is None, a.invocation is None) for a in adapters}
-        alone = any(a.looks_up or a.start is not None for a in adapters)
-        return len(kinds) == len(options) == 1 and not alone
+        return len(kinds) == len(options) == 1 and not any(a.looks_up or a.start for a in adapters)
 
     @classmethod
     def forward_batched(
