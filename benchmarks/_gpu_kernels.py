@@ -16,6 +16,7 @@ from torch.nn.functional import linear, silu
 
 from adapterzoo.kernels import (
     _dropout,
+    _tiles_triton,
     bottleneck,
     bottleneck_triton,
     butterfly,
@@ -448,7 +449,7 @@ KERNELS = [
             lambda rows, rank, dtype: low_rank_triton.chunk_tile(
                 chunk_rows(_tokens(rows)), rank, dtype
             ),
-            lambda rows, rank, dtype: compose_triton.update_tile(
+            lambda rows, rank, dtype: _tiles_triton.update_tile(
                 chunk_rows(_tokens(rows)), rank, dtype
             ),
             lambda rows, rank, dtype: low_rank_triton.outer_tile(rank, dtype, True),

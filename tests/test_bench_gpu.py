@@ -254,7 +254,11 @@ def test_every_kernel_of_the_package_is_in_the_gate():
     modules = {path.stem for path in (ROOT / "adapterzoo" / "kernels").glob("*_triton.py")}
     used = {of.__module__.rpartition(".")[2] for kernel in KERNELS for of in kernel.tiles}
     # those whose tiles are asked for by a rank of their own
-    names = {"grouped low rank": "grouped_triton", "cayley_fold": "cayley_fold_triton"}
+    names = {
+        "grouped low rank": "grouped_triton",
+        "cayley_fold": "cayley_fold_triton",
+        "rotate": "butterfly_triton",
+    }
     used |= {module for name, module in names.items() if name in kernel_names()}
     assert modules - {"_tiles_triton"} <= used
 

@@ -269,11 +269,11 @@ def _read(stream: io.BufferedReader, start: int, entry: Mapping[str, Any]) -> Te
         start: where the tensors begin.
         entry: of the tensor in the header, which `safetensors` has checked.
     """
-    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="cpu")
     stream.seek(start + entry["data_offsets"][0])
     memory = tensor.view(-1).view(torch.uint8).numpy().data
     if stream.readinto(memory) < len(memory):
-        raise EOFError("it ends within a tensor")
+        raise CheckpointError(f"{stream.name!r} ends within a tensor. {AGAIN}.")
     return tensor
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from adapterzoo.call import StackCall
-from adapterzoo.contracts import Adapter, BaseLayer, Linear, SharedInputAdapter, can_be_small
+from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 
 
 class Around(BaseLayer):
@@ -106,13 +105,6 @@ class Nested(Around):
         """Return the output with the adapters."""
         adapted: Tensor = self._adapter(x, self._inner)
         return adapted
-
-    def small(self, x: Tensor) -> Linear | None:
-        """Return the weight and bias of a small layer, with the adapter's change."""
-        one = self._adapter
-        if is_compiling() or not isinstance(one, Adapter) or not can_be_small(one):
-            return None
-        return one.small(x, self._inner)
 
     @property
     def is_original(self) -> bool:

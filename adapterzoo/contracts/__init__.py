@@ -21,7 +21,7 @@ from .places import (
     Prefix,
     PromptAdapter,
 )
-from .shortcuts import can_batch, can_be_small, can_take_few, is_hooked
+from .shortcuts import can_batch, can_take_few, is_hooked
 from .weights import CopyAdapter, FactoredAdapter, WeightAdapter, replaced
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "WeightAdapter",
     "WeightPlan",
     "can_batch",
-    "can_be_small",
     "can_take_few",
     "compute_dtype",
     "is_hooked",

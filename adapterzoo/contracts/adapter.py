@@ -97,16 +97,15 @@ class BaseLayer(ABC):
     def small(self, x: Tensor) -> Linear | None:
         """Return weight and bias of a small linear layer, where it is best to change the weight.
 
-        Earlier adapters have changed them. With few tokens each operation costs more than what it
-        computes. It does not depend on gradients, so that training and evaluation give the same
-        bits.
+        With few tokens each operation costs more than what it computes. It does not depend on
+        gradients, so that training and evaluation give the same bits.
 
         Args:
             x: `[*batch, d_in]`.
 
         Returns:
             None for any other layer, device or dtype, for many tokens, in half precision, and where
-            an earlier adapter is no change of the weight.
+            earlier adapters act.
         """
         return None
 
@@ -346,21 +345,6 @@ class Adapter(Contained, ABC):
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
-
-    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
-        """Return weight and bias with the adapter's change, by which `forward` multiplies x.
-
-        The next adapter of a `Stack` changes them too, so that a fresh one changes no bit. It is
-        optional; a class that overrides `forward` must override it too, or it is not used.
-
-        Args:
-            x: `[*batch, d_in]`.
-            base: the layer, with the earlier adapters.
-
-        Returns:
-            None where `base.small(x)` is, or `forward` must compute the output.
-        """
-        return None
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.

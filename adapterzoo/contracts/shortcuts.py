@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from torch import nn
@@ -27,11 +26,6 @@ def can_take_few(adapter: Adapter) -> bool:
     return _matches_forward(type(adapter), "on_few") and type(adapter).on_few is not Adapter.on_few
 
 
-def can_be_small(adapter: Adapter) -> bool:
-    """Return whether a call of the adapter does no more than its `small` says."""
-    return _has_small(type(adapter)) and not is_hooked(adapter)
-
-
 def is_hooked(module: nn.Module) -> bool:
     """Return whether a call of the module runs more than the forward of its class.
 
@@ -46,12 +40,6 @@ def is_hooked(module: nn.Module) -> bool:
         or _global._global_forward_hooks
         or _global._global_forward_pre_hooks
     )
-
-
-# asked in each call
-@functools.cache
-def _has_small(kind: type[Adapter]) -> bool:
-    return _matches_forward(kind, "small")
 
 
 def _matches_forward(kind: type[Adapter], name: str) -> bool:

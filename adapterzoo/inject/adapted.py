@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
 from adapterzoo.contracts import BaseLayer, compute_dtype, is_hooked
@@ -25,7 +24,7 @@ from adapterzoo.runtime import ActiveState, SharedInput
 
 from .containers import adapters_of
 from .parts import ExpertAdapters
-from .views import LINEAR, LayerCall, linear_parameters, matrix, own, small, stores_transposed
+from .views import LINEAR, LayerCall, matrix, own, small, stores_transposed
 
 
 @dataclass(slots=True)
@@ -75,13 +74,7 @@ class Adapted(nn.Module):
         site = plan.sites.get(link.path)
         if site is None:
             if plan.setup is None:
-                plain = super().forward
-                if not kwargs and len(args) == 1 and not self._read:
-                    # without the slow look-ups of a module's parameters
-                    found = linear_parameters(self, plain)
-                    if found is not None:
-                        return linear(args[0], *found)
-                return plain(*args, **kwargs)
+                return super().forward(*args, **kwargs)
         elif site.only is not None and args and not self._read:
             few = None if kwargs or torch.is_grad_enabled() else site.on_few
             plain = super().forward

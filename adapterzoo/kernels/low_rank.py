@@ -14,7 +14,7 @@ of x, and nothing else holds it, so that the gradient of t is added to it in pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,45 +161,11 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def changed(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return w + scaling · b a `[d_out, d_in]`, for a layer with `frozen.is_small`.
+def expand_few(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return the bits of `expand` in few calls, without gradients.
 
-    Args:
-        w: `[d_out, d_in]`.
-        a: `[rank, d_in]`, of the dtype of w.
-        b: `[d_out, rank]`, likewise.
-        scaling: the factor s.
+    Only for a t of the dtype of b, made of an input with `mode.is_few`; see `expand`.
     """
-    return torch.addmm(w, b, a, alpha=scaling)
-
-
-def few(
-    x: Tensor,
-    run: Callable[[Tensor], Tensor],
-    small: tuple[Tensor, Tensor | None] | None,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-) -> Tensor:
-    """Return a layer with its update in few calls, without gradients.
-
-    The bits of a product with `changed` for a small layer, of `expand` for others.
-
-    Args:
-        x: `[*batch, d_in]`, with `mode.is_few`, of the dtype of a and b.
-        run: computes the layer's own output.
-        small: weight and bias of a small linear layer; None for others.
-        a: `[rank, d_in]`.
-        b: `[d_out, rank]`.
-        scaling: the factor s.
-
-    Returns:
-        `[*batch, d_out]`.
-    """
-    if small is not None:
-        w, bias = small
-        return linear(x, changed(w, a, b, scaling), bias)
-    y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
     if y.dtype is not t.dtype or y.numel() > mode.FEW:
         return expand(y, t, b, scaling)
     return torch.add(y, linear(t, b), alpha=scaling)

@@ -88,8 +88,6 @@ class BOFT(Rotating):
     """
 
     sources = "boft_R", "boft_s"
-    # the one that `forward` takes
-    small = Rotating.small
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype

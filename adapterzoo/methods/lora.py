@@ -30,7 +30,7 @@ from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import changed, expand, few
+from adapterzoo.kernels.low_rank import expand, expand_few
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -115,8 +115,6 @@ class LoRA(Started):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        if (small := self.small(x, base)) is not None:
-            return linear(x, *small)
         b = self.lora_B
         if self._is_plain and (frozen := base.frozen(x)) is not None:
             own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
@@ -135,19 +133,12 @@ class LoRA(Started):
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
-    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
-        """Return W + s · B A and the bias; None where tokens differ in their update."""
-        a, b = self.lora_A, self.lora_B
-        fits = self._is_uniform and not (self.training and self.dropout)
-        found = base.small(x) if fits and a.dtype is b.dtype is x.dtype else None
-        return found and (changed(found[0], a, b, self.scaling), found[1])
-
     def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
         if a is None or b is None or not (self._is_uniform and a.dtype is b.dtype is x.dtype):
             return None
-        return few(x, run, small, a, b, self.scaling)
+        return expand_few(run(x), linear(x, a), b, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

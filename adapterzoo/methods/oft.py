@@ -86,8 +86,6 @@ class OFT(Rotating):
     """
 
     sources = ("oft_R",)
-    # the one that `forward` takes
-    small = Rotating.small
 
     def __init__(
         self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
