@@ -145,7 +145,9 @@ def test_the_cache_holds_no_prefix(model_type):
         cache = first.past_key_values
         assert cache.get_seq_length() == 9
         rest = model(input_ids=ids[:, 9:], past_key_values=cache).last_hidden_state
-    torch.testing.assert_close(rest, whole[:, 9:])
+    # GPT-J computes scores in float32 in a model of any dtype
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if model_type == "gptj" else {}
+    torch.testing.assert_close(rest, whole[:, 9:], **rounding)
 
 
 @pytest.mark.parametrize("model_type", ["megatron-bert", "falcon", "mvp"])

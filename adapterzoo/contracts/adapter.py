@@ -94,21 +94,6 @@ class BaseLayer(ABC):
         """
         return None
 
-    def small(self, x: Tensor) -> Linear | None:
-        """Return weight and bias of a small linear layer, where it is best to change the weight.
-
-        With few tokens each operation costs more than what it computes. It does not depend on
-        gradients, so that training and evaluation give the same bits.
-
-        Args:
-            x: `[*batch, d_in]`.
-
-        Returns:
-            None for any other layer, device or dtype, for many tokens, in half precision, and where
-            earlier adapters act.
-        """
-        return None
-
     @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
@@ -346,7 +331,7 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
         """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.
 
         A layer calls it first, in evaluation without gradients, if no other adapter acts there. It
@@ -356,7 +341,6 @@ class Adapter(Contained, ABC):
             x: the layer's input, `[*batch, d_in]`.
             layer: the layer.
             run: computes its untouched output, once.
-            small: what `base.small(x)` is in `forward`.
 
         Returns:
             `[*batch, d_out]`; None, without having called `run`, if `forward` must compute it.

@@ -24,7 +24,7 @@ from adapterzoo.runtime import ActiveState, SharedInput
 
 from .containers import adapters_of
 from .parts import ExpertAdapters
-from .views import LINEAR, LayerCall, matrix, own, small, stores_transposed
+from .views import LayerCall, matrix, own, stores_transposed
 
 
 @dataclass(slots=True)
@@ -60,8 +60,6 @@ class Adapted(nn.Module):
     _read: tuple[str, ...] = ()
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
-    # whether the forward is that of torch's linear layers
-    _is_linear: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward with the active adapters; the plain one if none is active."""
@@ -77,14 +75,13 @@ class Adapted(nn.Module):
                 return super().forward(*args, **kwargs)
         elif site.only is not None and args and not self._read:
             few = None if kwargs or torch.is_grad_enabled() else site.on_few
-            plain = super().forward
-            x = args[0]
+            forward, x = super().forward, args[0]
             if few is not None and not (site.only.training or is_hooked(site.only)) and is_few(x):
-                y = few(x, self, plain, small(self, plain, x))
+                y = few(x, self, forward)
                 if y is not None:
                     return y
-            base = LayerCall(self, plain, args, kwargs, None, active.call)
-            y = site.only(args[0], base)
+            base = LayerCall(self, forward, args, kwargs, None, active.call)
+            y = site.only(x, base)
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
@@ -300,11 +297,7 @@ def _adapted_class(
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {
-            "_read": parameters,
-            "_positions": positions_of(cls.forward),
-            "_is_linear": cls.forward is LINEAR,
-        }
+        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls.forward)}
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),

@@ -22,15 +22,15 @@ from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer, Linear, SharedInputAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.kernels.frozen import is_small, takes
+from adapterzoo.kernels.frozen import takes
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.mode import FEW, is_few
+from adapterzoo.kernels.mode import FEW
 from adapterzoo.runtime import CallContext, SharedInput
 
 from .quantized import packing_of
 
 # the forward of torch itself: one that a library puts in its place may compute something else
-LINEAR = nn.Linear.forward
+_LINEAR = nn.Linear.forward
 
 
 class LayerCall(BaseLayer):
@@ -92,14 +92,10 @@ class LayerCall(BaseLayer):
         # few tokens first: there each call counts
         if x.numel() <= FEW or self._x is x or is_compiling():
             return None
-        found = linear_parameters(self._module, self._forward)
-        return found if found is not None and takes(x, *found) else None
-
-    def small(self, x: Tensor) -> Linear | None:
-        """Return the parameters of a small linear layer whose output for x is not there yet."""
-        if self._x is x or not is_few(x):
+        if getattr(self._forward, "__func__", None) is not _LINEAR:
             return None
-        return small(self._module, self._forward, x)
+        w, bias = own(self._module, "weight"), own(self._module, "bias")
+        return (w, bias) if w is not None and takes(x, w, bias) else None
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""
@@ -278,40 +274,6 @@ class SlicedLayer(Around):
         """Return the adapter's projection of x, computed together with the other parts."""
         shared = self._inner if self._shared_input is None else self._shared_input
         return shared.from_input(adapter, x)
-
-
-def linear_parameters(layer: nn.Module, forward: Callable[..., object]) -> Linear | None:
-    """Return weight and bias of a layer that computes nothing but a linear layer; None for others.
-
-    Args:
-        layer: any layer.
-        forward: of its own class, bound to it.
-    """
-    if is_compiling():
-        # compilers cannot tell whose method is bound
-        is_linear = getattr(type(layer), "_is_linear", False)
-    else:
-        is_linear = getattr(forward, "__func__", None) is LINEAR
-    if not is_linear:
-        return None
-    held: Mapping[str, Tensor | None] = layer._parameters
-    if "weight" not in held or "bias" not in held:
-        # a replica has tensors in their place, a parametrization nothing
-        held = {**vars(layer), **held}
-    w = held.get("weight")
-    return None if w is None or "bias" not in held else (w, held["bias"])
-
-
-def small(layer: nn.Module, forward: Callable[..., object], x: Tensor) -> Linear | None:
-    """Return weight and bias of a small linear layer; see `BaseLayer.small`.
-
-    Args:
-        layer: any layer.
-        forward: of its own class, bound to it.
-        x: its input, with `mode.is_few`.
-    """
-    found = linear_parameters(layer, forward)
-    return found if found is not None and is_small(x, *found) else None
 
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:

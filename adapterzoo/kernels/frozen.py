@@ -58,25 +58,6 @@ def takes(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     return plain and type(x) is Tensor and mode.is_eager(x)
 
 
-def is_small(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
-    """Return whether to change the weight `w` of a linear layer rather than the features `x`.
-
-    On a CPU, with few tokens, a product as small as the weight costs less than the calls that it
-    saves.
-
-    Args:
-        x: `[*batch, d_in]`, with `mode.is_few`.
-        w: `[d_out, d_in]`.
-        bias: `[d_out]`; None: there is none.
-    """
-    # for a strided x torch takes another product if the weight requires gradients, with other bits
-    if w.numel() > SMALL or not x.is_cpu or not x.is_contiguous():
-        return False
-    if bias is not None and not (type(bias) in mode.ORIGINAL and bias.dtype is x.dtype):
-        return False
-    return type(w) in mode.ORIGINAL and type(x) is Tensor and w.dtype is x.dtype in _EXACT
-
-
 def _expanded(
     x: Tensor, w: Tensor, bias: Tensor | None, t: Tensor, b: Tensor, scaling: float
 ) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from adapterzoo.contracts import BaseLayer, Linear, Run, compute_dtype
+from adapterzoo.contracts import BaseLayer, Run, WeightAdapter, compute_dtype
 from adapterzoo.kernels import rescaled
 from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.compose import compose
@@ -31,14 +31,14 @@ from adapterzoo.kernels.dora import (
 from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 
-from ._changed_weight import ChangedWeight
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
 from ._stacks import kept_up, projected
+from ._weight_cache import WeightCache
 
 
-class Magnitudes(KeepInFP32, ChangedWeight):
+class Magnitudes(KeepInFP32, WeightAdapter):
     """Base of the adapters y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖.
 
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
@@ -47,6 +47,7 @@ class Magnitudes(KeepInFP32, ChangedWeight):
         m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
+        kept_gain: the factors g of evaluation.
         smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
@@ -70,6 +71,7 @@ class Magnitudes(KeepInFP32, ChangedWeight):
         self.adapterhub = convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
+        self.kept_gain = WeightCache()
         self.smallest_gain = SmallestGain()
 
     @abstractmethod
@@ -101,8 +103,6 @@ class Magnitudes(KeepInFP32, ChangedWeight):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        if (small := self.small(x, base)) is not None:
-            return linear(x, *small)
         frozen = None if self.adapterhub else base.frozen(x)
         if frozen is not None:
             factors = self.low_rank(base)
@@ -118,10 +118,6 @@ class Magnitudes(KeepInFP32, ChangedWeight):
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
 
-    def small(self, x: Tensor, base: BaseLayer) -> Linear | None:
-        """Return the changed weight and the bias; None where the bias changes too."""
-        return None if self.adapterhub else super().small(x, base)
-
     def rescaled(
         self, x: Tensor, base: BaseLayer, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
     ) -> Tensor:
@@ -129,14 +125,12 @@ class Magnitudes(KeepInFP32, ChangedWeight):
         drops = self.training and self.dropout > 0
         if not (torch.is_grad_enabled() or drops):
             return rescaled.merged(x, w, bias, a, b, self.gain_at(base), self.scaling)
-        self.kept.note_gradients()
+        self.kept_gain.note_gradients()
         own, t, _ = self.projected(x, base)
         return rescaled.product(own, w, bias, a, b, self.m, t, self.scaling, drops)
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
-        if small is not None and not self.adapterhub:
-            return self.on_few_small(x, *small)
         found = self.kept_at(layer)
         # a parametrization or a replica has a tensor in its place
         if found is None or "bias" not in layer._parameters:

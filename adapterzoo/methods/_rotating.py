@@ -10,16 +10,28 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from adapterzoo.contracts import SharedInputAdapter, compute_dtype
+from adapterzoo.contracts import SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.kernels.butterfly import in_layout_of, rotated
 from adapterzoo.kernels.grouped import Groups
 
-from ._changed_weight import ChangedWeight
 from ._rows import restored, taken
+from ._weight_cache import WeightCache
 
 
-class Rotating(SharedInputAdapter, ChangedWeight):
-    """Base of the adapters that rotate the layer's input by chunks."""
+class Rotating(SharedInputAdapter, WeightAdapter):
+    """Base of the adapters that rotate the layer's input by chunks.
+
+    Attributes:
+        kept_rotation: the rotations of evaluation.
+        dropout: share of the blocks that training replaces by the identity.
+    """
+
+    dropout: float
+
+    def __init__(self) -> None:
+        """Start with nothing kept."""
+        super().__init__()
+        self.kept_rotation = WeightCache()
 
     @property
     @abstractmethod
@@ -53,7 +65,7 @@ class Rotating(SharedInputAdapter, ChangedWeight):
             R = torch.stack([a.rotation_parameter for a in adapters])  # [adapters, …]
             return one.rotations_of(R, one.dropout, x.dtype).unbind()
         return [
-            a.kept.get(
+            a.kept_rotation.get(
                 partial(a.rotations_of, a.rotation_parameter, 0.0, x.dtype),
                 a.rotation_parameter,
                 facts=compute_dtype(x.dtype),

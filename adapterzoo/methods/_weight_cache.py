@@ -1,7 +1,7 @@
 """A tensor computed from weights, kept in evaluation for as long as the weights stay the same.
 
-Norms of weights, folded rotations and changed weights cost more than the layer itself if it gets
-few tokens, and in evaluation they are the same in each call.
+Norms of weights and folded rotations cost more than the layer itself if it gets few tokens, and in
+evaluation they are the same in each call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WeightCache(ModuleCache):
     capsules over the memory, foreign kernels. Only reading all weights, the cost to be saved, would
     show them. After such a write, call `model.eval()` again: `train`, `eval` and every move or cast
     clear the cache. This holds for writes to the layer's weight too, a source of the norms of DoRA
-    and DVoRA and of every changed weight of a small layer, with BOFT and OFT as well.
+    and DVoRA.
 
     Optimizers with `fused=True` also write untracked. So nothing is kept after a forward with
     gradients until the mode is set again, nor while a source has a gradient that an optimizer may

@@ -5,8 +5,8 @@ y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_
 Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
 
 Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
-x is rotated, or on a CPU W where that costs less (many tokens, or few in a small layer), by blocks
-instead of a dense rotation; m factors are m on every device (one in PEFT without its CUDA code).
+x is rotated by blocks, or on a CPU and for many tokens W, instead of a dense rotation; m factors
+are m on every device (one in PEFT without its CUDA code).
 Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
 Cannot do: embeddings, whose input has no features to rotate.
 """
@@ -18,12 +18,11 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Linear, Run, compute_dtype
+from adapterzoo.contracts import BaseLayer, Run, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels import rotated_weight
@@ -84,10 +83,9 @@ class BOFT(Rotating):
         boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
+        kept_rotation: the folded factors of evaluation.
         smallest_gain: that of the latest steps.
     """
-
-    sources = "boft_R", "boft_s"
 
     def __init__(
         self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -120,8 +118,6 @@ class BOFT(Rotating):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        if (small := self.small(x, base)) is not None:
-            return linear(x, *small)
         Q = base.from_input(self, x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):
@@ -129,13 +125,11 @@ class BOFT(Rotating):
         y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
-        if small is not None:
-            return self.on_few_small(x, *small)
-        R, s = map(self._parameters.get, self.sources)
+        R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
         fits = x.is_contiguous() and "bias" in layer._parameters
-        Q = self.kept.found(x.dtype, R) if R is not None and fits else None
+        Q = self.kept_rotation.found(x.dtype, R) if R is not None and fits else None
         if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
             return None
         return compose_few(run(rotate_into(x, Q[0])), s.squeeze(-1), layer._parameters.get("bias"))

@@ -12,7 +12,7 @@ adapters: in all of this, except with `convention="adapterhub"`, which computes 
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
 output, and one over the weight for the norm: in each forward of training, in evaluation once. On a
 CPU, where the weight is smaller than the features, g multiplies the weight instead of the output;
-evaluation keeps g and forms that weight in each call. Small layers with few tokens keep W'.
+evaluation keeps g and forms that weight in each call.
 Cannot do: layers without a floating-point weight to take norms of.
 """
 
@@ -78,8 +78,6 @@ class DoRAConfig(LowRankConfig):
 
 class DoRA(Magnitudes, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
-
-    sources = "lora_A", "lora_B", "m"
 
     def __init__(
         self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -161,11 +159,11 @@ class DoRA(Magnitudes, LowRank):
         a, b, m = map(self._parameters.get, ("lora_A", "lora_B", "m"))
         if self.looks_up or w is None or a is None or b is None or m is None:
             return None
-        gain = self.kept.found(self.scaling, w, a, b, m)
+        gain = self.kept_gain.found(self.scaling, w, a, b, m)
         return None if gain is None else (gain, a, b)
 
     def gain(self, w: Tensor) -> Tensor:
         """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
         a, b = self.lora_A, self.lora_B
         sources = w, a, b, self.m
-        return self.kept.get(lambda: self.gain_of(w, a, b), *sources, facts=self.scaling)
+        return self.kept_gain.get(lambda: self.gain_of(w, a, b), *sources, facts=self.scaling)

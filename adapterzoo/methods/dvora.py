@@ -60,8 +60,6 @@ class DvoRAConfig(ProjectedConfig):
 class DvoRA(Magnitudes, Projected):
     """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
 
-    sources = "lambda_d", "lambda_b", "m"
-
     def __init__(
         self, config: DvoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -97,15 +95,10 @@ class DvoRA(Magnitudes, Projected):
         with exactly(self.lambda_d.device):
             return self.factors(base, self.lambda_d)
 
-    def sources_at(self, base: BaseLayer) -> tuple[Tensor, ...]:
-        """Return the scales, the magnitudes and the shared projections."""
-        return *super().sources_at(base), *self.projections(base, self.lambda_d)
-
     def gain_at(self, base: BaseLayer) -> Tensor:
         """Return g `[*experts, d_out]`, in float32 or float64."""
         w = base.weight
-        return self.kept.get(
-            lambda: self.gain_of(w, *self.low_rank(base)),
-            *(w, *self.sources_at(base)),
-            facts=self.scaling,
+        sources = w, self.lambda_d, self.lambda_b, self.m, *self.projections(base, self.lambda_d)
+        return self.kept_gain.get(
+            lambda: self.gain_of(w, *self.low_rank(base)), *sources, facts=self.scaling
         )

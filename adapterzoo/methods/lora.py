@@ -25,7 +25,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, change_forms, config_strings
-from adapterzoo.contracts import BaseLayer, Linear, Run
+from adapterzoo.contracts import BaseLayer, Run
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
@@ -133,7 +133,7 @@ class LoRA(Started):
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
+    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
         """Return the output for few tokens in evaluation; None where `forward` must."""
         a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
         if a is None or b is None or not (self._is_uniform and a.dtype is b.dtype is x.dtype):

@@ -10,8 +10,7 @@ Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from 
 acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
 parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
 takes another one.
-Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns, of x, or of
-W in a small layer with few tokens on a CPU (once in evaluation).
+Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
 Cannot do: convolutions.
 """
 
@@ -21,13 +20,12 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Linear, Run
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
@@ -85,8 +83,6 @@ class OFT(Rotating):
         looks_up: whether the layer is an embedding, whose output is rotated.
     """
 
-    sources = ("oft_R",)
-
     def __init__(
         self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -125,13 +121,7 @@ class OFT(Rotating):
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
             return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
-        if (small := self.small(x, base)) is not None:
-            return linear(x, *small)
         return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run, small: Linear | None) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        return None if small is None else self.on_few_small(x, *small)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

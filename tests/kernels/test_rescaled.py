@@ -335,7 +335,7 @@ def test_after_a_forward_with_gradients_nothing_is_kept(learns):
     with torch.no_grad():
         layer(x)
     # an optimizer may write the parameters without a new version
-    assert (adapter.kept.value is None) == learns
+    assert (adapter.kept_gain.value is None) == learns
 
 
 def test_compiled_is_eager():
