@@ -116,9 +116,11 @@ class LayerCall(BaseLayer):
         """The untouched bias."""
         if self.shown_bias is not None:
             return self.shown_bias
-        if is_parametrized(self._module, "bias"):
-            return self._module.bias  # type: ignore[return-value]
-        return own(self._module, "bias")
+        layer = self._module
+        # a parametrization takes the parameter away
+        if "bias" not in layer._parameters and is_parametrized(layer, "bias"):
+            return layer.bias  # type: ignore[return-value]
+        return own(layer, "bias")
 
     @property
     def is_original(self) -> bool:

@@ -16,11 +16,6 @@ from torch.nn.functional import linear
 from . import _low_rank_torch, low_rank, mode
 from ._ops import below
 
-# elements of a weight
-SMALL = 1 << 15
-# a weight in half precision would lose the digits of its change
-_EXACT = (torch.float32, torch.float64)
-
 
 def product(
     x: Tensor, w: Tensor, bias: Tensor | None, t: Tensor, b: Tensor, scaling: float

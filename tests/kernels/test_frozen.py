@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from families import tiny_config
-from measured import Operations, kept, near, writable
+from measured import Operations, gradients_stay, kept, near, writable
 from snapshots import stir
 from torch import nn
 from torch.nn.functional import linear
@@ -118,22 +118,7 @@ def test_gradients_of_gradients():
 def test_no_gradient_that_another_holds_is_overwritten():
     """All ways to see one: twice, hooks, a second use of x, and of y, and y itself as the loss."""
     x, made = drawn(2)
-    seen, wanted = [], learned(x, made)
-    inner = x * 1.0
-    inner.register_hook(lambda g: seen.append(g))
-    ys = outputs(inner, made)
-    ys[0].register_hook(lambda g: seen.append(g))
-    total = sum(y.square().sum() for y in ys) + inner.sum()
-    first = torch.autograd.grad(total, wanted, retain_graph=True)
-    copies = [g.clone() for g in (*first, *seen)]
-    second = torch.autograd.grad(total, wanted)
-    for got, before in zip((*first, *seen[: len(seen) // 2]), copies, strict=True):
-        assert torch.equal(got, before)
-    for got, before in zip(second, first, strict=True):
-        assert torch.equal(got, before)
-    reference = sum(y.square().sum() for y in truth(x, made)) + x.sum()
-    for got, expected in zip(first, torch.autograd.grad(reference, wanted), strict=True):
-        near(got, expected, 1e-12)
+    gradients_stay(x, learned(x, made), lambda x: outputs(x, made), truth(x, made))
 
 
 def test_only_what_is_used_and_needed_gets_a_gradient():

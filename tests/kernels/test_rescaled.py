@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from families import tiny_config
-from measured import Operations, kept, near
+from measured import Operations, gradients_stay, kept, near
 from snapshots import stir
 from torch import nn
 from torch.nn.functional import linear
@@ -185,22 +185,7 @@ def test_gradients_of_gradients(drops, gain, biased):
 
 def test_gradients_twice_and_of_other_uses_of_x():
     x, made = drawn(2)
-    seen, wanted = [], learned(x, made)
-    inner = x * 1.0
-    inner.register_hook(seen.append)
-    ys = outputs(inner, made)
-    ys[0].register_hook(seen.append)
-    total = sum(y.square().sum() for y in ys) + inner.sum()
-    first = torch.autograd.grad(total, wanted, retain_graph=True)
-    copies = [g.clone() for g in (*first, *seen)]
-    second = torch.autograd.grad(total, wanted)
-    for got, before in zip((*first, *seen[: len(seen) // 2]), copies, strict=True):
-        assert torch.equal(got, before)
-    for got, before in zip(second, first, strict=True):
-        assert torch.equal(got, before)
-    reference = sum(y.square().sum() for y in truth(x, made)) + x.sum()
-    for got, expected in zip(first, torch.autograd.grad(reference, wanted), strict=True):
-        near(got, expected, 1e-12)
+    gradients_stay(x, learned(x, made), lambda x: outputs(x, made), truth(x, made))
 
 
 @pytest.mark.parametrize("gain", [None, 1e-3])
