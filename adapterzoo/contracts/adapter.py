@@ -82,7 +82,7 @@ class BaseLayer(ABC):
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
     def frozen(self, x: Tensor) -> Linear | None:
-        """Return weight and bias of a frozen linear layer.
+        """Return weight and bias of a linear layer that gets no gradients in this call.
 
         For kernels that multiply by the weight themselves.
 

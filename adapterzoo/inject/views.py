@@ -88,7 +88,7 @@ class LayerCall(BaseLayer):
         return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
 
     def frozen(self, x: Tensor) -> Linear | None:
-        """Return the parameters of a frozen linear layer whose output for x is not there yet."""
+        """Return weight and bias of a linear layer without gradients that has not run on x yet."""
         # few tokens first: there each call counts
         if x.numel() <= FEW or self._x is x or is_compiling():
             return None

@@ -44,12 +44,13 @@ def product(
 def takes(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Return whether `product` computes what a linear layer with these parameters does.
 
-    They are frozen, and of the dtype of `x`.
+    They are of the dtype of `x`, and frozen where gradients are recorded.
     """
     given = (w,) if bias is None else (w, bias)
-    plain = all(
-        type(p) in mode.ORIGINAL and p.dtype is x.dtype and not p.requires_grad for p in given
-    )
+    plain = all(type(p) in mode.ORIGINAL and p.dtype is x.dtype for p in given)
+    # evaluation has the same bits whether or not the base model is frozen
+    if torch.is_grad_enabled():
+        plain = plain and not any(p.requires_grad for p in given)
     return plain and type(x) is Tensor and mode.is_eager(x)
 
 

@@ -173,6 +173,8 @@ def test_what_is_not_a_frozen_product_is_left_alone():
     assert not frozen.takes(x, nn.Parameter(w), None)
     assert not frozen.takes(x, w, nn.Parameter(bias))
     assert not frozen.takes(x, w.bfloat16(), None)
+    with torch.no_grad():
+        assert frozen.takes(x, nn.Parameter(w), nn.Parameter(bias))
     with kernels.use("reference"):
         assert not frozen.takes(x, w, bias)
     with torch.autocast("cpu", torch.bfloat16):
@@ -180,13 +182,13 @@ def test_what_is_not_a_frozen_product_is_left_alone():
     assert not torch.func.vmap(lambda x: x * frozen.takes(x, w, bias))(x).any()
 
 
-def adapted(*names):
+def adapted(*names, config="lora"):
     """A frozen model with random adapters at its queries, the first of these, and an input."""
     torch.manual_seed(0)
     model = init(AutoModel.from_config(tiny_config("bert")))
     query = model.encoder.layer[0].attention.self.query
     for name in names:
-        model.add_adapter(name, "lora[target_modules='query']")
+        model.add_adapter(name, f"{config}[target_modules='query']")
         stir(model, name)
     model.requires_grad_(False)
     return model, query, torch.randn(16, 64, query.in_features)
@@ -208,3 +210,13 @@ def test_adapters_of_an_average_share_the_output_of_the_layer():
     with Operations() as seen, torch.no_grad():
         query(x)
     assert seen.names.count("addmm") == 1
+
+
+@pytest.mark.parametrize("config", ["lora", "dora", "dvora", "boft"])
+def test_evaluation_is_the_same_whether_or_not_the_layer_is_frozen(config):
+    model, query, x = adapted("a", config=config)
+    model.eval().set_active_adapters("a")
+    with torch.no_grad():
+        frozen_bits = query(x)
+        query.requires_grad_()
+        assert torch.equal(query(x), frozen_bits)
