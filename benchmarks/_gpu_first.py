@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shutil
 import signal
@@ -194,7 +193,7 @@ def _swept(bench: Bench, kernel: Kernel, shape: Shape, passes: int, figure: str)
             if time.monotonic() > bench.until:
                 break
             name = f"{programs} programs, {stages} stages"
-            with settings(kernel, programs, stages):
+            with settings(programs, stages):
                 try:
                     of = clock.interleaved(
                         {name: runs["kernel"]}, 0.0, failing=(name,), together=bench.plan.together
@@ -220,37 +219,26 @@ def _swept(bench: Bench, kernel: Kernel, shape: Shape, passes: int, figure: str)
 
 
 @contextlib.contextmanager
-def settings(kernel: Kernel, programs: int, stages: int) -> Iterator[None]:
-    """Let a kernel's tiles have other stages, and its launches other numbers of programs."""
-    modules = {importlib.import_module(of.__module__) for of in kernel.tiles}
+def settings(programs: int, stages: int) -> Iterator[None]:
+    """Let all tiles have other stages, and all launches other numbers of programs."""
     changed: list[tuple[Any, str, Any]] = []
 
-    def put(module: Any, name: str, value: Any) -> None:
-        changed.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
+    def put(place: Any, name: str, value: Any) -> None:
+        changed.append((place, name, getattr(place, name)))
+        setattr(place, name, value)
 
     try:
-        for module in (_tiles_triton, *modules):
-            if hasattr(module, "_PROGRAMS"):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("adapterzoo.kernels.") and hasattr(module, "_PROGRAMS"):
                 put(module, "_PROGRAMS", programs)
         # a default was read when the function was defined
         if _tiles_triton.parted.__defaults__:
             put(_tiles_triton.parted, "__defaults__", (programs,))
-        for of in kernel.tiles:
-            module = importlib.import_module(of.__module__)
-            if getattr(module, of.__name__, None) is of:
-                put(module, of.__name__, _with_stages(of, stages))
+        put(_tiles_triton.Tile, "stages", property(lambda tile: stages))
         yield
     finally:
-        for module, name, value in reversed(changed):
-            setattr(module, name, value)
-
-
-def _with_stages(of: Callable[..., Any], stages: int) -> Callable[..., Any]:
-    def tile(*args: Any, **kwargs: Any) -> Any:
-        return of(*args, **kwargs)._replace(stages=stages)
-
-    return tile
+        for place, name, value in reversed(changed):
+            setattr(place, name, value)
 
 
 def backwards(bench: Bench) -> Iterator[Row]:

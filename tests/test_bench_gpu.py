@@ -344,23 +344,23 @@ def test_seconds_that_are_not_used_go_to_later_sections():
     assert all(section.seconds <= 430.0 for section in _gpu_run.FIRST)
 
 
-def test_other_settings_reach_every_tile_and_are_taken_back():
-    import importlib
-
+def test_other_settings_reach_every_tile_and_launch_and_are_taken_back():
     from _gpu_first import settings
     from _gpu_kernels import KERNELS
+    from adapterzoo.kernels import _tiles_triton, butterfly_triton
 
-    def found(of):
-        return getattr(importlib.import_module(of.__module__), of.__name__, of)
+    def found():
+        tiles = [of(8192, 16, torch.bfloat16) for kernel in KERNELS for of in kernel.tiles]
+        programs = _tiles_triton._PROGRAMS, butterfly_triton._PROGRAMS
+        return [tile.pipelined for tile in tiles], programs, _tiles_triton.parted.__defaults__
 
-    for kernel in KERNELS:
-        # those that pass on a rank of their own have no name
-        tiles = [of for of in kernel.tiles if of.__name__ != "<lambda>"]
-        with settings(kernel, 7, 5):
-            for of in tiles:
-                assert found(of)(8192, 16, torch.bfloat16).stages == 5
-                assert found(of) is not of
-        assert [found(of) for of in tiles] == tiles
+    before = found()
+    with settings(7, 5):
+        tiles, programs, defaults = found()
+    assert {tile["STAGES"] for tile in tiles} == {tile["num_stages"] for tile in tiles} == {5}
+    assert (*programs, *defaults) == (7, 7, 7)
+    assert found() == before
+    assert before != (tiles, programs, defaults)
 
 
 def test_the_verdict_is_what_the_figures_say():

@@ -19,6 +19,7 @@ from adapterzoo.fields import MAX_WIDTH, Positive, Range, field
 from adapterzoo.kernels.butterfly import folded, without
 from adapterzoo.kernels.cayley import cayley, cayley_neumann
 from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.skew import skew
 
 from ._blocks import block_sizes, dropped
 from ._targets import TargetedConfig
@@ -151,22 +152,6 @@ class Blocks(NamedTuple):
     def _all(self, Q: Tensor) -> Tensor:
         """Return `Q` `[*lead, number or 1, b, b]` as one factor, `[*lead, 1, number, b, b]`."""
         return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.number, self.size, self.size)
-
-
-def skew(vectors: Tensor, b: int) -> Tensor:
-    """Return the skew-symmetric matrices with these upper triangles, row by row.
-
-    Args:
-        vectors: `[*lead, b (b − 1) / 2]`.
-        b: rows and columns of each matrix.
-
-    Returns:
-        `[*lead, b, b]`.
-    """
-    row, column = torch.triu_indices(b, b, 1, device=vectors.device)
-    flat = vectors.new_zeros(*vectors.shape[:-1], b * b).index_copy(-1, row * b + column, vectors)
-    upper: Tensor = flat.unflatten(-1, (b, b))  # [*lead, b, b]
-    return upper - upper.mT
 
 
 def constrained(S: Tensor, eps: float) -> Tensor:
