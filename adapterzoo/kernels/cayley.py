@@ -62,7 +62,7 @@ def cayley(R: Tensor) -> Tensor:
     return Q
 
 
-def cayley_neumann_reference(S: Tensor, terms: int) -> Tensor:
+def cayley_neumann(S: Tensor, terms: int) -> Tensor:
     """Return a sum of n terms for (I + S) (I − S)⁻¹ = I + 2 S + 2 S² + …, as PEFT truncates it.
 
     The inverse of what `cayley` makes of S. The sum is I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹, for n = 3 the
@@ -80,51 +80,10 @@ def cayley_neumann_reference(S: Tensor, terms: int) -> Tensor:
     if terms == 2:
         return torch.add(eye, S, alpha=2)
     with exactly(S.device):
-        return eye + S @ _rests(S, terms, eye)[-1]
-
-
-def cayley_neumann(S: Tensor, terms: int) -> Tensor:
-    """Return `cayley_neumann_reference`; keeps only S for the backward.
-
-    Args:
-        S: skew-symmetric, `[*batch, b, b]`.
-        terms: n, from 2.
-
-    Returns:
-        `[*batch, b, b]`, in the dtype of S.
-    """
-    if terms == 2 or mode.is_reference() or torch.compiler.is_compiling():
-        return cayley_neumann_reference(S, terms)
-    Q: Tensor = _Neumann.apply(S, terms)
-    return Q
-
-
-def _rests(S: Tensor, terms: int, eye: Tensor) -> list[Tensor]:
-    """Return what Horner's scheme multiplies by S, from the innermost, `[*batch, b, b]` each."""
-    rests = [2 * eye + S]
-    for _ in range(max(terms, 4) - 3):
-        rests.append(2 * eye + S @ rests[-1])
-    return rests
-
-
-class _Neumann(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, S: Tensor, terms: int) -> Any:
-        ctx.terms = terms
-        ctx.save_for_backward(S)
-        return cayley_neumann_reference(S, terms)
-
-    @staticmethod
-    def backward(ctx: Any, dQ: Tensor) -> Any:
-        (S,) = ctx.saved_tensors
-        eye = torch.eye(S.shape[-1], device=S.device, dtype=S.dtype)
-        with exactly(S.device):
-            # of the product in front of the rest, and of the rest itself
-            dS, d = torch.zeros_like(S), dQ
-            for rest in reversed(_rests(S, ctx.terms, eye)):
-                dS, d = dS + d @ rest.mT, S.mT @ d
-        # the innermost is 2 I + S
-        return dS + d, None
+        rest = 2 * eye + S
+        for _ in range(max(terms, 4) - 3):
+            rest = 2 * eye + S @ rest  # [*batch, b, b]
+        return eye + S @ rest  # [*batch, b, b]
 
 
 def _fake(R: Tensor) -> Tensor:

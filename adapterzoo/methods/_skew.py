@@ -16,10 +16,10 @@ from adapterzoo.config_base import config_class
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Positive, Range, field
+from adapterzoo.kernels._recomputed import recomputed
 from adapterzoo.kernels.butterfly import folded, without
 from adapterzoo.kernels.cayley import cayley, cayley_neumann
 from adapterzoo.kernels.cayley_fold import cayley_fold
-from adapterzoo.kernels.skew import skew
 
 from ._blocks import block_sizes, dropped
 from ._targets import TargetedConfig
@@ -128,8 +128,8 @@ class Blocks(NamedTuple):
         Returns:
             `[*lead, 1, number, b, b]`: one factor of a butterfly.
         """
-        S = self._skew(vectors, dtype)  # [*lead, number or 1, b, b]
-        Q = cayley_neumann(S, self.terms) if self.terms else cayley(S)
+        wide = vectors.to(compute_dtype(dtype))
+        Q = recomputed(self._series, wide) if self.terms else cayley(self._skew(wide))
         return self._all(Q)
 
     def folded(self, vectors: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
@@ -141,17 +141,37 @@ class Blocks(NamedTuple):
         if self.terms or shared:
             Q = self.rotations(vectors, dtype)
             return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
-        S = self._all(self._skew(vectors, dtype))
+        S = self._all(self._skew(vectors.to(compute_dtype(dtype))))
         return cayley_fold(S, dropped(S, dropout) if dropout else None)
 
-    def _skew(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    def _series(self, vectors: Tensor) -> Tensor:
+        """Return Q `[*lead, number or 1, b, b]`, a Neumann series."""
+        return cayley_neumann(self._skew(vectors), self.terms)
+
+    def _skew(self, vectors: Tensor) -> Tensor:
         """Return S `[*lead, number or 1, b, b]`."""
-        S = skew(vectors.to(compute_dtype(dtype)), self.size)
+        S = skew(vectors, self.size)
         return S if self.eps is None else constrained(S, self.eps)
 
     def _all(self, Q: Tensor) -> Tensor:
         """Return `Q` `[*lead, number or 1, b, b]` as one factor, `[*lead, 1, number, b, b]`."""
         return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.number, self.size, self.size)
+
+
+def skew(vectors: Tensor, b: int) -> Tensor:
+    """Return the skew-symmetric matrices with these upper triangles, row by row.
+
+    Args:
+        vectors: `[*lead, b (b − 1) / 2]`.
+        b: rows and columns of each matrix.
+
+    Returns:
+        `[*lead, b, b]`.
+    """
+    row, column = torch.triu_indices(b, b, 1, device=vectors.device)
+    flat = vectors.new_zeros(*vectors.shape[:-1], b * b).index_copy(-1, row * b + column, vectors)
+    upper: Tensor = flat.unflatten(-1, (b, b))  # [*lead, b, b]
+    return upper - upper.mT
 
 
 def constrained(S: Tensor, eps: float) -> Tensor:
