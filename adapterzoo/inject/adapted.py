@@ -74,7 +74,7 @@ class Adapted(nn.Module):
             if plan.setup is None:
                 return super().forward(*args, **kwargs)
         elif site.only is not None and args and not self._read:
-            few = None if kwargs or torch.is_grad_enabled() else site.on_few
+            few = None if torch.is_grad_enabled() or kwargs or len(args) > 1 else site.on_few
             forward, x = super().forward, args[0]
             if few is not None and not (site.only.training or is_hooked(site.only)) and is_few(x):
                 y = few(x, self, forward)

@@ -88,14 +88,19 @@ class LayerCall(BaseLayer):
         return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
 
     def frozen(self, x: Tensor) -> Linear | None:
-        """Return weight and bias of a linear layer without gradients that has not run on x yet."""
+        """Return weight and bias of a linear layer without gradients, for another x than its last.
+
+        None for few tokens, and where something else than `nn.Linear.forward` runs.
+        """
         # few tokens first: there each call counts
         if x.numel() <= FEW or self._x is x or is_compiling():
             return None
         if getattr(self._forward, "__func__", None) is not _LINEAR:
             return None
         w, bias = own(self._module, "weight"), own(self._module, "bias")
-        return (w, bias) if w is not None and takes(x, w, bias) else None
+        if w is None or (bias is None and is_parametrized(self._module, "bias")):
+            return None
+        return (w, bias) if takes(x, w, bias) else None
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .mode import is_batched
+
 
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     """Return the product x · blockdiag(blocks).
@@ -29,7 +31,7 @@ def rotate_into_backward(
     dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool, needs_blocks: bool
 ) -> tuple[Tensor, Tensor]:
     """Return `rotate_backward` of `rotate_into`."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or is_batched(dy):
         return rotate_backward(dy, x, blocks, needs_x, needs_blocks)
     dx = rotate_into(dy, blocks.mT) if needs_x else dy
     return dx, rotate_backward(dy, x, blocks, False, needs_blocks)[1]

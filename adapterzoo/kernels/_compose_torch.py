@@ -108,7 +108,7 @@ def gain_backward(
 def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
     """Return the gain `[d_out]` to divide by; 0 where the output has no digit of the value before.
 
-    Only a GPU can have such gains, whose forward decided by earlier ones.
+    Only on a GPU: there the forward decides by the gains of earlier steps.
 
     Args:
         gain: of each output feature.

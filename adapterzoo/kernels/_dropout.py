@@ -16,8 +16,10 @@ from torch import Tensor
 PLANES = 16
 # the low 32 bits of a number
 _LOW = 0xFFFFFFFF
-# elements of a slice, but at least so many rows, because each slice adds to the factor's gradient
-_CACHED, _ROWS = 1 << 17, 128
+# elements of a slice, which stay in the cache
+_CACHED = 1 << 17
+# fewer rows would cost more additions to the factor's gradient than they save
+_ROWS = 128
 
 
 def threshold(p: float) -> int:

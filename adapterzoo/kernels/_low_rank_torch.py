@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from . import _dropout
 from ._ops import differentiated
 from ._skinny import outer, project
+from .mode import is_batched
 
 # up to so many elements, two small operations cost less than one with the views that it needs
 SMALL = 1 << 14
@@ -47,12 +48,12 @@ def shrink_backward(
     """
     if noise is not None:
         dt = dt * _dropout.kept_scale(p)  # [*batch, rank]
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or is_batched(dt)):
             return _dropped_backward(dt, x, a, p, noise, onto, needs_x, needs_a)
     dx, da = x.new_empty(0), a.new_empty(0)
     shape, flat = (*dt.shape[:-1], a.shape[-1]), rows_of(dt)
     mask = None if noise is None else _dropout.mask(noise, shape, p).to(a.dtype)
-    if onto is not None and not torch.is_grad_enabled():
+    if onto is not None and mask is None and not torch.is_grad_enabled():
         dx = onto.contiguous()
         if dx.dtype is a.dtype:
             rows_of(dx).addmm_(flat, a)  # [rows, d_in]

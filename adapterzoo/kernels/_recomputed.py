@@ -16,7 +16,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `run(x)`; keeps only x for the backward.
 
     Args:
-        run: a function of x alone, without random numbers and other learned tensors, that does not
+        run: a function that draws no random numbers, reads no other learned tensor, and does not
             depend on autocast.
         x: of any shape.
     """
@@ -36,8 +36,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        # for gradients of gradients, x stays in its graph
+        # for gradients of gradients, x stays in its graph; hooks of x itself must not run here
         again = torch.is_grad_enabled()
-        x = x if again else x.detach().requires_grad_()
         with torch.enable_grad(), exactly(x.device):
+            x = x.view_as(x) if again else x.detach().requires_grad_()
             return None, *torch.autograd.grad(ctx.run(x), x, dy, create_graph=again)

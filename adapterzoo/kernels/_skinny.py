@@ -2,8 +2,8 @@
 
 With fewer than 16 columns it is 1.5 to 4 times as fast to compute the transpose from a row-major
 factor; to copy the factor costs little. With more, the plain product is as fast or up to twice as
-fast. No layout matters much for the others: to add a product of few columns to a matrix, and tᵀ x
-for a t of few columns.
+fast. For other products the layout matters little: one of few columns that is added to a matrix,
+and tᵀ x for a t of few columns.
 """
 
 from __future__ import annotations

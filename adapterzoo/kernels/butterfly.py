@@ -7,6 +7,7 @@ features within chunks of b · 2^(m−1), and permutations are views.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from math import gcd
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _butterfly_torch, mode
-from ._ops import check, differentiated, product
+from ._ops import below, check, differentiated, product
 from .exact import exactly
 
 # products of narrower blocks waste matrix units, and a batch of them costs more than its FLOPs
@@ -244,7 +245,9 @@ def _shapes(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 # on a CPU a registered operator would cost more than it does
-_Plain = differentiated(_butterfly_torch.rotate_into, _butterfly_torch.rotate_into_backward)
+_Plain = differentiated(
+    partial(below, _butterfly_torch.rotate_into), _butterfly_torch.rotate_into_backward
+)
 _rotate, _rotate_backward = product(
     "rotate(Tensor x, Tensor blocks) -> Tensor",
     "rotate",

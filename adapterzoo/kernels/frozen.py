@@ -44,7 +44,8 @@ def product(
 def takes(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Return whether `product` computes what a linear layer with these parameters does.
 
-    They are of the dtype of `x`, and frozen where gradients are recorded.
+    The parameters are of the dtype of `x`, and need no gradients in this call; `x` runs eagerly and
+    without autocast.
     """
     given = (w,) if bias is None else (w, bias)
     plain = all(type(p) in mode.ORIGINAL and p.dtype is x.dtype for p in given)
@@ -58,7 +59,8 @@ def _expanded(
     x: Tensor, w: Tensor, bias: Tensor | None, t: Tensor, b: Tensor, scaling: float
 ) -> Tensor:
     y = linear(x, w, bias).contiguous()  # [*batch, d_out]
-    if y.dtype is t.dtype is b.dtype and not mode.may_take_triton(y):
+    fits = y.dtype is t.dtype is b.dtype and not _low_rank_torch.is_small(y)
+    if fits and not mode.may_take_triton(y):
         _low_rank_torch.rows_of(y).addmm_(_low_rank_torch.rows_of(t), b.T, alpha=scaling)
         return y
     return low_rank.expand(y, t, b, scaling)

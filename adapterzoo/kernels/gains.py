@@ -78,7 +78,7 @@ class Arriving:
 
         Args:
             number: a scalar.
-            host: the place of an earlier one of the same device that has arrived; None: a new one.
+            host: memory of an earlier copy of the same device that has arrived; None: new memory.
         """
         self._event = None
         if not number.is_cuda:

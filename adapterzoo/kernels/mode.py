@@ -103,6 +103,11 @@ def is_eager(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_autocast(x.device) or is_reference())
 
 
+def is_batched(grad: Tensor) -> bool:
+    """Return whether a gradient is many at once (`is_grads_batched`), which `out=` cannot hold."""
+    return torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def is_few(x: Tensor) -> bool:
     """Return whether `x` has few values and `is_plain`: calls cost more than what they compute.
 

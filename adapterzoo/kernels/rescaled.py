@@ -5,10 +5,10 @@ y = x W'ᵀ + bias with W' = g ∘ (W + s · B A) and g = m / ‖W + s · B A‖
 each output row.
 
 One node of autograd's graph, as `frozen.product`, that multiplies the weight by g instead of y and
-its gradient. The norm needs W + s · B A anyway, so that W' is formed in its place; if features drop
-on the way to A, the weight is g ∘ W, and (s · g ∘ B) t is added to y. In the backward it is g ∘ W
-too, because `low_rank.fork` adds the gradient of t = A x. Saves y, t and the norms, besides the
-parameters.
+its gradient. The norm needs W + s · B A anyway, so that W' is formed in its place. With dropout
+before A, the weight is g ∘ W instead, and (s · g ∘ B) t is added to y. The backward pass always
+multiplies by g ∘ W, because `low_rank.fork` adds the gradient of t = A x. Saves y, t and the norms,
+besides the parameters.
 """
 
 from __future__ import annotations
@@ -146,5 +146,5 @@ class _Product(torch.autograd.Function):
 
 
 def _few(gain: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output features whose gain is too small to recover the value before it."""
+    """Return the output features whose gain is too small to divide the output by."""
     return (gain.abs() < least(gain.dtype, bias is not None)).nonzero().flatten()

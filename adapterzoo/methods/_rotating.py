@@ -1,4 +1,4 @@
-"""Rotations of features that adapters make of a parameter, and share where they read one input."""
+"""Rotations of features, which adapters that read one input compute together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adapterzoo.contracts import SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.kernels.butterfly import in_layout_of, rotated
+from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
 
 from ._rows import restored, taken
@@ -62,7 +63,9 @@ class Rotating(SharedInputAdapter, WeightAdapter):
         """Return the rotations of each, which are made together in training."""
         one = adapters[0]
         if one.training:
-            R = torch.stack([a.rotation_parameter for a in adapters])  # [adapters, …]
+            # autocast refuses to stack some dtypes
+            with exactly(x.device):
+                R = torch.stack([a.rotation_parameter for a in adapters])  # [adapters, …]
             return one.rotations_of(R, one.dropout, x.dtype).unbind()
         return [
             a.kept_rotation.get(

@@ -188,5 +188,5 @@ def constrained(S: Tensor, eps: float) -> Tensor:
     norm = fixed.square().sum((-2, -1), keepdim=True).sqrt()  # [*lead, blocks, 1, 1]
     inside = norm <= limit
     scale = torch.where(inside, 1.0, limit / norm.masked_fill(inside, 1.0))
-    # the bracket is zero, bit for bit
+    # S − fixed is exactly zero: it only passes the gradient on
     return fixed * scale + (S - fixed)

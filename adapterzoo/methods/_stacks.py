@@ -81,9 +81,9 @@ def _kept(
 ) -> Tensor:
     """Return a stack, in evaluation the one of the batch before if it still holds.
 
-    What makes it invalid is that of `WeightCache`: after a forward with gradients nothing is kept
-    until the mode is set again. Another forward may lead to the gradient that an optimizer needs
-    to write untracked: where one is accumulated, the stacks are forgotten.
+    It becomes invalid as in `WeightCache`: after a forward with gradients nothing is kept until the
+    mode is set again. The gradients may come from a forward that does not read the stacks: they are
+    forgotten as soon as a factor accumulates one, because an optimizer may then write it untracked.
     """
     if adapters[0].training or is_recorded(sources[0]):
         return make()
@@ -103,7 +103,8 @@ def _kept(
     if kept is not None and kept.holds(sources):
         return kept.stack
     if kept is not None:
-        del slots[slot]
+        # another thread may have been here first
+        slots.pop(slot, None)
         kept.close()
     stack = make()
     if all(map(_shows_changes, sources)):
@@ -122,7 +123,7 @@ class _Slots(dict[str, "_Kept"]):
 
     def close(self) -> None:
         """Stop watching their factors."""
-        for kept in self.values():
+        for kept in list(self.values()):
             kept.close()
 
 

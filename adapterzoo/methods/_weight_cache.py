@@ -78,7 +78,7 @@ class WeightCache(ModuleCache):
 
     def note_gradients(self) -> None:
         """Keep nothing until the mode is set: a forward with gradients read the sources."""
-        self._memory.learns = True
+        self._memory.learns, self._memory.entry = True, None
 
     def found(self, facts: object, *owners: Tensor) -> Tensor | None:
         """Return the kept tensor in fewer calls than `get`; None if `get` must decide.
@@ -99,11 +99,15 @@ class WeightCache(ModuleCache):
             return None
         if len(owners) != len(entry.owners) or torch._C._get_tracing_state() is not None:
             return None
-        # no call of a function: this runs at every layer
-        for p, mark, storage in zip(owners, entry.owners, entry.storages, strict=True):
-            state = id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad
-            if state != mark or p.grad is not None or _expired(storage.cdata):
-                return None
+        try:
+            # no call of a function: this runs at every layer
+            for p, mark, storage in zip(owners, entry.owners, entry.storages, strict=True):
+                state = id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad
+                if state != mark or p.grad is not None or _expired(storage.cdata):
+                    return None
+        # a tensor of inference mode has no version
+        except RuntimeError:
+            return None
         return entry.value
 
     @property

@@ -6,10 +6,10 @@ A `[r, d_in]` and B `[d_out, r]` are random, frozen and shared by all layers, th
 the magnitudes m are trained; gradients treat the norm as a constant.
 
 Differs from the paper: nothing; dropout before A is off by default, m stays in float32 over
-half-precision layers. Differs from PEFT: it has no DVoRA. Differs from adapters: all of it but
-`convention="adapterhub"`, which is what adapters computes: dense trained matrices in the place of
-Λ, a factor alpha / r on the update but not in the norm, gradients through the norm, and the bias
-multiplied by m / ‖V‖ as well.
+half-precision layers. Differs from PEFT: it has no DVoRA. Differs from adapters in all of this,
+except with `convention="adapterhub"`, which computes the same as adapters: dense trained matrices
+in the place of Λ, a factor alpha / r on the update but not in the norm, gradients through the norm,
+and the bias multiplied by m / ‖V‖ as well.
 Cost per site: r + 2 · d_out parameters, DoRA's products; r · (d_in + d_out) numbers once for all.
 Cannot do: embeddings, and layers without a floating-point weight to take norms of.
 """

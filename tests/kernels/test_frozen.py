@@ -68,6 +68,19 @@ def test_bits_are_those_of_the_layer_and_its_update(dtype, grad, biased):
             assert torch.equal(frozen.product(own, w, bias, t, b, S), wanted)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("rank", [4, 15])
+def test_bits_of_a_small_output_are_those_of_the_layer_and_its_update(rank, grad):
+    torch.manual_seed(0)
+    # x is large, y is not
+    x, w = torch.randn(130, 768), torch.randn(97, 768)
+    a, b = torch.randn(rank, 768), torch.randn(97, rank, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        own, t = fork(x, [a])
+        wanted = expand(linear(x, w), shrink(x, a), b, S)
+        assert torch.equal(frozen.product(own, w, None, t, b, S), wanted)
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

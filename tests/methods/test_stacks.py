@@ -224,3 +224,15 @@ def test_what_a_batch_keeps_is_bounded():
     for tokens in range(1000):
         groups.plan(tokens, 2, torch.device("cpu"))
     assert len(groups._made) <= 64
+
+
+def test_another_thread_may_have_dropped_an_old_stack(monkeypatch):
+    model = built()
+    before = output(model)
+
+    def get(slots, slot):
+        return slots.pop(slot, None)
+
+    monkeypatch.setattr(_stacks._Slots, "get", get, raising=False)
+    monkeypatch.setattr(_stacks._Kept, "holds", lambda kept, sources: False)
+    assert torch.equal(output(model), before)
