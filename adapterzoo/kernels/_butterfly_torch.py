@@ -19,11 +19,14 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate_into(x: Tensor, blocks: Tensor) -> Tensor:
-    """Return `rotate` without experts, written in place of a copy; autograd cannot record it."""
+    """Return `rotate` without experts, written in place of a copy; autograd cannot record it.
+
+    `blocks` are of the dtype of `x`.
+    """
     chunks, width, _ = blocks.shape
     rows = x.reshape(-1, chunks, width)
     y = x.new_empty(rows.shape)
-    torch.bmm(rows.transpose(0, 1), blocks.to(x.dtype), out=y.transpose(0, 1))
+    torch.bmm(rows.transpose(0, 1), blocks, out=y.transpose(0, 1))
     return y.view(x.shape)  # [*batch, d_in]
 
 

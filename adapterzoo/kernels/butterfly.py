@@ -80,10 +80,11 @@ def rotated(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
         blocks = Q[0].mT if transposed else Q[0]
         if torch.compiler.is_compiling():
             return _butterfly_torch.rotate(x, blocks)
+        # cast before, so that the backward keeps the blocks in the dtype of x
+        blocks = blocks.to(x.dtype)
         if not torch.is_grad_enabled():
             return _butterfly_torch.rotate_into(x, blocks)
-        # cast before, so that the backward keeps the blocks in the dtype of x
-        rotated_: Tensor = _Plain.apply(x, blocks.to(x.dtype))
+        rotated_: Tensor = _Plain.apply(x, blocks)
         return rotated_
     # autograd over the torch path saves no more than the operator, and runs faster
     if Q.shape[-4] > 1 or mode.is_reference() or not mode.may_take_triton(x):
