@@ -178,22 +178,23 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
                 f"any: {_string_example(str(cls.default), cls.load())!r}."
             )
         config: Config = cls.strings.find(match["name"])()
+        keywords: list[ast.keyword] | None = None
         try:
             call = ast.parse(f"f({match['fields'] or ''}\n)", mode="eval").body
             # one call of fields: not f(…)(…), nor f(…) + g(…)
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
-                raise ValueError("more than fields")
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+                keywords = call.keywords
             # literal_eval accepts only constants, so no code of the string runs
-            fields = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-            if len(fields) < len(call.keywords):
-                raise ValueError("a field twice")
+            fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
         # the last three: keys that cannot be, and too many brackets or signs
-        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            keywords, fields = None, {}
+        if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
                 f"config={text!r}: the brackets hold field=value pairs, each field once, with "
                 f"values such as 8, True, 'relu' or [1,2]. "
                 f"Write {_string_example(match['name'], config)!r}."
-            ) from error
+            )
         given = {name: _as_field(value) for name, value in fields.items()}
         return config._changed(f"config={text!r}", given)
 
