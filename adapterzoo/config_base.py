@@ -195,8 +195,7 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
                 f"values such as 8, True, 'relu' or [1,2]. "
                 f"Write {_string_example(match['name'], config)!r}."
             )
-        given = {name: _as_field(value) for name, value in fields.items()}
-        return config._changed(f"config={text!r}", given)
+        return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
     # --- as the peers' configs, which are mappings ---
 
