@@ -4,10 +4,39 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from families import tiny_config
+from snapshots import stir
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModel
+
+from adapterzoo import AdapterConfig, init
+
+
+def adapted(
+    config: str, *names: str, layer_class: type[nn.Linear] | None = None
+) -> tuple[Any, nn.Linear]:
+    """A BERT with random adapters at its queries, none active, and the first query.
+
+    Args:
+        config: of the adapters, a config string; where they are is not part of it.
+        names: of the adapters; one, "a", if none are given.
+        layer_class: of the first query; None: it stays as it is.
+    """
+    torch.manual_seed(0)
+    model = AutoModel.from_config(tiny_config("bert"))
+    attention = model.encoder.layer[0].attention.self
+    if layer_class is not None:
+        plain = attention.query
+        attention.query = layer_class(plain.in_features, plain.out_features)
+    init(model)
+    for name in names or ("a",):
+        model.add_adapter(name, AdapterConfig.load(config, target_modules="query"))
+        stir(model, name)
+    return model, attention.query
 
 
 def near(got: Tensor, expected: Tensor, tolerance: float) -> None:

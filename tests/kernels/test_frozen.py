@@ -4,14 +4,11 @@ from unittest import mock
 
 import pytest
 import torch
-from families import tiny_config
-from measured import Operations, gradients_stay, kept, near, writable
-from snapshots import stir
+from measured import Operations, adapted, gradients_stay, kept, near, writable
 from torch import nn
 from torch.nn.functional import linear
-from transformers import AutoModel
 
-from adapterzoo import Average, init, kernels
+from adapterzoo import Average, kernels
 from adapterzoo.kernels import _dropout, frozen
 from adapterzoo.kernels.low_rank import expand, fork, shrink
 
@@ -195,20 +192,15 @@ def test_what_is_not_a_frozen_product_is_left_alone():
     assert not torch.func.vmap(lambda x: x * frozen.takes(x, w, bias))(x).any()
 
 
-def adapted(*names, config="lora"):
+def frozen_query(config, *names):
     """A frozen model with random adapters at its queries, the first of these, and an input."""
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config("bert")))
-    query = model.encoder.layer[0].attention.self.query
-    for name in names:
-        model.add_adapter(name, f"{config}[target_modules='query']")
-        stir(model, name)
+    model, query = adapted(config, *names)
     model.requires_grad_(False)
     return model, query, torch.randn(16, 64, query.in_features)
 
 
 def test_a_forward_in_place_of_torch_s_is_called():
-    model, query, x = adapted("a")
+    model, query, x = frozen_query("lora")
     wanted = 2 * linear(x, query.weight, query.bias)
     model.set_active_adapters("a")
     change = query(x) - wanted / 2
@@ -218,7 +210,7 @@ def test_a_forward_in_place_of_torch_s_is_called():
 
 
 def test_adapters_of_an_average_share_the_output_of_the_layer():
-    model, query, x = adapted("a", "b", "c")
+    model, query, x = frozen_query("lora", "a", "b", "c")
     model.set_active_adapters(Average("a", "b", "c"))
     with Operations() as seen, torch.no_grad():
         query(x)
@@ -227,7 +219,7 @@ def test_adapters_of_an_average_share_the_output_of_the_layer():
 
 @pytest.mark.parametrize("config", ["lora", "dora", "dvora", "boft"])
 def test_evaluation_is_the_same_whether_or_not_the_layer_is_frozen(config):
-    model, query, x = adapted("a", config=config)
+    model, query, x = frozen_query(config)
     model.eval().set_active_adapters("a")
     with torch.no_grad():
         frozen_bits = query(x)

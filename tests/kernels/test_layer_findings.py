@@ -2,35 +2,21 @@
 
 import pytest
 import torch
-from families import tiny_config
-from measured import near
-from snapshots import stir
+from measured import adapted, near
 from torch import nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel
 
-from adapterzoo import init
-
-QUERY = "target_modules='query'"
 # of many tokens: the changed weight of a CPU, and one node with the frozen layer
 MANY = 1024
 
 
-def adapted(method, query=None):
-    """A model with a random adapter at its queries, and the first of these."""
-    torch.manual_seed(0)
-    model = AutoModel.from_config(tiny_config("bert"))
-    attention = model.encoder.layer[0].attention.self
-    if query is not None:
-        attention.query = query(attention.query.in_features, attention.query.out_features)
-    model = init(model)
-    brackets = "," if "[" in method else "["
-    model.add_adapter("a", f"{method}{brackets}{QUERY}]")
-    stir(model, "a")
+def trained(method, layer_class=None):
+    """A model with an adapter that is trained, in evaluation, and the first layer of it."""
+    model, layer = adapted(method, layer_class=layer_class)
     model.train_adapter("a")
-    return model.eval(), model.encoder.layer[0].attention.self.query
+    return model.eval(), layer
 
 
 def drawn(layer, rows=MANY):
@@ -46,7 +32,7 @@ class PlusOne(nn.Module):
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("method", ["lora", "dora", "boft"])
 def test_a_parametrized_bias_counts_for_many_tokens_too(method, learns):
-    _, layer = adapted(method)
+    _, layer = trained(method)
     x = drawn(layer)
     parametrize.register_parametrization(layer, "bias", PlusOne())
     with torch.set_grad_enabled(learns):
@@ -62,7 +48,7 @@ class Scaled(nn.Linear):
 
 @pytest.mark.parametrize("method", ["lora", "dora", "boft"])
 def test_few_tokens_keep_the_layer_s_other_arguments(method):
-    model, layer = adapted(method, Scaled)
+    model, layer = trained(method, Scaled)
     x = drawn(layer, 3)
     wanted = layer(x, 3.0).detach()
     # forgets that there were gradients
@@ -76,7 +62,7 @@ def test_few_tokens_keep_the_layer_s_other_arguments(method):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_hook_of_a_parameter_runs_once(again):
-    _, layer = adapted("oft[oft_block_size=8")
+    _, layer = trained("oft[oft_block_size=8]")
     x = drawn(layer, 3)
     (p,) = (p for p in layer.parameters() if p.requires_grad)
     (plain,) = torch.autograd.grad(layer(x).sum(), p)
@@ -86,7 +72,7 @@ def test_a_hook_of_a_parameter_runs_once(again):
 
 
 def test_a_model_may_write_into_a_rotated_embedding():
-    model, _ = adapted("boft[boft_block_size=4")
+    model, _ = trained("boft[boft_block_size=4]")
     model.add_adapter("b", "oft[oft_block_size=8,target_modules='word_embeddings']")
     model.train_adapter("b")
     tokens = torch.zeros(64, 32, dtype=torch.long)
@@ -99,10 +85,10 @@ def test_a_model_may_write_into_a_rotated_embedding():
 @pytest.mark.parametrize("rows", [4, MANY])
 @pytest.mark.parametrize(
     "method",
-    ["lora", "lora[dropout=0.3", "dora", "dora[dropout=0.3", "boft", "oft[oft_block_size=8"],
+    ["lora", "lora[dropout=0.3]", "dora", "dora[dropout=0.3]", "boft", "oft[oft_block_size=8]"],
 )
 def test_batched_gradients_are_those_one_by_one(method, rows):
-    model, layer = adapted(method)
+    model, layer = trained(method)
     model.train()
     x = drawn(layer, rows).requires_grad_()
     y = layer(x)[:2, :3].flatten()
@@ -111,9 +97,9 @@ def test_batched_gradients_are_those_one_by_one(method, rows):
     torch.testing.assert_close(batched, torch.stack(single))
 
 
-@pytest.mark.parametrize("method", ["boft", "oft[oft_block_size=8"])
+@pytest.mark.parametrize("method", ["boft", "oft[oft_block_size=8]"])
 def test_rotations_of_float16_train_under_autocast(method):
-    model, layer = adapted(method)
+    model, layer = trained(method)
     model.half().train()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(drawn(layer, 3).half()).isfinite().all()
@@ -121,7 +107,7 @@ def test_rotations_of_float16_train_under_autocast(method):
 
 @pytest.mark.parametrize(("method", "name"), [("dora", "weight"), ("boft", "boft_R")])
 def test_a_parameter_of_inference_mode_may_take_another_s_place(method, name):
-    model, layer = adapted(method)
+    model, layer = trained(method)
     model.requires_grad_(False)
     (owner,) = (m for m in layer.modules() if name in m._parameters)
     x = drawn(layer, 3)
@@ -136,7 +122,7 @@ def test_a_parameter_of_inference_mode_may_take_another_s_place(method, name):
 
 @pytest.mark.parametrize("method", ["dora", "boft"])
 def test_an_error_of_a_checkpointed_block_stays_what_it_is(method):
-    _, layer = adapted(method)
+    _, layer = trained(method)
     runs = []
 
     def block(x):
@@ -151,7 +137,7 @@ def test_an_error_of_a_checkpointed_block_stays_what_it_is(method):
 
 
 def test_what_a_gradient_makes_useless_is_not_held():
-    model, layer = adapted("boft")
+    model, layer = trained("boft")
     _, adapter = next(iter(model.adapter_modules("a")))
     with torch.no_grad():
         layer(drawn(layer, 3))

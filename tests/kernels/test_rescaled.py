@@ -5,15 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from families import tiny_config
-from measured import Operations, gradients_stay, kept, near
-from snapshots import stir
+from measured import Operations, adapted, gradients_stay, kept, near
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel
 
-from adapterzoo import init, kernels
+from adapterzoo import kernels
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import _dropout, dora, rescaled
 from adapterzoo.kernels.low_rank import fork
@@ -281,11 +278,7 @@ def test_what_changes_no_weight():
 
 def query(config):
     """A model in training, a layer of it with an adapter, and an input of many rows."""
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config("bert")))
-    layer = model.encoder.layer[0].attention.self.query
-    model.add_adapter("a", config)
-    stir(model, "a")
+    model, layer = adapted(config)
     model.train_adapter("a")
     return model.train(), layer, torch.randn(16, 64, layer.in_features)
 

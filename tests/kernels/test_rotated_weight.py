@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from families import tiny_config
-from measured import Operations, kept, near, only_needed_gradients
-from snapshots import stir
+from measured import Operations, adapted, kept, near, only_needed_gradients
 from test_butterfly import dense
 from torch import nn
 from torch.nn.functional import linear
-from transformers import AutoModel
 
-from adapterzoo import init, kernels
+from adapterzoo import kernels
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import rotated_weight
 from adapterzoo.kernels.butterfly import folded
@@ -153,11 +150,7 @@ def test_what_it_leaves_to_others():
 
 
 def test_a_layer_with_an_adapter_computes_it_so():
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config("bert")))
-    query = model.encoder.layer[0].attention.self.query
-    model.add_adapter("a", "boft[target_modules='query',boft_n_butterfly_factor=2]")
-    stir(model, "a")
+    model, query = adapted("boft[boft_n_butterfly_factor=2]")
     model.requires_grad_(False)
     model.set_active_adapters("a")
     x = torch.randn(16, 64, query.in_features)
