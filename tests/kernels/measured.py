@@ -1,4 +1,4 @@
-"""What the tests of kernels measure: errors against float64, and what a call keeps and runs."""
+"""What the tests of kernels share: an adapted model, errors against float64, what a call keeps."""
 
 from __future__ import annotations
 
