@@ -234,7 +234,7 @@ def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
 
     Rows of a table that act in all of these layers do not.
     """
-    if model._head_strategy.is_named or any(token_rows.paths_of(model, name) for name in added):
+    if any(token_rows.paths_of(model, name) for name in added):
         return False
     try:
         _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
