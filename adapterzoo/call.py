@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from .caches import cached_tokens
 from .errors import StateError, listing
 from .masks import attended, has_values, members, unreadable
 from .token_ids import BOUNDS, CallIds, PromptIds
@@ -202,9 +203,8 @@ class RecordedCall:
         self.mask = given.get("attention_mask")
         self.encoder_mask = given.get("encoder_attention_mask")
         self.generation = generation
-        cache = given.get("past_key_values")
         # read now, because the first layer of the stack adds the tokens of this call
-        self.cached = 0 if cache is None else int(cache.get_seq_length())
+        self.cached = cached_tokens(given) or 0
         self.is_checked = False
         prompt = None if generation is None else generation.ids
         self.ids = CallIds(ids, given, self.cached, prompt)

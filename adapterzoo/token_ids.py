@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .caches import cached_tokens
 from .errors import StateError, listing
 from .masks import has_values
 
@@ -111,7 +112,7 @@ class CallIds:
             raise StateError(_no_ids(sequence))
         self._refuse_packed()
         starts = last_start(_without_padding(self.ids, self._mask(self.ids)), sequence)
-        if not self._cached and self._given.get("cache_params") is None:
+        if not self._cached and cached_tokens(self._given) is not None:
             return starts
         # the first tokens of the sequence, which may have the invocation, are unknown
         absent = (starts == _NEVER).flatten()  # [rows]
@@ -131,7 +132,7 @@ class CallIds:
         if self._cached or tokens >= prompt.read:
             # without a cache, each call has the tokens of all calls before
             return self._cached
-        if self._given.get("cache_params") is None:
+        if cached_tokens(self._given) is not None:
             raise StateError(
                 f"generate(): the model was called on {tokens} tokens outside of the sequence that "
                 f"is generated, and alora_invocation_tokens are looked for only in the prompt. "

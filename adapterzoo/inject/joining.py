@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy.names import below
+from adapterzoo.caches import CACHES, cached_tokens
 from adapterzoo.call import Generation, Places
 from adapterzoo.composition import Joined, Prompts, RowMap
 from adapterzoo.contracts import PromptAdapter
@@ -26,7 +27,7 @@ from .containers import adapters_of
 from .views import LayerCall
 
 _IGNORED = -100
-_NO_TOKENS = ("past_key_values", "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
+_NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
 
 
 def join(
@@ -68,8 +69,7 @@ def join(
     if not isinstance(t, Tensor) or t.dim() != (2 if t is ids else 3):
         # an inner model gets the tokens in rows
         return None, {}
-    cache = None if tokens.is_encoder else given.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
+    cached = 0 if tokens.is_encoder else cached_tokens(given) or 0
     generates = generation is not None
     if not tokens.is_encoder:
         _check_past(given, t.shape[1], cached, generation)
@@ -121,7 +121,7 @@ def _check_past(
     given: Mapping[str, Any], count: int, cached: int, generation: Generation | None
 ) -> None:
     """Check that a model does not keep earlier tokens in a form that cannot be counted."""
-    again = given.get("cache_params") is not None
+    again = cached_tokens(given) is None
     if generation is not None and not cached:
         # without a cache each step of `generate` has more tokens than the one before
         again = again or (generation.first is not None and count <= generation.first)

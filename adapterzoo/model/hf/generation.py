@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from adapterzoo.caches import cached_tokens
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.inject.positions import check_positions
 from adapterzoo.model import batches
@@ -115,8 +116,7 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
     asked = [name for name in _COUNTING if _option(model, given, name) is not None]
     if _option(model, given, "cache_implementation") not in _GROWING:
         asked.append("cache_implementation")
-    cache = given.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
+    if cached_tokens(given):
         asked.append("past_key_values")
     if asked:
         raise StateError(
