@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from adapterzoo import inject
-from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
