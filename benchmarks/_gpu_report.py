@@ -63,6 +63,11 @@ class Row:
     goals: Mapping[str, Goal] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_right(self) -> bool:
+        """Whether it misses no goal."""
+        return all(goal.met is not False for goal in self.goals.values())
+
 
 @dataclass
 class Part:
@@ -72,7 +77,7 @@ class Part:
         name: of the section, for `--only`.
         title: for people.
         state: "waiting", "running", "done", "cut" (some rows had no time), "skipped", "failed" or
-            "red" (a kernel is wrong).
+            "red" (something is wrong).
         seconds: that it took.
         rows: what was found.
         skipped: what there was no time or no memory for, and why.
