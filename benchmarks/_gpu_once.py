@@ -1,4 +1,4 @@
-"""One aligned shape of each kernel, forward and backward: a script for tools that watch a process."""
+"""One aligned shape of each kernel, forward and backward, for tools that watch a process."""
 
 from __future__ import annotations
 

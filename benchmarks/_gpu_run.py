@@ -209,7 +209,6 @@ def main(options: argparse.Namespace) -> int:
     usual = (_SECOND_SECONDS if options.resume else _FIRST_SECONDS) if options.first else _SECONDS
     end = started + (options.seconds or usual)
     todo = [s for s in sections if _is_due(s, bench.part_of(s.name), options)]
-    good = True
     for number, section in enumerate(todo):
         bench.part = part = bench.part_of(section.name)
         begun = time.monotonic()
@@ -225,7 +224,6 @@ def main(options: argparse.Namespace) -> int:
             bench.wrong = wrong_kernels(part.rows, plan.gate)
         if section.name == "ceilings" and part.state == "done":
             bench.bandwidth, bench.rate = (row.facts["rate"] for row in part.rows)
-        good = good and part.state in ("done", "cut")
         took = f"{part.state}, {time.monotonic() - begun:.0f} s"
         print(f"\n{section.title} ({took})\n\n{report.table(part)}", flush=True)
     for part in parts:
@@ -235,7 +233,7 @@ def main(options: argparse.Namespace) -> int:
     print(f"\nwritten: {report.stem}.json, {report.stem}.md", flush=True)
     if left := [part.name for part in parts if part.state in ("cut", "skipped", "failed")]:
         print(f"not complete: {', '.join(left)}. To go on, add --continue to the options.")
-    return 0 if good else 1
+    return int(any(part.state in ("red", "failed") for part in parts))
 
 
 def _is_due(section: Section, part: Part, options: argparse.Namespace) -> bool:
