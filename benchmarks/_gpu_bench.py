@@ -171,7 +171,7 @@ DRY = Plan(
 def timed_shapes(kernel: Kernel, plan: Plan) -> Iterator[Shape]:
     """Those at which a kernel is timed; a norm has the rows of a weight."""
     width = plan.kernel_width
-    rows = width if kernel.name == "row_norm" else plan.kernel_rows
+    rows = width if kernel.name.startswith("row_norm") else plan.kernel_rows
     for rank in kernel.timed[: plan.kernel_ranks]:
         yield Shape(rows, width, width, rank)
 

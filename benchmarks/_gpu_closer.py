@@ -170,7 +170,7 @@ def sweep(bench: Bench) -> Iterator[Row]:
         ranks = [r for r in bench.plan.sweep_ranks if r <= max(*kernel.ranks, *kernel.timed)]
         for rank in ranks if len(kernel.aligned) > 1 else kernel.timed:
             width = bench.plan.kernel_width
-            rows = width if kernel.name == "row_norm" else bench.plan.kernel_rows
+            rows = width if kernel.name.startswith("row_norm") else bench.plan.kernel_rows
             if kernel.name == "rotate" and width % rank:
                 continue
             shape = Shape(rows, width, width, rank)

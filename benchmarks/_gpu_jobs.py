@@ -54,7 +54,7 @@ def run(
     Yields:
         A job and a piece that it found, when it is known; the last piece of each is an `Ended`.
     """
-    waiting, running = list(jobs), dict[Connection, tuple[Job, Any]]()
+    waiting, running = list(jobs), dict[Any, tuple[Job, Any]]()
     try:
         while waiting or running:
             now = time.monotonic()
@@ -69,7 +69,9 @@ def run(
                 yield from ((job, Ended("no time left for it", True)) for job in waiting)
                 waiting.clear()
             left = until + _GRACE - now
-            for pipe in wait(list(running), max(min(left, until - now if waiting else left), 0.0)):
+            for pipe in _ready(
+                list(running), max(min(left, until - now if waiting else left), 0.0)
+            ):
                 job, process = running[pipe]
                 try:
                     found = pipe.recv()
@@ -99,3 +101,8 @@ def _work(job: Job, pipe: Connection) -> None:
         pipe.send(Ended())
     except Exception:  # noqa: BLE001  the parent is told of any
         pipe.send(Ended(traceback.format_exc()))
+
+
+def _ready(pipes: list[Any], seconds: float) -> list[Any]:
+    """Those that have something to be read, as soon as one has."""
+    return wait(pipes, seconds)

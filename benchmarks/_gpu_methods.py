@@ -91,8 +91,8 @@ def stirred(model: Any) -> Any:
 def low_rank(r: int, dropout: float, dora: bool, **goals: Any) -> Method:
     """LoRA, or DoRA."""
     peft_fields = {"r": r, "lora_alpha": 2 * r, "lora_dropout": dropout}
-    used = ("shrink, dropout" if dropout else "shrink", "expand")
-    used += ("compose", "compose, no update", "row_norm") if dora else ()
+    used: tuple[str, ...] = ("shrink, dropout" if dropout else "shrink", "expand")
+    used += ("compose", "compose, no update", "row_norm", "row_norm, gain") if dora else ()
     return Method(
         f"{'DoRA' if dora else 'LoRA'} r={r}{f', dropout {dropout}' if dropout else ''}",
         adapterzoo.DoRAConfig if dora else adapterzoo.LoRAConfig,

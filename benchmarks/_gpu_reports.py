@@ -77,11 +77,11 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def _off(found: Tensor, right: Tensor) -> float:
-    return ((found.double() - right.double()).norm() / right.double().norm()).item()
+    return float((found.double() - right.double()).norm() / right.double().norm())
 
 
 def _low_rank_configs() -> dict[str, Any]:
-    fields = {"r": 16, "alpha": 32, "target_modules": PROJECTIONS}
+    fields: dict[str, Any] = {"r": 16, "alpha": 32, "target_modules": PROJECTIONS}
     return {"LoRA": adapterzoo.LoRAConfig(**fields), "DoRA": adapterzoo.DoRAConfig(**fields)}
 
 
@@ -135,7 +135,8 @@ def dora_on_cpu(bench: Bench) -> tuple[bool, str]:
     loss = half(input_ids=ids, labels=ids).loss
     loss.backward()
     off = _off(_logits(half, ids), right)
-    finite = all(bool(p.grad.isfinite().all()) for p in parameters_of(half))
+    grads = [p.grad for p in parameters_of(half)]
+    finite = all(g is not None and bool(g.isfinite().all()) for g in grads)
     return off < _CLOSE[torch.float16] and finite, f"off by {off:.1e} from float32"
 
 

@@ -42,6 +42,12 @@ class LargeProductLast(torch.autograd.Function):
         return dx.addmm_(dy, w), None, dt.T @ x, _SCALING * (dy.T @ t)
 
 
+def large_product_last(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return `LargeProductLast` of the operands."""
+    found: Tensor = LargeProductLast.apply(x, w, a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
 def lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Hu et al. 2021, eq. 3: `x Wᵀ + s x Aᵀ Bᵀ`."""
     return linear(x, w) + _SCALING * linear(linear(x, a), b)
@@ -51,7 +57,7 @@ def dora(x: Tensor, w: Tensor, a: Tensor, b: Tensor, m: Tensor) -> Tensor:
     """Liu et al. 2024, eq. 5: the same, times m over the norm of each row of `W + s B A`."""
     norm = torch.linalg.vector_norm(w + _SCALING * (b @ a), dim=1, dtype=torch.float32)
     gain = (m / norm.detach()).to(x.dtype)  # [d_out]
-    return lora(x, w, a, b) * gain
+    return lora(x, w, a, b).mul(gain)
 
 
 def rivals(bench: Bench) -> Iterator[Row]:
@@ -94,8 +100,9 @@ def _rival(bench: Bench, base: Any, method: Method, formula: Formula, rows: int,
         "torch.compile": steps_of(lambda x: compiled(x, w, *trained), trained, inputs, dy),
     }
     if formula is lora:
-        last = LargeProductLast.apply
-        runs["beta = 1"] = steps_of(lambda x: last(x, w, *trained), trained, inputs, dy)
+        runs["beta = 1"] = steps_of(
+            lambda x: large_product_last(x, w, *trained), trained, inputs, dy
+        )
     if theirs is not None:
         layer = up_of(theirs.get_base_model())
         runs["PEFT bf16"] = steps_of(layer, parameters_of(theirs), inputs, dy)
@@ -113,5 +120,5 @@ def _rival(bench: Bench, base: Any, method: Method, formula: Formula, rows: int,
 def _fresh_bits(plain: Any, x: Tensor, a: Tensor) -> str:
     """Whether an update of zero keeps the bits of the layer, though the product adds to it."""
     zeros = a.new_zeros(plain.out_features, _RANK)
-    same = torch.equal(LargeProductLast.apply(x, plain.weight, a, zeros), plain(x))
+    same = torch.equal(large_product_last(x, plain.weight, a, zeros), plain(x))
     return "the same bits" if same else "other bits"

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -111,7 +111,7 @@ def recheck(bench: Bench) -> list[Job]:
     ]
 
 
-def _assembled_by_toolkit(check: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def _assembled_by_toolkit(check: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     tool = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
     if not Path(tool).exists():
         raise FileNotFoundError("the toolkit's ptxas is not installed")

@@ -90,6 +90,58 @@ print(json.dumps(seen))
 """
 
 
+# operators that the layers of a method call and none of the kernels that it names
+USES = """
+import json, sys
+sys.path[:0] = ["benchmarks", "."]
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from _gpu_bench import DRY, Bench
+from _gpu_clock import Clock
+from _gpu_kernels import KERNELS, KINDS, Shape
+from _gpu_layers import TARGET, model_of, steps_of, up_of
+from _gpu_methods import boft, low_rank, parameters_of
+from _gpu_report import Part
+from adapterzoo import kernels
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "adapterzoo":
+            self.seen.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+def used(run):
+    with kernels.use("triton"), Recorder() as recorder:
+        run()
+    return recorder.seen
+
+def alone(kernel):
+    operands = kernel.draw(Shape(20, 32, 48, kernel.aligned[0]), KINDS["bfloat16"], cpu)
+    out = kernel.run(operands)
+    if kernel.grads:
+        torch.autograd.grad(out, [operands[n] for n in kernel.grads], torch.randn_like(out))
+
+cpu = torch.device("cpu")
+bench = Bench(cpu, Clock(cpu, 2), DRY, Part("", ""))
+of_kernel = {kernel.name: used(lambda: alone(kernel)) for kernel in KERNELS}
+base, missing = model_of(bench, 32, 48), {}
+x = torch.randn(20, 32).bfloat16().requires_grad_()
+dy = torch.randn(20, 48).bfloat16()
+for method in (
+    *(low_rank(16, p, dora) for p in (0.0, 0.05) for dora in (False, True)), boft(8, 2)
+):
+    ours = method.put(base, TARGET)
+    step = steps_of(up_of(ours), parameters_of(ours), [x], dy)[0]
+    named = set().union(*(of_kernel[name] for name in method.kernels))
+    missing[method.title] = sorted(used(step) - named)
+print(json.dumps(missing))
+"""
+
+
 def run(*command, interpreted=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -291,6 +343,15 @@ def test_every_kernel_of_the_package_is_in_the_gate():
     }
     used |= {module for name, module in names.items() if name in kernel_names()}
     assert modules - {"_tiles_triton"} <= used
+
+
+def test_methods_name_all_kernels_that_they_use():
+    """Each kernel's operators are found by running it; a method may use those of its kernels."""
+    done = run("-c", USES, interpreted=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    missing = json.loads(done.stdout.splitlines()[-1])
+    assert len(missing) == 5
+    assert not any(missing.values()), missing
 
 
 def test_what_there_is_no_time_for_is_listed():
