@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+from packaging.version import Version
+from transformers import __version__ as _installed
+from transformers.integrations import peft as _peft
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -18,8 +21,6 @@ from adapterzoo.errors import CheckpointError, HubError, in_python
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# what `hub.resolve` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,24 @@ class AdapterFolder:
     name: str | None
     base: str
     revision: str | None
+
+
+def _with_subfolder(search: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Decorate transformers' search for an adapter: in a folder, it looks in `subfolder`, too."""
+
+    @functools.wraps(search)
+    def searching(model_id: Any, **options: Any) -> str | None:
+        if options.get("subfolder") and Path(model_id).is_dir():
+            inner = Path(model_id, options.pop("subfolder"))
+            return search(os.fspath(inner), **options) if inner.is_dir() else None
+        return search(model_id, **options)
+
+    return searching
+
+
+# with PEFT installed, a model that is loaded would get the adapter beside it, whatever is asked
+if Version(_installed) < Version("5.24"):
+    _peft.find_adapter_config_file = _with_subfolder(_peft.find_adapter_config_file)
 
 
 def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
