@@ -36,6 +36,9 @@ from .kernels.grouped import Groups
 SharedLayers: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names of layers that read one input, each with those of its chain of adapters that share it."""
 
+HEAD = "head//"
+"""In plans, the start of the path of a layer of a head; no path of the base model has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -261,6 +261,11 @@ def restore(layer: Adapted) -> None:
         set_class(layer, plain_class(layer))
 
 
+def without_kind(layer: Adapted) -> None:
+    """Take the mixin of a kind out of a layer's class; what `Adapted` does stays."""
+    set_class(layer, _adapted_class(plain_class(layer), layer._read))
+
+
 def discard(layer: Adapted) -> None:
     """Remove adapters from a copy of a layer; the original keeps its link to the model.
 

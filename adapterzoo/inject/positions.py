@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adapterzoo.composition import evaluate
 from adapterzoo.contracts import PositionAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.runtime import Plan
+from adapterzoo.runtime import HEAD, Plan
 
 from .adapted import Adapted, acting
 from .building import layer_at
@@ -75,6 +75,8 @@ def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> No
         StateError: there are too many.
     """
     for path, site in plan.sites.items():
+        if path.startswith(HEAD):
+            continue
         table = layer_at(model, path)
         if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
             continue

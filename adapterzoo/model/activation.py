@@ -47,7 +47,7 @@ from adapterzoo.errors import (
     StateError,
     listing,
 )
-from adapterzoo.runtime import Plan, SharedLayers
+from adapterzoo.runtime import HEAD, Plan, SharedLayers
 
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
@@ -117,7 +117,7 @@ def make_plan(
     outputs = token_rows.steps(model, parts, acting)
     if both := sorted(steps.keys() & outputs.keys()):
         raise CompositionError(
-            f"{setup!r}: at {both[0].removeprefix('head//')!r} one adapter has the output layer "
+            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer "
             f"for itself, and another has rows of it. Activate one of them."
         )
     steps.update(outputs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adapterzoo import hub
 from adapterzoo.arguments import one_of
-from adapterzoo.checkpoint import fit, folders, formats
+from adapterzoo.checkpoint import base_sample, fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
@@ -97,8 +97,12 @@ def checkpoint_of(
     if with_head:
         head_name = strategy.name_with(name)
         head = strategy.record(head_name, alone=head_name != name, short=format == "native")
+    base = {}
+    if format == "native" and (sampled := base_sample.sample(documents.base_weights(model))):
+        base[documents.BASE] = sampled
     document = {
         **documents.provenance(model, name),
+        **base,
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -217,6 +221,7 @@ def fitting(
         if warn_of_loss is not None:
             warn_of_loss()
         warn()
+        documents.warn_of_base(model, stored, name)
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
         arguments.report(asked.loading_info)
 

@@ -35,9 +35,8 @@ from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._patterns import matches
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
+from adapterzoo.runtime import HEAD
 
-# in plans: no path of the base model starts with it
-_HEAD = "head//"
 # the submodule of a layer that holds the copies of it
 _HELD = Contained.container
 
@@ -207,7 +206,7 @@ def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
     """
     taken = take(model, owner)
     for path, layer in layers.items():
-        inject.put(_layer(model, path), owner, layer, model._active, _HEAD + path)
+        inject.put(_layer(model, path), owner, layer, model._active, HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
     if layers or taken:
@@ -305,7 +304,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
     return {
-        _HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
+        HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
         for path in paths
     }
 

@@ -85,9 +85,16 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         model, info = cast("Any", super()).from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
+        info["unexpected_keys"] = vars(model).pop("_unused_keys", info["unexpected_keys"])
         if pretrained_model_name_or_path is not None:
             static_checkpoints.keep_static_head(model, pretrained_model_name_or_path, info, hub)
+        static_checkpoints.report_unused(model, info)
         return (model, info) if wants_info else model
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Leave what the base model does not use out of transformers' report: a head may use it."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        self._unused_keys, loading_info.unexpected_keys = loading_info.unexpected_keys, set()
 
     # --- find and activate ---
 

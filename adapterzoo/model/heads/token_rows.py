@@ -17,9 +17,7 @@ from adapterzoo.configs import Placement
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._token_rows import ROWS, TokenRows
 from adapterzoo.model.state import AdaptedModel, modules_of
-
-# in plans, as for copies of a head: no path of the base model starts with it
-_OUTPUT = "head//"
+from adapterzoo.runtime import HEAD
 
 
 def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
@@ -80,7 +78,7 @@ def update(model: AdaptedModel) -> bool:
             inject.take(old, name)
     for (path, name), (layer, rows) in wanted.items():
         if name not in _held(layer):
-            inject.put(layer, name, rows, model._active, _OUTPUT + path)
+            inject.put(layer, name, rows, model._active, HEAD + path)
     before, state.outputs = state.outputs, tuple(wanted)
     return before != state.outputs
 
@@ -127,7 +125,7 @@ def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> d
         present = {name: module for name, module in held.items() if name in acting}
         step = compile_rows(parts, present, present.__getitem__)
         if step is not None:
-            found[_OUTPUT + path] = step
+            found[HEAD + path] = step
     return found
 
 
