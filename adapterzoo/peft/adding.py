@@ -51,7 +51,7 @@ def get_peft_model(
             adapter_name, peft_config, init_data=init_data,
             autocast_adapter_dtype=autocast_adapter_dtype,
         )  # fmt: skip
-    switching.train(made, adapter_name)
+    switching.train(made, adapter_name, not getattr(peft_config, "inference_mode", False))
     return made
 
 
