@@ -12,6 +12,21 @@ from adapterzoo.contracts import Contained
 from .names import below
 from .sites import Role
 
+# children inside a module that replaces them: of torch.compile, FSDP1 and checkpoint_wrapper
+_WRAPPED = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers of torch, which have no step in paths."""
+    while not _WRAPPED.isdisjoint(module._modules):
+        module = next(m for n, m in module._modules.items() if m is not None and n in _WRAPPED)
+    return module
+
+
+def without_wrappers(path: str) -> str:
+    """Return a path without the steps of wrappers of torch."""
+    return ".".join(step for step in path.split(".") if step not in _WRAPPED)
+
 
 class Tree:
     """All modules of a model, each once.
@@ -69,6 +84,7 @@ class Tree:
 
 def _plain(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those below by path, each once; adapters are not a part of the model."""
+    module = unwrapped(module)
     if id(module) in seen or isinstance(module, Contained):
         return
     seen.add(id(module))

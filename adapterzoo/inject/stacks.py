@@ -21,11 +21,6 @@ class AdaptedStack(Adapted):
     """Mixed into the class of an encoder or decoder whose calls adapters read."""
 
     @classmethod
-    def name_for(cls, plain: type[nn.Module]) -> str:
-        """Return the class's own name, which transformers writes to config.json."""
-        return plain.__name__
-
-    @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
         """Return a forward with the original signature, which `generate` inspects."""
 
@@ -33,7 +28,7 @@ class AdaptedStack(Adapted):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return AdaptedStack.forward(self, *args, **kwargs)
 
-        return {"forward": forward, "__module__": plain.__module__}
+        return {"forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its arguments are recorded meanwhile."""

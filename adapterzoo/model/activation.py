@@ -47,6 +47,7 @@ from adapterzoo.errors import (
     StateError,
     listing,
 )
+from adapterzoo.inject.building import layer_at
 from adapterzoo.runtime import HEAD, Plan, SharedLayers
 
 from .heads import token_rows
@@ -54,7 +55,16 @@ from .heads.embeddings import refuse_own_size
 from .heads.interface import HeadNames
 from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
+from .hf.hosts import refuse_trained
+from .state import (
+    AdaptedModel,
+    AdapterRecord,
+    FusionRecord,
+    fusion_modules,
+    modules_of,
+    parameters_of,
+    stacks_of,
+)
 
 # --- plans ---
 
@@ -156,7 +166,7 @@ def _bound(
     for fuse in fusions_of(setup):
         key = fusion_key(fuse.name)
         for path in model._adapter_state.fusions[fuse.name].paths:
-            layers = inject.adapters_of(model._backbone.get_submodule(path))
+            layers = inject.adapters_of(layer_at(model._backbone, path))
             # a fusion that is only checked has none yet
             if path in held and key in layers:
                 held[path] = {**held[path], key: layers[key]}
@@ -343,10 +353,11 @@ def refuse_taken(
 
 
 def refuse_overridden(model: AdaptedModel, name: str) -> None:
-    """Refuse to change an adapter or fusion that is active in an `AdapterSetup` or being batched.
+    """Refuse to change an adapter or fusion that is used elsewhere.
 
     Raises:
-        StateError: it is in use.
+        StateError: it is active in an `AdapterSetup`, being batched, or trained by a running
+            Trainer.
     """
     refuse_while_batching(model, name)
     setups = [plan.setup for plan in model._active.overrides if plan.setup]
@@ -355,6 +366,10 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
             f"{name!r} is active in an AdapterSetup of this thread. Leave the "
             f"'with AdapterSetup(…)' block first."
         )
+    own = [] if name not in model._adapter_state.records else [*parameters_of(model, name)]
+    if name in model._adapter_state.fusions:
+        own += [p for _, layer in fusion_modules(model, name) for p in layer.parameters()]
+    refuse_trained(model, name, own)
 
 
 def refuse_merged(model: AdaptedModel, name: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
+from adapterzoo.anatomy import unwrapped
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
 from adapterzoo.configs import AdapterConfig, ConfigUnion
@@ -82,6 +83,7 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
 def _layers(
     module: nn.Module, path: str, shared: set[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
+    module = unwrapped(module)
     if isinstance(module, inject.AdapterDict) or id(module) in seen:
         return
     seen.add(id(module))
@@ -170,7 +172,7 @@ def output_path(model: AdaptedModel) -> str | None:
     output = model.get_output_embeddings()
     if output is None or model._backbone is cast("nn.Module", model):
         return None
-    return next((path for path, module in _outside(model) if module is output), None)
+    return next((path for path, module in _outside(model) if module is unwrapped(output)), None)
 
 
 def _outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:

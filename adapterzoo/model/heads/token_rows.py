@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo import inject
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.composition import Step, compile_rows
 from adapterzoo.configs import Placement
 from adapterzoo.inject.building import layer_at
@@ -46,11 +47,11 @@ def _outputs(model: AdaptedModel) -> Iterator[tuple[str, nn.Module, tuple[str, .
     tables: dict[int, list[str]] = {}
     for path, module in model._backbone.named_modules():
         if isinstance(module, nn.Embedding):
-            tables.setdefault(id(module._parameters["weight"]), []).append(path)
+            tables.setdefault(id(module._parameters["weight"]), []).append(without_wrappers(path))
     for path, module in cast("nn.Module", model).named_modules():
         weight = module._parameters.get("weight")
         if isinstance(module, nn.Linear) and (paths := tables.get(id(weight))):
-            yield path, module, tuple(paths)
+            yield without_wrappers(path), module, tuple(paths)
 
 
 def update(model: AdaptedModel) -> bool:
