@@ -11,9 +11,10 @@ at fixed positions of a few tensors, in float32, and a model is compared with th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +29,9 @@ _OTHER = 0.5
 _TINY = 1e-7
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-Sample = Mapping[str, tuple[list[int], str]]
-"""Key of a tensor → its shape, and the values in hexadecimal digits."""
-
 
 def sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the sample of a base model; empty without tensors that hold values.
+    """Return key → shape and values in hexadecimal digits; empty without tensors.
 
     Args:
         tensors: of the base model by key, unquantized and on this process.
@@ -60,8 +58,8 @@ def is_other(kept: object, tensors: Mapping[str, Tensor]) -> bool:
         tensors: of the base model by key, unquantized and on this process.
     """
     pairs = [
-        (tensors[key], struct.unpack(_FORMAT, bytes.fromhex(digits)))
-        for key, (shape, digits) in (kept if isinstance(kept, Mapping) else {}).items()
+        (tensors[key], values)
+        for key, shape, values in _read(kept)
         if key in tensors and list(tensors[key].shape) == shape
     ]
     own = _values([tensor for tensor, _ in pairs])
@@ -79,6 +77,15 @@ def is_other(kept: object, tensors: Mapping[str, Tensor]) -> bool:
         if (total := sum(x * x for x in (*a, *b))) > 0
     ]
     return bool(shares) and sum(shares) / len(shares) > _OTHER
+
+
+def _read(kept: object) -> Iterator[tuple[str, list[int], tuple[float, ...]]]:
+    """Yield key, shape and values of each tensor of a sample; what is damaged is left out."""
+    for key, entry in kept.items() if isinstance(kept, Mapping) else ():
+        # files of other authors may hold anything
+        with contextlib.suppress(TypeError, ValueError, struct.error):
+            shape, digits = entry
+            yield key, list(shape), struct.unpack(_FORMAT, bytes.fromhex(digits))
 
 
 def _values(tensors: list[Tensor]) -> list[tuple[float, ...]]:
