@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.caches import cached_tokens
 from adapterzoo.composition import evaluate
 from adapterzoo.contracts import PositionAdapter
 from adapterzoo.errors import StateError
@@ -60,6 +62,25 @@ class AdaptedPositions(Adapted):
                 f"position {last}: the prefix comes before the tokens, and the model has {size} "
                 f"positions for both. Give it {last - size + 1} tokens less."
             )
+
+
+def counted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with numbers that start at the first real token of each row.
+
+    Rotations depend on distances only, so that padding at the start changes nothing between tokens,
+    but a prefix keeps its position. Numbers that the caller gives are kept.
+
+    Args:
+        given: arguments of a model's forward, by name.
+    """
+    mask = given.get("attention_mask")
+    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    if given.get(_NUMBERS) is not None or t is None or getattr(mask, "ndim", 0) != 2:
+        return dict(given)
+    before = cached_tokens(given) or 0
+    first = (cast("Tensor", mask) != 0).int().argmax(1, keepdim=True)  # [rows, 1]
+    numbers = torch.arange(before, before + t.shape[1], device=first.device)
+    return {**given, _NUMBERS: (numbers - first).clamp(min=0)}  # [rows, tokens]
 
 
 def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:

@@ -15,6 +15,7 @@ from adapterzoo.runtime import ActiveState, Frame
 from .adapted import Adapted
 from .containers import shared_of
 from .joining import check_called, entered, ids_in, join, places_in
+from .positions import counted
 
 
 class AdaptedStack(Adapted):
@@ -79,6 +80,9 @@ def recorded(
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
+    if path in plan.counted:
+        given = counted(given)
+        args, kwargs = (), given
     shared = None if path else functools.partial(shared_of, module)
     places = None if joined is None else places_in(joined, path)
     ids = ids_in(given, joined, context)
