@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -312,13 +311,13 @@ class CallContext:
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
-    def generating(self, given: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
-        """Remember the prompt of each stack until the context ends.
+    def generating(self, generation: Generation) -> Iterator[None]:
+        """Share a record between the calls of this thread until the context ends.
 
         Args:
-            given: arguments of `generate`, by name.
+            generation: the record of a `generate`.
         """
-        outer, self.generation = self.generation, Generation(given)
+        outer, self.generation = self.generation, generation
         try:
             yield
         finally:

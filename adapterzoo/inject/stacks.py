@@ -86,7 +86,8 @@ def recorded(
     shared = None if path else functools.partial(shared_of, module)
     places = None if joined is None else places_in(joined, path)
     ids = ids_in(given, joined, context)
-    call = RecordedCall(path, given, context.generation, places, ids)
+    outer = context.stacks[-1].call if context.stacks else None
+    call = RecordedCall(path, given, context.generation, places, ids, outer)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:
@@ -97,3 +98,5 @@ def recorded(
             check_called(joined)
     finally:
         context.stacks.pop()
+        if call.generation is not None:
+            call.generation.new = None

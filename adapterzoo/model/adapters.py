@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from adapterzoo import inject
-from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -351,18 +350,3 @@ def move(
         layer.to(device=device, dtype=dtype)
     # which adapters can be active together depends on their dtypes
     replan(model)
-
-
-def refuse_at_embedding(model: AdaptedModel) -> None:
-    """Refuse to resize an embedding with adapters, which have its size.
-
-    Raises:
-        StateError: it has adapters.
-    """
-    embedding = model.get_input_embeddings()
-    if isinstance(embedding, inject.Adapted):
-        names = listing(inject.adapters_of(embedding))
-        raise StateError(
-            f"the adapters {names} adapt the embedding and have its size. "
-            f"Delete them first: delete_adapter(…)."
-        )

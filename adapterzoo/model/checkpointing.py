@@ -69,7 +69,9 @@ def save_adapter(
     documents.write(model, folder, stored, "adapter", format)
 
 
-def check_saving(model: AdaptedModel, names: Iterable[str], format: str) -> None:
+def check_saving(
+    model: AdaptedModel, names: Iterable[str], format: str, with_head: bool = True
+) -> None:
     """Check that a format can express adapters, before the first of them is written.
 
     Raises:
@@ -77,7 +79,9 @@ def check_saving(model: AdaptedModel, names: Iterable[str], format: str) -> None
     """
     # the native format can express all
     for name in names if format != "native" else ():
-        documents.check(model, checkpoint_of(model, name, True, None, format), "adapter", format)
+        documents.check(
+            model, checkpoint_of(model, name, with_head, None, format), "adapter", format
+        )
 
 
 def checkpoint_of(
@@ -182,7 +186,9 @@ def fitting(
     there = {"adapter": records, **({"head": heads} if with_head and head_name == name else {})}
     of_head, warn_of_head = arguments.overwriting(asked, head_name, head=heads)
     asked, warn = arguments.overwriting(asked, name, **there)
-    refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
+    refuse_taken(
+        model, name, bool(asked.overwrite_ok), argument("load_as", "another_name", "load_adapter")
+    )
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = filled(model, stored, left_out, asked.dtype)
     enter_head, warn_of_loss = None, None

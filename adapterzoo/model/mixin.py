@@ -1350,19 +1350,20 @@ class AdapterModelMixin:
     # --- called by transformers and torch ---
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize as transformers does; raises if adapters adapt the embedding.
+        """Resize as transformers does, with the copies that adapters have of a language model head.
+
+        Their old rows stay as they are, and new rows have the values of the model's own.
 
         Args:
             *args: as `PreTrainedModel.resize_token_embeddings` takes them.
             **kwargs: the same.
 
         Raises:
-            StateError: an adapter adapts the embedding.
+            StateError: an adapter has the size of the embedding, or is merged there.
         """
-        adapters.refuse_at_embedding(self)
-        resized = cast("Any", super()).resize_token_embeddings(*args, **kwargs)
-        self._adapter_state.anatomy = None
-        return resized
+        resize = functools.partial(cast("Any", super()).resize_token_embeddings, *args, **kwargs)
+        size = kwargs.get("new_num_tokens", args[0] if args else None)
+        return vocabularies.resize(self, size, resize)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Return the tied parameters of base model, heads and adapters: keys to keys."""

@@ -263,6 +263,30 @@ def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Param
             yield from (p for p in own if p.is_floating_point() and packing_of(p) is None)
 
 
+def fitted(layer: nn.Module, own: nn.Module) -> nn.Module:
+    """Return the copy of a layer in the size that the layer has now.
+
+    What the copy does not have gets the values of the layer.
+
+    Args:
+        layer: of the model.
+        own: the copy.
+    """
+    mine = own.state_dict(keep_vars=True)
+    if all(tensor.shape == mine[key].shape for key, tensor in _state(layer).items()):
+        return own
+    wide = _copied(layer).train(own.training)
+    for key, parameter in wide.named_parameters():
+        parameter.data = parameter.data.to(mine[key].dtype)
+        parameter.requires_grad_(mine[key].requires_grad)
+    with torch.no_grad():
+        for key, tensor in wide.state_dict(keep_vars=True).items():
+            sizes = zip(tensor.shape, mine[key].shape, strict=True)
+            both = tuple(slice(min(pair)) for pair in sizes)
+            tensor[both] = mine[key][both]
+    return wide
+
+
 # --- run, save, merge ---
 
 

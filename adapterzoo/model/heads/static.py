@@ -265,6 +265,6 @@ def _refuse_shared(shared: Mapping[str, Tensor], tensors: Mapping[str, Tensor], 
             raise CheckpointError(
                 f"{key!r} of the checkpoint's head is not that of this {type(model).__name__}, and "
                 f"all adapters share it: it is a tensor of the model itself. Write "
-                f"{argument('with_head', False)}"
+                f"{argument('with_head', False, 'load_adapter')}"
                 f"{in_python(', or load_head(…) with no adapter active')}."
             )

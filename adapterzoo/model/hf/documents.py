@@ -91,7 +91,7 @@ def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
     except ConfigError as error:
         raise ConfigError(
             f"{error} The checkpoint brought this one: write "
-            f"{argument('load_as', 'my_task')} to give another."
+            f"{argument('load_as', 'my_task', 'load_adapter')} to give another."
         ) from error
 
 

@@ -184,7 +184,7 @@ class Tasks:
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
-                f"{error}. Write {argument('with_head', False)}"
+                f"{error}. Write {argument('with_head', False, 'load_adapter')}"
                 f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
             ) from error
         return {"config": config}, own
