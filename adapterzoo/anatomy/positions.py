@@ -37,19 +37,20 @@ def positions_of(
 
     Returns:
         Their sites; the stacks whose positions cannot be changed, with the reason; and those whose
-        positions only rotate queries and keys.
+        positions rotate queries and keys.
     """
     stacks = list(dict.fromkeys(block.stack for block in blocks))
     found: list[Site] = []
     unmovable: dict[str, str] = {}
-    rotary: set[str | None] = set()
-    others: set[str | None] = set()
+    rotary: set[str] = set()
     for path, module in tree.modules.items():
         takes = _takes_numbers(cast("Any", type(module)))
         if module._modules or not (takes or leaf(path) in _TABLES):
             continue
         stack = _stack_of(path, stacks)
-        (rotary if _ROTARY in type(module).__name__ else others).add(stack)
+        if takes and _ROTARY in type(module).__name__:
+            # towers may share one beside them
+            rotary |= {s for s in stacks if below(s, parent(path))}
         is_table = isinstance(module, nn.Embedding)
         if stack is None or (is_table and takes) or not (is_table or takes):
             reason = f"{path!r}, a {type(module).__name__}, counts the tokens itself"
@@ -59,8 +60,7 @@ def positions_of(
     for stack in stacks:
         if not any(site.stack == stack for site in found) and not _is_relative(tree, stack):
             unmovable.setdefault(stack, "no module is known that takes position numbers")
-    rotating = frozenset(s for s in stacks if s in rotary - others)
-    return tuple(found), unmovable, rotating
+    return tuple(found), unmovable, frozenset(rotary)
 
 
 @functools.cache

@@ -256,7 +256,7 @@ class Anatomy:
         no_entry: why there is none.
         positions: the modules that take position numbers.
         unmovable: stacks whose positions cannot be changed → the reason.
-        rotary: stacks whose positions only rotate queries and keys, so that only distances count.
+        rotary: stacks whose positions rotate queries and keys, so that only distances count.
         tokens: where tokens are embedded; None if that is unknown.
         others: modules with parameters of their own and without a weight matrix, such as norms.
         parameters: the matrices among these parameters, such as the weight of a router.

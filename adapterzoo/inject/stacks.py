@@ -15,7 +15,7 @@ from adapterzoo.runtime import ActiveState, Frame
 from .adapted import Adapted
 from .containers import shared_of
 from .joining import check_called, entered, ids_in, join, places_in
-from .positions import counted
+from .positions import NUMBERS, counted
 
 
 class AdaptedStack(Adapted):
@@ -80,9 +80,6 @@ def recorded(
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
-    if path in plan.counted:
-        given = counted(given)
-        args, kwargs = (), given
     shared = None if path else functools.partial(shared_of, module)
     places = None if joined is None else places_in(joined, path)
     ids = ids_in(given, joined, context)
@@ -93,6 +90,8 @@ def recorded(
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:
             given = entered(module, path, joined, context, given)
             args, kwargs = (), given
+        if path in plan.counted and not with_head and NUMBERS in positions:
+            args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
         if is_first and joined is not None:
             check_called(joined)

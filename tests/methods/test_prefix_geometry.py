@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
 from families import tiny_config
 from snapshots import stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -161,3 +162,17 @@ def test_a_padded_row_under_a_window_is_the_row_alone(family):
     with torch.no_grad():
         expected = model(input_ids=ids[1:, PADDING:])[0]
         close(model(input_ids=ids, attention_mask=mask)[0][1:, PADDING:], expected, model)
+
+
+def test_the_outer_model_may_number_the_tokens():
+    """LLaVA's language model gets a mask and no numbers; Gemma 3's gets numbers from outside."""
+    for model_type in ("llava", "gemma3"):
+        tiny = tiny_model(model_type)
+        model = init(tiny.model.double())
+        model.add_adapter("a", FLAT, set_active=True)
+        stir(model, "a", std=0.5)
+        ids, mask = padded()
+        ids = ids.clamp(10, 60)
+        with torch.no_grad():
+            alone = model(input_ids=ids[1:, PADDING:])[0]
+            close(model(input_ids=ids, attention_mask=mask)[0][1:, PADDING:], alone, model)
