@@ -53,6 +53,7 @@ class Plan:
         skip_layers: numbers of the blocks without adapters.
         rows: which rows of a batch take which part of the composition; None if all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
+        counted: those among them whose tokens are counted from the first real one of each row.
         exit: path of the entry whose step has an inverse, which acts before the logits; None if
             there is none.
         prompts: the tokens that are added to sequences; None if none are.
@@ -68,6 +69,7 @@ class Plan:
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
+    counted: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
     divides_batch: bool = field(init=False)
