@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import token_rows
 from .hf.continuous_batching import refuse_while_batching
 from .hf.hosts import refuse_trained
+from .hf.untying import untied
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, modules_of, parameters_of
 
@@ -119,7 +121,8 @@ def merge_and_unload(
     added = to_merge(model, names)
 
     def change(changed: Any) -> None:
-        merge(changed, added)
+        with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
+            merge(changed, added)
 
     return model._head_strategy.unloaded(change, architecture)
 
@@ -228,6 +231,21 @@ def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
         weight = layer_at(model._backbone, path)._parameters.get("weight")
         firsts[path] = found.setdefault(path if weight is None else id(weight), path)
     return firsts
+
+
+def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
+    """Return whether adapters change one of several layers that share a weight.
+
+    Rows of a table that act in all of these layers do not.
+    """
+    if model._head_strategy.is_named or any(token_rows.paths_of(model, name) for name in added):
+        return False
+    try:
+        _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
+        model._head_strategy.check_merging((*model._adapter_state.merged, *added))
+    except StateError:
+        return True
+    return False
 
 
 def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:

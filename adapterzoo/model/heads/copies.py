@@ -137,6 +137,7 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
     if all(member.get("modules_to_save") is None for member in config.members):
         return config, False
     output, head = output_path(model), [path for path, _ in _outside(model) if path]
+    base = [path for path, _ in plain_modules(model._backbone)]
     has_output, members = False, []
     for member in config.members:
         names = member.get("modules_to_save")
@@ -148,7 +149,7 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
                 f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
                 f"layer {output!r}. Leave one of them out."
             )
-        kept = tuple(name for name in listed if name not in mine)
+        kept = tuple(n for n in listed if n not in mine or any(matches(p, (n,)) for p in base))
         members.append(member.replace(modules_to_save=kept or None) if mine else member)
     if all(one is other for one, other in zip(members, config.members, strict=True)):
         return config, False

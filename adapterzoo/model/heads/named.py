@@ -245,7 +245,7 @@ class NamedHeads(HeadStrategy):
         heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
         fits = store.own_tensors(self.model, empty)
-        fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
+        fit.check_fit(type(self.model).__name__, fit.converted(tensors, fits), fits, None)
         head = store.built(self.model, config)
         refuse_unreadable(self.model, head)
         if asked.dtype is not None:
