@@ -29,13 +29,16 @@ if TYPE_CHECKING:
     from .averaging import Combination
     from .contracts import Adapter, InputPlan, WeightPlan
 
-architectures: Registry[Any] = Registry("architecture", decorates="its config class")
+METHODS = "adapterzoo.methods"
+"""The package that fills the registries of methods."""
+
+architectures: Registry[Any] = Registry("architecture", "its config class", filled_by=METHODS)
 """The `architecture` of a config on disk → its class."""
 
-config_strings: Registry[Any] = Registry("config string")
+config_strings: Registry[Any] = Registry("config string", filled_by=METHODS)
 """The short names that users write → functions that make the configs."""
 
-change_forms: Registry[Any] = Registry("method for conversions")
+change_forms: Registry[Any] = Registry("method for conversions", filled_by=METHODS)
 """The method → the config class whose adapters can make any change of a weight.
 
 The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its

@@ -127,7 +127,7 @@ def _class_of_head(theirs: PeftConfig, info: ModelInfo) -> str:
         raise CheckpointError(
             f"the file has a head, and {CONFIG} says task_type={task!r}, so the "
             f"kind of the head is unknown; legal are {listing(TASKS)}. Write "
-            f"{argument('with_head', False)}"
+            f"{argument('with_head', False, 'load_adapter')}"
             f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
         )
     return class_in(theirs, info) or str(task)

@@ -10,15 +10,16 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
-from adapterzoo.inject.building import plain_state
+from adapterzoo.inject.building import layer_at, plain_state
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
@@ -185,7 +186,7 @@ class Tasks:
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
-                f"{error}. Write {argument('with_head', False)}"
+                f"{error}. Write {argument('with_head', False, 'load_adapter')}"
                 f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
             ) from error
         return {"config": config}, own
@@ -348,8 +349,8 @@ def _tensor_of(model: Any, key: str) -> Tensor | None:
     if name in merged:
         return cast("Tensor", merged[name])
     try:
-        module: nn.Module = model.get_submodule(path)
-    except AttributeError:
+        module = layer_at(model, path)
+    except KeyError:
         return None
     found = module._parameters.get(name)
     return module._buffers.get(name) if found is None else found
@@ -373,6 +374,7 @@ def _task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
     dicts: tuple[str, ...] = ()
     # a container comes before the modules in it
     for path, module in model.named_modules():
+        path = without_wrappers(path)
         if isinstance(module, AdapterDict):
             dicts = (*dicts, f"{path}.")
         elif path and not path.startswith(dicts):

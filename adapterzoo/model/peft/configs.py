@@ -15,6 +15,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.expressions import short_names
 from adapterzoo.fields import FLAG
+from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.copies import layers_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
@@ -142,7 +143,7 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
     if not names or not _are_names(names) or model._head_strategy.is_named:
         return names
     head = layers_of(model)
-    base = [path for path, _ in model._backbone.named_modules()]
+    base = [path for path, _ in plain_modules(model._backbone)]
     in_head = {
         n
         for n in names

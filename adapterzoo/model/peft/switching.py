@@ -87,7 +87,7 @@ def either_order(function: Callable[P, T]) -> Callable[P, T]:
         given = kwargs.pop("adapter_name", None)
         name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
         result = call(self, name, config, *args[1:], **kwargs)
-        train(self, name)
+        train(self, name, thaws=not config.inference_mode)
         return result
 
     return cast("Callable[P, T]", add_adapter)
@@ -149,7 +149,7 @@ def activate(model: AdaptedModel, names: str | Sequence[str], frozen: bool) -> N
 def loaded(model: Any, name: str, is_trainable: bool) -> None:
     """Let an adapter that was loaded be trained, or not."""
     if is_trainable and len(model._adapter_state.records) == 1:
-        train(model, name)
+        train(model, name, thaws=True)
     else:
         _require_grad(model, name, is_trainable)
 
