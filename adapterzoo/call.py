@@ -299,6 +299,11 @@ class RecordedCall:
             )
 
     @property
+    def outermost(self) -> Mapping[str, Any]:
+        """The arguments of the outermost model around the stack, by name."""
+        return self._given if self._outer is None else self._outer.outermost
+
+    @property
     def bounds(self) -> Tensor | None:
         """Where packed sequences begin and end, `[sequences + 1]`; None if a row is one sequence.
 

@@ -81,6 +81,6 @@ def head_in(stored: Checkpoint) -> HeadRecord:
     if not isinstance(document, Mapping):
         raise CheckpointError(
             f"the checkpoint describes its head by {document!r}, which is not an object. "
-            f"Save it again, or write {argument('with_head', False)}."
+            f"Save it again, or write {argument('with_head', False, 'load_adapter')}."
         )
     return HeadRecord(dict(document), stored.head)

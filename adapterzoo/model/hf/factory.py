@@ -243,7 +243,7 @@ def with_rows(
             return plain(model, *given, **named)
 
     # Trainer hands on the columns of a dataset that it sees here
-    cast("Any", method).__signature__ = _showing(plain, "task_ids")
+    cast("Any", method).__signature__ = _showing(plain, "adapter_names", "task_ids")
     return method
 
 
@@ -253,7 +253,6 @@ def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
     for name in feature_names(cls):
         plain = getattr(cls, name)
         found[name] = with_rows(plain, on_base, one_head=True)
-        found[name].__signature__ = _showing(plain, "adapter_names", "task_ids")
     return found
 
 
