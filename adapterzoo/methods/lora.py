@@ -95,7 +95,7 @@ class LoRA(Started):
             ConfigError: the site cannot have the bias, the gate or the dropout.
         """
         super().__init__(config, site, device, dtype)
-        if (site.parameter or self.looks_up) and (config.use_gating or config.lora_bias):
+        if (site.is_only_read or self.looks_up) and (config.use_gating or config.lora_bias):
             raise ConfigError(
                 f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
                 f"{site.path!r}: only its weight can be adapted. Write False for both."
