@@ -38,11 +38,24 @@ def attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
     keys = mask.shape[-1]
     if keys < tokens or (mask.dim() == 2 and keys != cached + tokens):
         return None
-    seen = mask > _HIDDEN if mask.is_floating_point() else mask != 0
+    seen = _seen(mask)
     start = min(cached, keys - tokens)
     if mask.dim() > 2:
         seen = seen[..., start : start + tokens].flatten(1, -2).any(1)  # [rows or 1, tokens]
     return seen.expand(rows, -1)[:, -tokens:]  # [rows, tokens]
+
+
+def first_attended(mask: Tensor) -> Tensor:
+    """Return the first key that each query attends to, `[rows or 1, queries or 1]`; 0 if none.
+
+    Args:
+        mask: `[rows or 1, heads or 1, queries or 1, keys]`: bool, or added to scores.
+    """
+    return _seen(mask).any(1).int().argmax(-1)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return mask > _HIDDEN if mask.is_floating_point() else mask != 0
 
 
 def unreadable(mask: Any, rows: int, tokens: int) -> str:

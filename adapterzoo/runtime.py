@@ -53,6 +53,7 @@ class Plan:
         skip_layers: numbers of the blocks without adapters.
         rows: which rows of a batch take which part of the composition; None if all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
+        counted: those among them whose tokens are counted from the first real one of each row.
         exit: path of the entry whose step has an inverse, which acts before the logits; None if
             there is none.
         prompts: the tokens that are added to sequences; None if none are.
@@ -68,6 +69,7 @@ class Plan:
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
+    counted: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
     divides_batch: bool = field(init=False)
@@ -246,6 +248,7 @@ class CallContext:
         shared_input: the adapters of the running module whose layers read one input.
         reads: running calls of modules that read changed parameters, innermost last, each with
             the parameters that it has built.
+        running: layers whose own forward runs, if others read their parameters too.
         stacks: running calls of encoders and decoders, innermost last.
         generation: of the running `generate`.
         prefixes: of running attentions, innermost last.
@@ -264,6 +267,7 @@ class CallContext:
         self.captures: dict[str, Tensor] = {}
         self.shared_input: SharedInput | None = None
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
+        self.running: list[object] = []
 
     @property
     def stack(self) -> RecordedCall:

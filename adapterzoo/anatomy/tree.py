@@ -8,17 +8,29 @@ from typing import Any
 from torch import nn
 
 from adapterzoo.contracts import Contained
+from adapterzoo.errors import StateError
 
 from .names import below
 from .sites import Role
 
-# children inside a module that replaces them: of torch.compile, FSDP1 and checkpoint_wrapper
-_WRAPPED = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_FSDP1 = "_fsdp_wrapped_module"
+# children inside a module that replaces them: of torch.compile, checkpoint_wrapper and FSDP1
+_WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", _FSDP1))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of torch, which have no step in paths."""
+    """Return the module inside wrappers of torch, which have no step in paths.
+
+    Raises:
+        StateError: FSDP1 has wrapped it, and holds pieces of its parameters.
+    """
     while not _WRAPPED.isdisjoint(module._modules):
+        if _FSDP1 in module._modules:
+            raise StateError(
+                "FullyShardedDataParallel wraps a part of the model, and its parameters are empty "
+                "or pieces of others. Write fully_shard(model) instead, and with Trainer "
+                "fsdp_config={'version': 2}."
+            )
         module = next(m for n, m in module._modules.items() if m is not None and n in _WRAPPED)
     return module
 

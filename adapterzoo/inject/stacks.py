@@ -15,6 +15,7 @@ from adapterzoo.runtime import ActiveState, Frame
 from .adapted import Adapted
 from .containers import shared_of
 from .joining import check_called, entered, ids_in, join, places_in
+from .positions import NUMBERS, counted
 
 
 class AdaptedStack(Adapted):
@@ -84,6 +85,8 @@ def recorded(
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:
             given = entered(module, path, joined, context, given)
             args, kwargs = (), given
+        if path in plan.counted and not with_head and NUMBERS in positions:
+            args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
         if is_first and joined is not None:
             check_called(joined)

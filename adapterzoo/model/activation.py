@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
+from adapterzoo.anatomy.names import below
 from adapterzoo.composition import (
     ActiveHeads,
     BoundStep,
@@ -34,6 +35,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.contracts import (
     Adapter,
+    AttentionAdapter,
     InvertibleAdapter,
     PromptAdapter,
     SharedInputAdapter,
@@ -148,7 +150,24 @@ def make_plan(
     )
     leaving = next(inverts, None)
     prompts = _prompts(model, parts, present)
-    return Plan(setup, heads, sites, captures, shared, skip_layers, rows, stacks, leaving, prompts)
+    counted = _counted(model, present) & stacks
+    return Plan(
+        setup, heads, sites, captures, shared, skip_layers, rows, stacks, counted, leaving, prompts
+    )
+
+
+def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) -> frozenset[str]:
+    """Return the paths of the models with rotary positions in which attentions have prefixes."""
+    anatomy, paths = model.anatomy, [path for path, _ in stacks_of(model)]
+    with_prefix = {
+        site.stack
+        for site in anatomy.attentions
+        if not site.cross
+        and any(isinstance(m, AttentionAdapter) for m in present.get(site.path, {}).values())
+    }
+    # the innermost model around a stack numbers its tokens
+    found = ([p for p in ("", *paths) if below(stack, p)] for stack in with_prefix & anatomy.rotary)
+    return frozenset(max(around, key=len) for around in found)
 
 
 def _bound(

@@ -17,7 +17,7 @@ from adapterzoo import inject
 from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -42,6 +42,7 @@ from .sharding import refuse_if_sharded
 from .state import (
     AdaptedModel,
     AdapterRecord,
+    base_prefix,
     fusion_modules,
     modules_of,
     parameters_of,
@@ -68,12 +69,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
-    if (interface := model._adapter_state.interface) is not None:
-        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
-    for member in loaded.members:
-        refuse_missing_layers(member, len(model.anatomy.blocks))
-    loaded, with_output = model._head_strategy.without_saved(loaded)
+    loaded, with_output = _for_model(model, loaded, in_file)
     data: Collected = {}
     if not in_file:
         loaded, data = fitted(model, loaded, init_data)
@@ -86,6 +83,31 @@ def add(
     bring_in(model, name, record, active)
     if with_output:
         model._head_strategy.save_output(name)
+
+
+def _for_model(
+    model: AdaptedModel, config: AdapterConfig, in_file: bool = False
+) -> tuple[AdapterConfig, bool]:
+    """Return a config with what it means in a model, and whether the head's output gets a copy.
+
+    Raises:
+        ConfigError: its values do not fit the model.
+    """
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(config)
+    for member in config.members:
+        refuse_missing_layers(member, len(model.anatomy.blocks))
+    config, with_output = model._head_strategy.without_saved(config)
+    return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
+
+
+def supports(model: AdaptedModel, config: AdapterConfig) -> bool:
+    """Return whether `add` takes a config, with the data that its initial values may need."""
+    try:
+        make(model, _for_model(model, config)[0], torch.device("meta"))
+    except (ConfigError, SiteError, StateError):
+        return False
+    return True
 
 
 def init_values(
@@ -277,8 +299,11 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for path, adapter in modules.items():
         if path:
             layer = inject.place_at(backbone, path, active)
-            overwritten = any(placement.site.overwritten for placement in record.places[path])
-            inject.put(layer, name, adapter, active, path, overwritten)
+            sites = [placement.site for placement in record.places[path]]
+            overwritten = any(site.overwritten for site in sites)
+            read = next((site.read for site in sites if site.read), ())
+            is_called = all(site.is_called for site in sites)
+            inject.put(layer, name, adapter, active, path, overwritten, read, is_called)
         else:
             inject.put_shared(backbone, name, adapter, active)
     for key in keys.values():
@@ -287,6 +312,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         inject.capture_input(layer_at(backbone, source), reader, name, active, source)
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
+    for path in model.anatomy.fused:
+        inject.call_layers(layer_at(backbone, path), name, active, path)
     for path, stack in stacks_of(model):
         guards.put(stack, active)
         if record.reads_calls:
@@ -326,7 +353,8 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     model._active.forget(name)
     state.plans.clear()
     shared = ((around, around) for around in record.shared_inputs)
-    for source, reader in (*record.sources(), *shared):
+    fused = ((path, path) for path in model.anatomy.fused)
+    for source, reader in (*record.sources(), *shared, *fused):
         inject.release_input(layer_at(backbone, source), reader, name)
     for path in record.places:
         if path:

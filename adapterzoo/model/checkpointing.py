@@ -17,7 +17,7 @@ from adapterzoo.arguments import one_of
 from adapterzoo.checkpoint import base_sample, fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.inject.building import build, device_of, inject_path, layer_at
 from adapterzoo.methods import undrawn
@@ -65,8 +65,10 @@ def save_adapter(
     """
     if not beside:
         _warn_of_embeddings(model, name)
-    stored = checkpoint_of(model, name, with_head, meta, format)
-    documents.write(model, folder, stored, "adapter", format)
+    own = [module for _, module in modules_of(model, name)]
+    with sharding.gathering(model, own):
+        stored = checkpoint_of(model, name, with_head, meta, format)
+        documents.write(model, folder, stored, "adapter", format)
 
 
 def check_saving(
@@ -296,7 +298,8 @@ def filled(
         )
     record = tables.with_table(model, record, paths, empty)
     skeleton = named_tensors(record.coming, keep_vars=True)
-    fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
+    copies = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
+    fit.check_fit(type(model).__name__, fit.converted(tensors, copies), skeleton, dtype)
     by_path = fit.by_path(tensors)
     modules: dict[str, Adapter] = {}
     taken: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import token_rows
 from .hf.continuous_batching import refuse_while_batching
 from .hf.hosts import refuse_trained
+from .hf.untying import untied
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, modules_of, parameters_of
 
@@ -119,7 +121,8 @@ def merge_and_unload(
     added = to_merge(model, names)
 
     def change(changed: Any) -> None:
-        merge(changed, added)
+        with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
+            merge(changed, added)
 
     return model._head_strategy.unloaded(change, architecture)
 
@@ -230,6 +233,21 @@ def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
     return firsts
 
 
+def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
+    """Return whether adapters change one of several layers that share a weight.
+
+    Rows of a table that act in all of these layers do not.
+    """
+    if any(token_rows.paths_of(model, name) for name in added):
+        return False
+    try:
+        _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
+        model._head_strategy.check_merging((*model._adapter_state.merged, *added))
+    except StateError:
+        return True
+    return False
+
+
 def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
     sharing: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -269,20 +287,15 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         transposed = inject.stores_transposed(layer, parameter)
         original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
         base = inject.base_of(layer, original, bias, kept=kept)
-        w = original.to(compute_dtype(original.dtype))
+        w = stored.to(compute_dtype(stored.dtype))
         for adapter in adapters:
-            if isinstance(adapter, inject.ExpertAdapters):
-                w = adapter.changed(parameter, w, base)
-            elif isinstance(adapter, CopyAdapter):
-                stored_w = adapter.parameter(parameter, w.mT if transposed else w, base)
-                w = stored_w.mT if transposed else stored_w
-            else:
-                w = inject.mergeable(adapter).weight(w, base)
+            w = inject.changed(adapter, parameter, w, base, transposed)
         target = cast("Tensor", layer._parameters[parameter])
-        _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
+        _fill(target, w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and (original.dim() == 2 or bias is not None):
             # adapters of a parameter do not change the bias, of which there is no copy
-            b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
+            b = torch.zeros_like(original[:, 0]) if bias is None else bias
+            b = b.to(w.dtype)
             own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
             _write_bias(own_bias, path, adapters, base, b)
 

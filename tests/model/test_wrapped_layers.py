@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from families import tiny_config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaForCausalLM
 
 import adapterzoo
 from adapterzoo import Fuse
+from adapterzoo.errors import StateError
 
 IDS = torch.tensor([[1, 5, 9, 4]])
 BLOCK = "model.layers.0"
@@ -125,3 +130,22 @@ def test_wrapped_layers_are_fused(wrap):
     model.delete_adapter_fusion(Fuse("a", "b"))
     model.delete_adapter("a")
     assert model.active_adapters is None or "a" not in model.active_adapters.flatten()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_refused_by_name(tmp_path):
+    """It keeps parameters in flat tensors, so that files would hold empty ones."""
+    model = filled(llama(), "a", "lora[r=2]").float()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        wrap_at(model, partial(FullyShardedDataParallel, device_id=torch.device("cpu")), BLOCK)
+        for call in (
+            lambda: model.save_adapter(tmp_path / "a", "a"),
+            lambda: model.add_adapter("b", "lora"),
+            lambda: model.delete_adapter("a"),
+        ):
+            with pytest.raises(StateError, match=r"FullyShardedDataParallel wraps.*fully_shard"):
+                call()
+        assert not (tmp_path / "a").exists()
+    finally:
+        dist.destroy_process_group()

@@ -169,10 +169,10 @@ class NamedHeads(HeadStrategy):
 
     def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
         """Return a new model of a class of transformers; this one stays as it is."""
-        head = head_to_keep(self.model, architecture)
         twin = copy.deepcopy(self.model)
         change(twin)
-        return as_plain(twin, *head)
+        # shared weights may have been given to each layer
+        return as_plain(twin, *head_to_keep(twin, architecture))
 
     # --- files ---
 
@@ -245,7 +245,7 @@ class NamedHeads(HeadStrategy):
         heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
         fits = store.own_tensors(self.model, empty)
-        fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
+        fit.check_fit(type(self.model).__name__, fit.converted(tensors, fits), fits, None)
         head = store.built(self.model, config)
         refuse_unreadable(self.model, head)
         if asked.dtype is not None:

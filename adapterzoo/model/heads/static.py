@@ -216,7 +216,7 @@ class StaticHead(HeadStrategy):
         if name is None:
             # the original may get another output layer
             fits = mine | {key: rest[key] for key in rest.keys() & tensors.keys()}
-            fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
+            fit.check_fit(type(self.model).__name__, fit.converted(tensors, fits), fits, None)
             return lambda: fit.fill(self.model, tensors)
         output = copies.output_tensors(self.model)
         # a copy may still have the values of the original
@@ -228,7 +228,7 @@ class StaticHead(HeadStrategy):
             rest = {key: t for key, t in rest.items() if key not in output}
         _refuse_shared({**copies.rest_of(self.model), **rest}, tensors, self.model)
         tensors = {key: t for key, t in tensors.items() if key not in rest or key in mine}
-        fit.check_fit(type(self.model).__name__, tensors, mine, asked.dtype)
+        fit.check_fit(type(self.model).__name__, fit.converted(tensors, mine), mine, None)
         layers = copies.made(self.model, own_output)
         for path, layer in layers.items():
             inside = f"{path}."

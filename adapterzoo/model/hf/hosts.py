@@ -51,11 +51,13 @@ def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -
             "other layers of the active head. Write add_causal_lm_head('a', layers=1), or train "
             "with AdapterTrainer."
         )
-    if isinstance(output, Adapted) and output._link.path in model._active.plan.sites:
+    plan = model._active.plan
+    is_changed = isinstance(output, Adapted) and output._link.path in plan.sites
+    if is_changed or (head is not None and plan.exit is not None):
         raise StateError(
-            "TRL computes the loss from the output matrix of the base model, without what the "
-            "active adapters change there. Leave this layer out of the adapter's config, or "
-            "train with AdapterTrainer."
+            "TRL computes the loss from the hidden states and the output matrix of the base "
+            "model, without what the active adapters change there. Add an adapter that leaves "
+            "the output layer and the embeddings as they are, or train with AdapterTrainer."
         )
 
 

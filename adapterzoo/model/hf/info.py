@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Mapping
@@ -180,8 +181,8 @@ class Tasks:
         """
         fields = task_heads.other_fields(self._model.config, saved or {})
         try:
-            pooler = self._has_pooler()
-            config, own, _ = self.named(architecture, tensors, label2id, pooler, fields)
+            pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
+            config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
@@ -189,6 +190,41 @@ class Tasks:
                 f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
             ) from error
         return {"config": config}, own
+
+    def _whole(self, architecture: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all tensors of a static head of which a file has a part.
+
+        PEFT saves the last layers of a head. The others come from the checkpoint of the model,
+        and belong to a head here.
+
+        Raises:
+            InexpressibleError: no head has them.
+        """
+        cls: Any = getattr(transformers, architecture, None)
+        if cls is None or not is_task(architecture):
+            return dict(tensors)
+        config = copy.deepcopy(self._model.config)
+        # other attention implementations do not support the meta device
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            needed = head_tensors(cls(config))
+        there = {id(t) for key, t in needed.items() if key in tensors}
+        lacking = [key for key, t in needed.items() if id(t) not in there]
+        if not lacking:
+            return dict(tensors)
+        strategy, found = self._model._head_strategy, dict[str, Tensor]()
+        for name in strategy.names():
+            record = strategy.record(name)
+            for kind in (architecture, *(config.architectures or ())):
+                with contextlib.suppress(CheckpointError):
+                    whole = self.write(kind, record.document, record.tensors)
+                    found = {k: t.detach() for k, t in whole.items() if k in lacking} | found
+        lost = [k for k in lacking if k not in found or found[k].shape != needed[k].shape]
+        if lost:
+            raise InexpressibleError(
+                f"{architecture}: the file lacks {listing(lost)}, and so do the heads of this model"
+            )
+        return {**found, **tensors}
 
     def write(
         self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
