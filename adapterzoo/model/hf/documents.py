@@ -103,8 +103,9 @@ def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
         own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
         for name, tensor in own.items():
             # those of sharded models are of other classes, or empty
-            plain = type(tensor) in (nn.Parameter, Tensor) and type(tensor.data) is Tensor
-            if plain and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+            if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta:
+                continue
+            if tensor.is_floating_point() and tensor.numel():
                 found[f"{path}.{name}"] = tensor
     if replaced and (table := token_table(model)) is not None:
         found = {k: t for k, t in found.items() if t is not table.weight}
