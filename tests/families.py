@@ -82,7 +82,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
                  "apply_spec_augment": False, "layerdrop": 0.0},
 }  # fmt: skip
 # for single tests
-OTHERS = {"bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4}}
+OTHERS = {
+    "marian": {**_BART, "pad_token_id": 98},
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4},
+    "umt5": _T5,
+}
 
 
 def tiny_config(family: str) -> PreTrainedConfig:

@@ -33,8 +33,9 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "layers", "prefix_positions", "suffix_positions", "r", "orthogonality", "tied_weights",
             "dropout", "non_linearity", "dtype", "output_reft", "init_weights_seed",
         ),
-        # files do not distinguish NoReFT and DiReFT
+        # read where a file has it
         omitted=("subtract_projection",),
+        unsayable=_unsayable,
         read_fields=_read_fields,
         containers=(Container("refts", "block", below="reft_layer", read=_read, write=_write),),
     )  # fmt: skip
@@ -59,6 +60,13 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
             stacklevel=2,
         )
     return fields
+
+
+def _unsayable(config: AdapterConfig) -> str | None:
+    """Return the reason why a file would be read as that of another method."""
+    if config.get("subtract_projection"):
+        return None
+    return "it has no subtract_projection=False, so that DiReFT would be loaded as NoReFT"
 
 
 def _units(tensors: Tensors) -> dict[str, Tensors]:

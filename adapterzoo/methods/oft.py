@@ -100,7 +100,7 @@ class OFT(Rotating):
         super().__init__()
         self.dropout = config.module_dropout
         self.looks_up = site.kind == "embedding"
-        if self.dropout and site.parameter:
+        if self.dropout and site.is_only_read:
             raise ConfigError(
                 f"OFTConfig(module_dropout={self.dropout}) at {site.path!r}: the module computes "
                 f"with its parameters, merged or not. Write module_dropout=0.0."
@@ -121,7 +121,8 @@ class OFT(Rotating):
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
             return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
-        return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
+        Q = base.from_input(self, x)
+        return base(in_layout_of(rotated(x, Q), x, Q))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

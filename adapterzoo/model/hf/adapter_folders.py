@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import folders, formats
-from adapterzoo.errors import CheckpointError, HubError, in_python
+from adapterzoo.errors import CheckpointError, HubError, in_python, listing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         options: its other arguments.
 
     Raises:
-        CheckpointError: the adapter does not name its base model.
+        CheckpointError: the adapter does not name its base model, or sub-folders hold adapters.
     """
     if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
         return None
@@ -79,6 +79,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     with folders.reading(folder):
         format = formats.of(folder, "adapter")
         if format is None:
+            _refuse_several(folder)
             return None
         base = formats.formats[format].base(folder)
     if base.name is None:
@@ -92,6 +93,24 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         )
     name = None if folder == Path(path) else os.fspath(path)
     return AdapterFolder(folder, name, base.name, base.revision)
+
+
+def _refuse_several(folder: Path) -> None:
+    """Refuse a folder whose sub-folders hold adapters, as `AdapterTrainer` writes them."""
+    found = {sub: formats.of(sub, "adapter") for sub in sorted(folder.iterdir()) if sub.is_dir()}
+    first = next((sub for sub, format in found.items() if format is not None), None)
+    if first is None:
+        return
+    base = formats.formats[cast("str", found[first])].base(first).name or "base"
+    names = listing(sub.name for sub, format in found.items() if format is not None)
+    python = (
+        f"model = AutoAdapterModel.from_pretrained({base!r}), and "
+        f"model.load_adapter({os.fspath(first)!r})"
+    )
+    raise CheckpointError(
+        f"{os.fspath(folder)!r} holds no model, but adapters in sub-folders: {names}. Write "
+        f"{in_python(python, '--model with their base model')}."
+    )
 
 
 def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:
