@@ -42,7 +42,8 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
     """
     found = []
     for path, module in tree.modules.items():
-        if not path or path in listed or isinstance(module, _ConvNd):
+        # torch's recurrent layers compute with a list of their weights, taken once
+        if not path or path in listed or isinstance(module, (_ConvNd, nn.RNNBase)):
             continue
         for name, own in module._parameters.items():
             if own is None or own.dim() not in (2, 3) or not own.is_floating_point():
