@@ -116,7 +116,7 @@ def _touches(cls: type[Any], name: str) -> bool:
 
 
 @functools.cache
-def _use(cls: type[Any], child: str) -> Use:
+def _use(cls: Any, child: str) -> Use:
     """Return how the methods of a class use a child."""
     found = [attribute for name, attribute in _all_accesses(cls, child) if name == child]
     return Use(frozenset(name for name in found if name), None in found)
