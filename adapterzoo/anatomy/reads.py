@@ -15,7 +15,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -60,13 +60,13 @@ def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
         around, _, child = path.rpartition(".")
         while around and isinstance(tree.modules.get(around), _LISTS):
             around, _, child = around.rpartition(".")
-        owner: Any = tree.modules.get(around)
+        owner = tree.modules.get(around)
         if not own or not path or owner is None:
             continue
         if isinstance(module, nn.Embedding) and not _only_looks_up(module):
             found[path] = ("weight",), False
             continue
-        use = _use(type(owner), child)
+        use = _use(cast("Any", type(owner)), child)
         read = tuple(name for name in own if name in use.attributes)
         if use.attributes.issubset(own):
             is_called = use.is_called or not read
