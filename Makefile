@@ -10,7 +10,7 @@
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
 # make growth       how these costs grow with adapters, ranks and tokens, as curves
 # make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu; ARGS=--first for
-#                   the first thirty minutes on a GPU, in calls of ten: ARGS="--first --continue"
+#                   the first fifteen minutes on a GPU, then ARGS="--first --continue"
 #
 # Each command creates the virtual environment if it is missing and needs only Python and make.
 # To use a torch other than the one CI tests:   make TORCH=torch quickstart
@@ -37,7 +37,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
-	docs links tests sweeps coverage devices merging architectures frames exact peft-files fuzz mutants format clean
+	docs links tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -109,8 +109,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices merging architectures frames exact peft-files fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices merging architectures frames exact peft-files fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -127,6 +127,10 @@ fuzz: $(VENV)/.test-$(KEY)
 # writes the table that tests/test_devices.py checks
 devices: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/devices_table.py
+
+# writes the table that tests/test_calls.py checks; ARGS="llama t5" runs these models only
+calls: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/calls_table.py $(ARGS)
 
 # writes the page that tests/test_merged_sites.py checks, for the model types that it does not have;
 # ARGS="--types bert" runs these, ARGS=--again all, which takes half an hour of one core

@@ -140,10 +140,12 @@ class _Calls(threading.local):
     Attributes:
         inside: whether one is running.
         spell: how its caller writes an argument; None: as in Python.
+        takes: names of its arguments; None: all.
     """
 
     inside = False
     spell: Callable[[str, object], str] | None = None
+    takes: frozenset[str] | None = None
 
 
 _calls = _Calls()
@@ -151,25 +153,28 @@ _calls = _Calls()
 
 @contextlib.contextmanager
 def naming(
-    call: str | Callable[[], str], spell: Callable[[str, object], str] | None = None
+    call: str | Callable[[], str],
+    spell: Callable[[str, object], str] | None = None,
+    takes: frozenset[str] | None = None,
 ) -> Iterator[None]:
     """Prefix errors with the call that the user wrote; only the outermost call is named.
 
     Args:
         call: that call, e.g. `"add_adapter('a')"`, or a function that returns it.
         spell: how the user writes an argument, from its name and value; None: as in Python.
+        takes: names of the arguments of the call; None: all.
     """
     if _calls.inside:
         yield
         return
-    _calls.inside, _calls.spell = True, spell
+    _calls.inside, _calls.spell, _calls.takes = True, spell, takes
     try:
         yield
     except AdapterZooError as error:
         error.args = (f"{call if isinstance(call, str) else call()}: {error}", *error.args[1:])
         raise
     finally:
-        _calls.inside, _calls.spell = False, None
+        _calls.inside, _calls.spell, _calls.takes = False, None, None
 
 
 def names_call(function: Callable[P, T]) -> Callable[P, T]:
@@ -181,7 +186,10 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
     Args:
         function: a function, or a method whose first parameter is `self` or `cls`.
     """
-    parameters = list(inspect.signature(function).parameters)
+    signature = inspect.signature(function).parameters
+    parameters = list(signature)
+    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
+    takes = None if is_open else frozenset(parameters)
     is_method = parameters[:1] in (["self"], ["cls"])
     first = parameters[is_method : is_method + 1]
 
@@ -191,7 +199,7 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
             given = [*args[is_method:][:1], *(kwargs[name] for name in first if name in kwargs)]
             return f"{function.__name__}({_shortened(given[0]) if given else ''})"
 
-        with naming(call):
+        with naming(call, takes=takes):
             return function(*args, **kwargs)
 
     return cast("Callable[P, T]", named)
@@ -205,14 +213,18 @@ def names_calls(cls: type[T]) -> type[T]:
     return cls
 
 
-def argument(name: str, value: object) -> str:
+def argument(name: str, value: object, of: str = "save_adapter") -> str:
     """Spell an argument as the reader writes it: `format='peft'`, or `--to peft` in a shell.
 
     Args:
         name: of the argument in Python.
         value: to write for it.
+        of: a method that takes the argument, shown where the call of the user does not.
     """
-    return f"{name}={value!r}" if _calls.spell is None else _calls.spell(name, value)
+    if _calls.spell is not None:
+        return _calls.spell(name, value)
+    spelled = f"{name}={value!r}"
+    return spelled if _calls.takes is None or name in _calls.takes else f"{of}(…, {spelled})"
 
 
 def in_python(text: str, otherwise: str = "") -> str:

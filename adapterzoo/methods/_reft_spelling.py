@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import widest
 from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -32,8 +33,9 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "layers", "prefix_positions", "suffix_positions", "r", "orthogonality", "tied_weights",
             "dropout", "non_linearity", "dtype", "output_reft", "init_weights_seed",
         ),
-        # files do not distinguish NoReFT and DiReFT
+        # read where a file has it
         omitted=("subtract_projection",),
+        unsayable=_unsayable,
         read_fields=_read_fields,
         containers=(Container("refts", "block", below="reft_layer", read=_read, write=_write),),
     )  # fmt: skip
@@ -60,6 +62,13 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
     return fields
 
 
+def _unsayable(config: AdapterConfig) -> str | None:
+    """Return the reason why a file would be read as that of another method."""
+    if config.get("subtract_projection"):
+        return None
+    return "it has no subtract_projection=False, so that DiReFT would be loaded as NoReFT"
+
+
 def _units(tensors: Tensors) -> dict[str, Tensors]:
     """Return the tensors by unit, e.g. "units.0."."""
     found: dict[str, Tensors] = {}
@@ -78,7 +87,7 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
             found[f"{unit}source.{end}"] = own.pop(f"learned_source.{end}")
         if _ORIGINAL in own:
             original, base = own.pop(_ORIGINAL), own.pop(_BASE)
-            rows = _rows(original.double(), base.double()).to(original.dtype)
+            rows = _rows(*(t.to(widest(t.device)) for t in (original, base))).to(original.dtype)
         else:
             rows = own.pop("projection.weight")
         found[f"{unit}projection"] = rows
@@ -123,7 +132,7 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
             continue
         R = own["projection"]
         # orthonormal rows as in the forward pass, completed to a basis
-        wide = R.double()
+        wide = R.to(widest(R.device))
         L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
         rows = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d]
         base = torch.linalg.qr(rows.T, mode="complete").Q  # [d, d]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from adapterzoo import hub
 from adapterzoo.arguments import one_of
-from adapterzoo.checkpoint import fit, folders, formats
+from adapterzoo.checkpoint import base_sample, fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.inject.building import build, device_of, inject_path, layer_at
 from adapterzoo.methods import undrawn
@@ -65,11 +65,15 @@ def save_adapter(
     """
     if not beside:
         _warn_of_embeddings(model, name)
-    stored = checkpoint_of(model, name, with_head, meta, format)
-    documents.write(model, folder, stored, "adapter", format)
+    own = [module for _, module in modules_of(model, name)]
+    with sharding.gathering(model, own):
+        stored = checkpoint_of(model, name, with_head, meta, format)
+        documents.write(model, folder, stored, "adapter", format)
 
 
-def check_saving(model: AdaptedModel, names: Iterable[str], format: str) -> None:
+def check_saving(
+    model: AdaptedModel, names: Iterable[str], format: str, with_head: bool = True
+) -> None:
     """Check that a format can express adapters, before the first of them is written.
 
     Raises:
@@ -77,7 +81,9 @@ def check_saving(model: AdaptedModel, names: Iterable[str], format: str) -> None
     """
     # the native format can express all
     for name in names if format != "native" else ():
-        documents.check(model, checkpoint_of(model, name, True, None, format), "adapter", format)
+        documents.check(
+            model, checkpoint_of(model, name, with_head, None, format), "adapter", format
+        )
 
 
 def checkpoint_of(
@@ -93,8 +99,12 @@ def checkpoint_of(
     if with_head:
         head_name = strategy.name_with(name)
         head = strategy.record(head_name, alone=head_name != name, short=format == "native")
+    base = {}
+    if format == "native" and (sampled := base_sample.sample(documents.base_weights(model))):
+        base[documents.BASE] = sampled
     document = {
         **documents.provenance(model, name),
+        **base,
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -182,7 +192,9 @@ def fitting(
     there = {"adapter": records, **({"head": heads} if with_head and head_name == name else {})}
     of_head, warn_of_head = arguments.overwriting(asked, head_name, head=heads)
     asked, warn = arguments.overwriting(asked, name, **there)
-    refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
+    refuse_taken(
+        model, name, bool(asked.overwrite_ok), argument("load_as", "another_name", "load_adapter")
+    )
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = filled(model, stored, left_out, asked.dtype)
     enter_head, warn_of_loss = None, None
@@ -211,6 +223,7 @@ def fitting(
         if warn_of_loss is not None:
             warn_of_loss()
         warn()
+        documents.warn_of_base(model, stored, name)
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
         arguments.report(asked.loading_info)
 
@@ -285,7 +298,8 @@ def filled(
         )
     record = tables.with_table(model, record, paths, empty)
     skeleton = named_tensors(record.coming, keep_vars=True)
-    fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
+    copies = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
+    fit.check_fit(type(model).__name__, fit.converted(tensors, copies), skeleton, dtype)
     by_path = fit.by_path(tensors)
     modules: dict[str, Adapter] = {}
     taken: set[int] = set()

@@ -39,6 +39,7 @@ from .hf import (
     config_entry,
     embedding_files,
     fusion_files,
+    hosts,
     owned,
     publishing,
     recompute,
@@ -525,6 +526,17 @@ class AdapterModelMixin:
         if mode and self.has_adapters():
             training.hold_statistics(self)
         return self
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer of a language model; None without one.
+
+        Raises:
+            StateError: TRL's fused head would leave out what adapters change there.
+        """
+        output = cast("Any", super()).get_output_embeddings()
+        if output is not None:
+            hosts.refuse_fused(self, output)
+        return output
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Any:
         """Make quantized layers plain ones, as transformers does; their adapters stay.
@@ -1350,19 +1362,20 @@ class AdapterModelMixin:
     # --- called by transformers and torch ---
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize as transformers does; raises if adapters adapt the embedding.
+        """Resize as transformers does, with the copies that adapters have of a language model head.
+
+        Their old rows stay as they are, and new rows have the values of the model's own.
 
         Args:
             *args: as `PreTrainedModel.resize_token_embeddings` takes them.
             **kwargs: the same.
 
         Raises:
-            StateError: an adapter adapts the embedding.
+            StateError: an adapter has the size of the embedding, or is merged there.
         """
-        adapters.refuse_at_embedding(self)
-        resized = cast("Any", super()).resize_token_embeddings(*args, **kwargs)
-        self._adapter_state.anatomy = None
-        return resized
+        resize = functools.partial(cast("Any", super()).resize_token_embeddings, *args, **kwargs)
+        size = kwargs.get("new_num_tokens", args[0] if args else None)
+        return vocabularies.resize(self, size, resize)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Return the tied parameters of base model, heads and adapters: keys to keys."""

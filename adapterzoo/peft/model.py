@@ -17,7 +17,9 @@ from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.inject import set_class
 from adapterzoo.model import AdapterModelMixin, checkpointing, init
 from adapterzoo.model.hf.factory import blank
+from adapterzoo.model.hf.hosts import is_untrained
 from adapterzoo.model.peft import autocast, in_memory, switching
+from adapterzoo.model.state import parameters_of
 
 from . import checkpoints
 from .configs import PeftConfig, from_values
@@ -158,10 +160,12 @@ class PeftModel:
         Raises:
             UnknownNameError: an adapter is unknown.
         """
-        if inference_mode:
-            switching.activate(cast("Any", self), adapter_name, frozen=True)
+        names = switching.list_of(cast("Any", self), adapter_name)
+        own = (p for name in names for p in parameters_of(cast("Any", self), name))
+        # of a reference that a Trainer's loss compares with, nothing can be trained
+        if inference_mode or is_untrained(self, own):
+            switching.activate(cast("Any", self), names, frozen=True)
         else:
-            names = switching.list_of(cast("Any", self), adapter_name)
             switching.train(self, names if len(names) > 1 else names[0], thaws=True)
 
     @switching.also_named(adapter_names="adapter_name")
@@ -201,9 +205,10 @@ class PeftModel:
             safe_serialization: must be True.
             selected_adapters: names; None: all.
             is_main_process: whether this process writes.
-            **kwargs: `format` of the files, "peft" if not given; `state_dict` of the whole model,
-                which `Trainer` gives and which is not read. In a trainer's `checkpoint-<step>`
-                all trained tensors are also written to `model.safetensors`.
+            **kwargs: `format` of the files, "peft" if not given; `with_head`, whether heads are
+                saved; `state_dict` of the whole model, which `Trainer` gives and which is not read.
+                In a trainer's `checkpoint-<step>` all trained tensors are also written to
+                `model.safetensors`.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
@@ -211,7 +216,7 @@ class PeftModel:
             UnknownNameError: an adapter is unknown.
         """
         of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
-        format = kwargs.pop("format", "peft")
+        format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", True)
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
             raise ConfigError(
@@ -224,10 +229,12 @@ class PeftModel:
             if name not in known:
                 raise unknown_name("", "adapter", name, known)
         if len(names) > 1:
-            checkpointing.check_saving(cast("Any", self), names, format)
+            checkpointing.check_saving(cast("Any", self), names, format, with_head)
         for name in names if is_main_process else ():
             below = "" if name == switching.DEFAULT else name
-            self.save_adapter(Path(save_directory) / below, name, format=format)
+            self.save_adapter(
+                Path(save_directory) / below, name, with_head=with_head, format=format
+            )
         if of_trainer and is_main_process:
             checkpoints.write(cast("Any", self), Path(save_directory))
 

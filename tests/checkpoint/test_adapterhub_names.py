@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from snapshots import adapter_bits, stir
 from transformers import (
     AutoConfig,
@@ -19,9 +19,19 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
+    DistilBertConfig,
+    DistilBertModel,
 )
 
-from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig, PrefixTuningConfig, init
+from adapterzoo import (
+    AutoAdapterModel,
+    BnConfig,
+    LoRAConfig,
+    MAMConfig,
+    PrefixTuningConfig,
+    UniPELTConfig,
+    init,
+)
 from adapterzoo.checkpoint.adapterhub.names import (
     LAYOUTS,
     find_block,
@@ -162,6 +172,38 @@ def test_towers_have_prefixes_of_their_own(tmp_path):
     model.add_adapter("a", PrefixTuningConfig(flat=True, leave_out=(2, 3), convention="adapterhub"))
     with pytest.raises(CheckpointError, match=r"prefixes in both towers.*format='native'"):
         model.save_adapter(tmp_path / "one", "a", format="adapterhub")
+
+
+def test_prefixes_of_distilbert_have_the_name_of_the_peer(tmp_path):
+    """`adapters` names the location "self" there, and "self_prefix" in BERT and others."""
+    config = DistilBertConfig(vocab_size=60, dim=16, hidden_dim=24, n_layers=2, n_heads=2)
+    model = init(DistilBertModel(config))
+    table = PrefixTuningConfig(prefix_length=3, bottleneck_size=4, convention="adapterhub")
+    for name, method in {
+        "a": table,
+        "b": table.replace(flat=True),
+        "mam": MAMConfig(table),
+        "unipelt": UniPELTConfig(table).replace(convention="adapterhub"),
+    }.items():
+        model.add_adapter(name, method)
+        stir(model, name)
+        before, folder = adapter_bits(model, name), tmp_path / name
+        model.save_adapter(folder, name, format="adapterhub-safetensors", with_head=False)
+        (file,) = folder.glob("*adapter.s*")
+        tensors = load_file(file)
+        own = [key for key in tensors if "prefix_tunings." in key]
+        assert own
+        assert all(f"prefix_tunings.{name}.self." in key for key in own)
+        model.load_adapter(folder, load_as="read")
+        assert adapter_bits(model, "read") == before
+        model.delete_adapter("read")
+        # as this library wrote them before
+        old = {key.replace(f".{name}.self.", f".{name}.self_prefix."): t
+               for key, t in tensors.items()}  # fmt: skip
+        save_file(old, file)
+        model.load_adapter(folder, load_as="read")
+        assert adapter_bits(model, "read") == before
+        model.delete_adapter("read")
 
 
 def test_a_file_of_the_other_half_of_clip_is_refused(tmp_path):

@@ -5,9 +5,16 @@ What a gate does with the tokens that it reads is in the golden files and in the
 
 import pytest
 import torch
+from cached import CACHE
 from families import tiny_config
 from snapshots import refused, stir
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+)
 
 from adapterzoo import AdapterConfig, BatchSplit, init
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
@@ -92,6 +99,27 @@ def test_cross_attention_reads_the_mask_of_the_encoder(name):
     torch.testing.assert_close(whole, alone, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("family", ["t5", "bart", "mbart", "marian", "bert to bert"])
+def test_the_queries_of_cross_attention_read_the_mask_of_the_decoder(family):
+    """The encoder's rows are as long as the decoder's, so that its mask would fit as well."""
+    ids, mask = padded("right")
+    start, own = padded("right", real=5)
+    if family == "bert to bert":
+        torch.manual_seed(0)
+        pair = EncoderDecoderConfig.from_encoder_decoder_configs(*[tiny_config("bert")] * 2)
+        model = init(EncoderDecoderModel(pair).double().eval())
+        model.add_adapter("a", CONFIGS["prefix"] % "", set_active=True)
+        stir(model, "a", std=0.5)
+    else:
+        model = made(family, CONFIGS["prefix"] % "", auto=AutoModelForSeq2SeqLM)
+    with torch.no_grad():
+        whole = model(
+            input_ids=ids, attention_mask=mask, decoder_input_ids=start, decoder_attention_mask=own
+        ).logits[1, :5]
+        alone = model(input_ids=ids[1:, :4], decoder_input_ids=start[1:, :5]).logits[0]
+    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(("family", "auto"), [("llama", AutoModelForCausalLM),
                                               ("t5", AutoModelForSeq2SeqLM)])  # fmt: skip
@@ -113,9 +141,9 @@ def test_a_cache_of_an_earlier_call_does_not_tell_the_prompt():
     model = made("llama", CONFIGS["lora"] % "", auto=AutoModelForCausalLM)
     first = model(ids, use_cache=True)
     with pytest.raises(StateError, match=r"past_key_values.*model\.generate"):
-        model(ids[:, :1], past_key_values=first.past_key_values)
+        model(ids[:, :1], **{CACHE: first[CACHE]})
     both = made("llama", CONFIGS["lora"] % OF_ALL, auto=AutoModelForCausalLM)
-    both(ids[:, :1], past_key_values=both(ids, use_cache=True).past_key_values)
+    both(ids[:, :1], **{CACHE: both(ids, use_cache=True)[CACHE]})
 
 
 @pytest.mark.parametrize("name", CONFIGS)

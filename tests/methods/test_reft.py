@@ -9,7 +9,7 @@ from snapshots import stir
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from adapterzoo import BatchSplit, DiReftConfig, LoReftConfig, NoReftConfig, Stack, init
-from adapterzoo.errors import ConfigError, SiteError, StateError
+from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateError
 
 LOREFT = LoReftConfig(r=2, prefix_positions=2, suffix_positions=1)
 CONFIGS = {
@@ -287,3 +287,18 @@ def test_half_precision_keeps_its_dtype():
     assert hidden(model, **tiny_inputs("llama")).dtype is torch.bfloat16
     kinds = {p.dtype for _, m in model.adapter_modules("a") for p in m.parameters()}
     assert kinds == {torch.float32}
+
+
+@pytest.mark.parametrize("config", [CONFIGS["direft"], LOREFT.replace(subtract_projection=False)])
+def test_direft_is_not_written_where_a_file_cannot_say_it(config, tmp_path):
+    """The fields of the peer's files lack subtract_projection, and it would load NoReFT."""
+    model = made("bert", a=config)
+    with pytest.raises(CheckpointError, match=r"subtract_projection=False.*format='native'"):
+        model.save_adapter(tmp_path / "a", "a", format="adapterhub")
+    assert not (tmp_path / "a").exists()
+    stir(model, "a", 0)
+    model.set_active_adapters("a")
+    right = hidden(model, **tiny_inputs("bert"))
+    model.save_adapter(tmp_path / "a", "a")
+    model.load_adapter(tmp_path / "a", load_as="b", set_active=True)
+    assert torch.equal(hidden(model, **tiny_inputs("bert")), right)

@@ -34,7 +34,8 @@ def read_head(
         raise CheckpointError(
             f"head_config.json has config={config!r}, which is not an object of fields. "
             f"Write "
-            f"{argument('with_head', False)}, or copy the checkpoint again from where it was saved."
+            f"{argument('with_head', False, 'load_adapter')}, or copy the checkpoint again from "
+            f"where it was saved."
         )
     _refuse_quirks(info, config)
     start = f"heads.{metadata.get('name')}"
@@ -139,6 +140,6 @@ def _read_static(
             raise CheckpointError(
                 f"the checkpoint has {key!r}, and the model's own is another; an "
                 f"adapter does not replace the output layer of a language model. Write "
-                f"{argument('with_head', False)}."
+                f"{argument('with_head', False, 'load_adapter')}."
             )
     return {STATIC: theirs}, mine

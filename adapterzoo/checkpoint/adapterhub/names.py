@@ -93,7 +93,7 @@ LAYOUTS: Mapping[str, Layout] = {
     **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
     "deberta": _BERT,
     "deberta-v2": _BERT,
-    "distilbert": _HUNG_IN,
+    "distilbert": Layout(_HUNG_IN.sublayers, locations={"self_prefix": "self"}),
     "electra": _BERT,
     "gemma2": _HUNG_IN,
     "gemma3_text": _HUNG_IN,

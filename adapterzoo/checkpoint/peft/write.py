@@ -8,15 +8,17 @@ from typing import Any
 import transformers
 from torch import Tensor
 
+from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
+from adapterzoo.expressions import short_names
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from . import beside, parameters
 from .heads import TASKS, Task
-from .patterns import by_path, most_common, short_names
+from .patterns import by_path, most_common
 
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
@@ -46,8 +48,13 @@ def encode_adapter(
     modules = info.modules(task.model_class)
     fields, shared = _of_model(spelling, config, checkpoint.adapter, info)
     tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
-    tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in head.items()}
     fields |= _task_fields(head, modules, task, info)
+    head_modules = tuple(fields["modules_to_save"] or ())
+    tensors |= {
+        f"{spelling.prefix}{key}": tensor
+        for key, tensor in head.items()
+        if any(key.startswith(f"{path}.") for path in head_modules)
+    }
     if not spelling.has_layers:
         _check_task(spelling, head, task)
         parts = {}
@@ -61,7 +68,6 @@ def encode_adapter(
     }  # fmt: skip
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
-    head_modules = fields["modules_to_save"] or []
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
     depths = parameters.depths(sites.values(), [*info.anatomy.weights()])
     for name, layer in layers.items():
@@ -252,7 +258,7 @@ def _task_fields(
         "auto_mapping": None,
         "base_model_name_or_path": info.model_name,
         "inference_mode": True,
-        "modules_to_save": _modules_to_save(head, modules) or None,
+        "modules_to_save": _whole_modules(head, modules, info) or None,
         "revision": None,
         "task_type": task_type,
     }
@@ -290,19 +296,37 @@ def _path_in_task(
     return found
 
 
-def _modules_to_save(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]]
+def _whole_modules(
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
 ) -> list[str]:
-    names = sorted({key.partition(".")[0] for key in head})
-    expected = {
-        f"{path}.{name}"
-        for path, own in modules.items()
-        if path.partition(".")[0] in names
-        for name in own
-    }
-    if wrong := sorted(expected ^ set(head)):
+    """Return the paths of the modules that a head consists of, each as far up as it is whole.
+
+    Tensors of the head in none of them must be the model's own, which a file need not have.
+
+    Raises:
+        CheckpointError: a tensor is in no whole module, and differs from the model's.
+    """
+    below: dict[str, set[str]] = {}
+    for key in head:
+        parts = key.split(".")
+        below |= {".".join(parts[:end]): set() for end in range(1, len(parts))}
+    for path, own in modules.items():
+        parts = path.split(".")
+        for start in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & below.keys():
+            below[start] |= {f"{path}.{name}" for name in own}
+    whole = [path for path in sorted(below) if path in modules and below[path] <= head.keys()]
+    found = [path for path in whole if not any(path.startswith(f"{other}.") for other in whole)]
+    written = {key for path in found for key in below[path]}
+    rest = {key: tensor for key, tensor in head.items() if key not in written}
+    if wrong := sorted(key for key, tensor in rest.items() if not _is_own(key, tensor, info)):
         raise CheckpointError(
             f"PEFT saves the modules of a head whole, and {listing(wrong)} do not belong to this "
             f"head alone. Write {argument('with_head', False)}."
         )
-    return names
+    return found
+
+
+def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
+    """Return whether a model has a tensor of the same values under this key."""
+    own = info.tensor(key)
+    return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
+from adapterzoo.anatomy import unwrapped
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
 from adapterzoo.configs import AdapterConfig, ConfigUnion
@@ -35,9 +36,8 @@ from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._patterns import matches
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
+from adapterzoo.runtime import HEAD
 
-# in plans: no path of the base model starts with it
-_HEAD = "head//"
 # the submodule of a layer that holds the copies of it
 _HELD = Contained.container
 
@@ -83,6 +83,7 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
 def _layers(
     module: nn.Module, path: str, shared: set[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
+    module = unwrapped(module)
     if isinstance(module, inject.AdapterDict) or id(module) in seen:
         return
     seen.add(id(module))
@@ -136,6 +137,7 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
     if all(member.get("modules_to_save") is None for member in config.members):
         return config, False
     output, head = output_path(model), [path for path, _ in _outside(model) if path]
+    base = [path for path, _ in plain_modules(model._backbone)]
     has_output, members = False, []
     for member in config.members:
         names = member.get("modules_to_save")
@@ -147,7 +149,7 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
                 f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
                 f"layer {output!r}. Leave one of them out."
             )
-        kept = tuple(name for name in listed if name not in mine)
+        kept = tuple(n for n in listed if n not in mine or any(matches(p, (n,)) for p in base))
         members.append(member.replace(modules_to_save=kept or None) if mine else member)
     if all(one is other for one, other in zip(members, config.members, strict=True)):
         return config, False
@@ -171,7 +173,7 @@ def output_path(model: AdaptedModel) -> str | None:
     output = model.get_output_embeddings()
     if output is None or model._backbone is cast("nn.Module", model):
         return None
-    return next((path for path, module in _outside(model) if module is output), None)
+    return next((path for path, module in _outside(model) if module is unwrapped(output)), None)
 
 
 def _outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -207,7 +209,7 @@ def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
     """
     taken = take(model, owner)
     for path, layer in layers.items():
-        inject.put(_layer(model, path), owner, layer, model._active, _HEAD + path)
+        inject.put(_layer(model, path), owner, layer, model._active, HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
     if layers or taken:
@@ -263,6 +265,30 @@ def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Param
             yield from (p for p in own if p.is_floating_point() and packing_of(p) is None)
 
 
+def fitted(layer: nn.Module, own: nn.Module) -> nn.Module:
+    """Return the copy of a layer in the size that the layer has now.
+
+    What the copy does not have gets the values of the layer.
+
+    Args:
+        layer: of the model.
+        own: the copy.
+    """
+    mine = own.state_dict(keep_vars=True)
+    if all(tensor.shape == mine[key].shape for key, tensor in _state(layer).items()):
+        return own
+    wide = _copied(layer).train(own.training)
+    for key, parameter in wide.named_parameters():
+        parameter.data = parameter.data.to(mine[key].dtype)
+        parameter.requires_grad_(mine[key].requires_grad)
+    with torch.no_grad():
+        for key, tensor in wide.state_dict(keep_vars=True).items():
+            sizes = zip(tensor.shape, mine[key].shape, strict=True)
+            both = tuple(slice(min(pair)) for pair in sizes)
+            tensor[both] = mine[key][both]
+    return wide
+
+
 # --- run, save, merge ---
 
 
@@ -281,7 +307,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
     return {
-        _HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
+        HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
         for path in paths
     }
 
@@ -335,7 +361,7 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
         if any(weight is parameter for parameter in own_parameters(model._backbone)):
             raise StateError(
                 f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
-                f"tied to its embeddings, which merging would change. Keep the adapter active."
+                f"tied to its embeddings, and merging would change both. Keep the adapter active."
             )
 
 
@@ -389,10 +415,10 @@ def combined(
     theirs = [layers_with(model, name) for name in names]
     if not any(theirs):
         return {}
-    found = made(model)
+    found = made(model, with_output=any(output_path(model) in each for each in theirs))
     for path, layer in found.items():
         original = {key: t.detach().clone() for key, t in layer.state_dict().items()}
-        states = [each[path].state_dict() if each else original for each in theirs]
+        states = [each[path].state_dict() if path in each else original for each in theirs]
         for key, target in layer.state_dict(keep_vars=True).items():
             if target.is_floating_point() and packing_of(target) is None:
                 total = weighted_sum([upcast(state[key], target) for state in states], weights)

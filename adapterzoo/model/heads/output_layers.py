@@ -83,7 +83,7 @@ def output_like(
         "the file leaves out the head's output layer, which is that of the checkpoint "
         "that its base model came from, and no head of this model has it. Write "
         f"{in_python('AutoAdapterModel.from_pretrained(…) with the checkpoint of its head, or ')}"
-        f"{argument('with_head', False)}."
+        f"{argument('with_head', False, 'load_adapter')}."
     )
 
 

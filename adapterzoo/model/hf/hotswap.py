@@ -277,7 +277,7 @@ def _writes_of_head(
         ConfigError: there is none.
     """
     strategy, record = model._head_strategy, checkpoints.head_in(stored)
-    hint = f"Write {argument('with_head', False)}."
+    hint = f"Write {argument('with_head', False, 'load_adapter')}."
     if name not in strategy.saved_names():
         raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
     # its checks; what it returns would replace the head

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from adapterzoo.errors import ConfigError
-from adapterzoo.inject.building import device_of
+from adapterzoo import inject
+from adapterzoo.anatomy import Site
+from adapterzoo.contracts import CopyAdapter, PromptAdapter
+from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.inject.building import device_of, layer_at, plain_modules
+from adapterzoo.methods._token_rows import TokenRows
+from adapterzoo.model.activation import replan
+from adapterzoo.model.heads import copies, ties
 from adapterzoo.model.heads.embeddings import (
     Waiting,
     biases_of,
@@ -20,9 +27,12 @@ from adapterzoo.model.heads.embeddings import (
     layer_of,
     loaded,
 )
+from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
 
 _LOG = logging.getLogger(__name__)
+# adapters at the table of tokens that do not have its size, or can be resized with it
+_RESIZED = CopyAdapter, PromptAdapter, TokenRows
 # as adapters draws them
 _STD = 0.02
 
@@ -156,3 +166,119 @@ def warn_of_positions(model: AdaptedModel, tokenizer: Any) -> None:
                 "tokenizer pads with %s. Pass position_ids.", number, padding,
             )  # fmt: skip
             return
+
+
+# --- resize ---
+
+
+def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> Any:
+    """Resize the table of tokens, with the copies that adapters have of it and of output layers.
+
+    Args:
+        model: with adapters.
+        size: how many tokens are asked for.
+        change: resizes the model's own layers, as transformers does.
+
+    Raises:
+        StateError: an adapter has the size of the table, or is merged into what is resized.
+    """
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
+    tables, output = _tables(model), _output_in_base(model)
+    layers = tables | output
+    _check_resizing(model, layers, size)
+    # transformers may replace these layers; rows of tokens follow their table
+    taken = [
+        (path, name, inject.take(layer, name))
+        for path, layer in output.items()
+        for name, record in model._adapter_state.records.items()
+        if path in record.places
+    ]
+    heads = {owner: copies.take(model, owner) for owner in (*model._adapter_state.copies,)}
+    try:
+        resized = change()
+    finally:
+        for path, layer in tables.items():
+            _restore(model, path, layer)
+        for path, name, adapter in taken:
+            inject.put(layer_at(backbone, path), name, adapter, model._active, path)
+        for path in layers:
+            layer = layer_at(backbone, path)
+            for adapter in inject.adapters_of(layer).values() if _is_adapted(layer) else ():
+                if isinstance(adapter, CopyAdapter):
+                    adapter.layer = copies.fitted(layer, adapter.layer)
+        for owner, old in heads.items():
+            own = {path: copies.fitted(layer_at(whole, path), copy) for path, copy in old.items()}
+            copies.put(model, owner, own)
+        # discovery reads the model without adapters: only these sizes have changed
+        outside = tuple(_measured(backbone, site) for site in anatomy.outside)
+        model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
+        replan(model)
+    ties.update_outputs(model)
+    return resized
+
+
+def _tables(model: AdaptedModel) -> dict[str, nn.Module]:
+    """Return the modules of the base model that have its table of tokens, by path."""
+    table = cast("Any", model).get_input_embeddings()
+    weight = None if table is None else table._parameters.get("weight")
+    shares = (p for p in plain_modules(model._backbone) if isinstance(p[1], nn.Embedding))
+    found = {path: m for path, m in shares if m._parameters["weight"] is weight}
+    return found or {path: m for path, m in plain_modules(model._backbone) if m is table}
+
+
+def _output_in_base(model: AdaptedModel) -> dict[str, nn.Module]:
+    """Return the output layer that is part of the base model, by path."""
+    layer = cast("Any", model).get_output_embeddings()
+    return {path: m for path, m in plain_modules(model._backbone) if m is layer}
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return isinstance(layer, inject.Adapted)
+
+
+def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
+    state = model._adapter_state
+    if state.head or layers.keys() & state.originals.keys():
+        raise StateError(
+            f"{listing(state.merged)} is merged into layers of the size of the vocabulary. Write "
+            f"reset_adapter() first."
+        )
+    there = [
+        (name, adapter)
+        for layer in layers.values()
+        if _is_adapted(layer)
+        for name, adapter in inject.adapters_of(layer).items()
+    ]
+    if large := [name for name, adapter in there if not isinstance(adapter, _RESIZED)]:
+        raise StateError(
+            f"the adapters {listing(dict.fromkeys(large))} adapt the embedding and have its size. "
+            f"Delete them first: delete_adapter(…)."
+        )
+    for name, adapter in there:
+        last = max(adapter.ids) if isinstance(adapter, TokenRows) else 0
+        if size is not None and last >= size:
+            raise StateError(
+                f"new_num_tokens={size}: {name!r} has a row of the token {last}. Write "
+                f"new_num_tokens={last + 1} or more."
+            )
+
+
+def _restore(model: AdaptedModel, path: str, layer: nn.Module) -> None:
+    """Put a module back in whose place the model has put another one with the same table."""
+    now = cast("Any", layer_at(model._backbone, path))
+    if now is not layer:
+        own = cast("nn.Embedding", layer)
+        own.weight, own.num_embeddings = now.weight, now.num_embeddings
+        owner, _, name = path.rpartition(".")
+        model._backbone.get_submodule(owner)._modules[name] = layer
+
+
+def _measured(backbone: nn.Module, site: Site) -> Site:
+    """Return a site outside of blocks with the sizes that its layer has now."""
+    layer = cast("Any", layer_at(backbone, site.path))
+    if isinstance(layer, nn.Embedding):
+        return dataclasses.replace(site, d_in=layer.num_embeddings)
+    if isinstance(layer, nn.Linear):
+        return dataclasses.replace(site, d_out=layer.out_features)
+    return site
