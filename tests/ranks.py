@@ -13,22 +13,25 @@ METHODS = ("lora", "dora", "boft", "seq_bn", "par_bn")
 BESIDE = "lora[modules_to_save=['LayerNorm'],trainable_token_indices=[0,5,8],bias='lora_only']"
 
 
-def run_ranks(script, world, *args):
+def run_ranks(script, world, *args, options=("-W", "error")):
     """What each rank of `python SCRIPT RANK …` prints; all end without an error.
 
     Args:
         script: a file of this folder.
         world: how many ranks.
         args: of all of them, behind the rank.
+        options: of Python.
     """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "PYTHONPATH": os.pathsep.join(
+            [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", TESTS / script, str(rank), *map(str, args)],
+            [sys.executable, *options, TESTS / script, str(rank), *map(str, args)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(world)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import pickle
 import stat
@@ -28,6 +29,7 @@ from adapterzoo.errors import CheckpointError, ConfigError
 
 from . import folders
 
+_LOG = logging.getLogger(__name__)
 AGAIN = "Copy the checkpoint again from where it was saved"
 # the key of our metadata in our safetensors files, and of `meta_dict` in those of PEFT's format
 NATIVE, META = "adapterzoo", "adapterzoo_meta"
@@ -171,6 +173,23 @@ def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{what} holds a {type(values).__name__}, not an object. {hint}.")
     return values
+
+
+def warn_of_another(folder: Path, kind: str, name: object) -> None:
+    """Warn if a folder holds something of another name that is about to be replaced.
+
+    Args:
+        folder: with the files that will be replaced.
+        kind: of what it holds: "adapter", "head" or the like.
+        name: of what is saved.
+    """
+    file = folder / f"{kind}_config.json"
+    there = read_json(file).get("name") if "name" in fields_of(file) else None
+    if isinstance(there, str) and there != name:
+        _LOG.warning(
+            "%r held the %s %r, which %r replaces. Write another folder to keep both.",
+            str(folder), kind.replace("_", " "), there, name,
+        )  # fmt: skip
 
 
 def fields_of(file: Path) -> frozenset[str]:

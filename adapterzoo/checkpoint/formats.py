@@ -21,7 +21,7 @@ from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
-from . import folders
+from . import files, folders
 from .places import plain
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
@@ -322,4 +322,5 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
                     f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
                     f"both would be mixed. Write another folder, or empty this one."
                 )
+        files.warn_of_another(folder, kind, checkpoint.metadata.get("name"))
         folders.replace_files(folder, contents, sorted(touched | stale))

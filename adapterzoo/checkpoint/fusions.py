@@ -8,7 +8,7 @@ from pathlib import Path
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import argument, unknown_name
 
-from . import folders, native
+from . import files, folders, native
 from .adapterhub import fusion as adapterhub
 from .formats import Checkpoint, ModelInfo, inexpressible
 
@@ -59,6 +59,7 @@ def write(
         contents = adapterhub.encode(info, checkpoint, fused, safe=format != "adapterhub")
     with folders.saving(folder):
         stale = (*_NATIVE, *adapterhub.TENSORS)
+        files.warn_of_another(folder, KIND, checkpoint.metadata.get("name"))
         folders.replace_files(folder, contents, stale)
 
 

@@ -65,8 +65,10 @@ def save_adapter(
     """
     if not beside:
         _warn_of_embeddings(model, name)
-    stored = checkpoint_of(model, name, with_head, meta, format)
-    documents.write(model, folder, stored, "adapter", format)
+    own = [module for _, module in modules_of(model, name)]
+    with sharding.gathering(model, own):
+        stored = checkpoint_of(model, name, with_head, meta, format)
+        documents.write(model, folder, stored, "adapter", format)
 
 
 def check_saving(

@@ -1,14 +1,18 @@
-"""Models that another library has changed: sharded by `fully_shard`, or wrapped by PEFT.
+"""Models that another library has changed: sharded, or wrapped by PEFT.
 
 After `torch.distributed.fsdp.fully_shard` each process holds a part of each parameter, as a
-DTensor. It handles only parameters that existed when it was called, so adapters and heads must be
-added before. In layers wrapped by PEFT, adapters act but cannot be added or removed.
+DTensor. After `deepspeed.initialize` with ZeRO stage 3 (DeepSpeed 0.19.8) a parameter is empty, has
+a `ds_id`, and is whole only within `GatheredParameters`. Both handle only parameters that existed
+when they were called, so adapters and heads must be added before. In layers wrapped by PEFT,
+adapters act but cannot be added or removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
+from adapterzoo.inject import quantized
 
 
 def reshard(model: Any) -> None:
@@ -32,14 +37,24 @@ def reshard(model: Any) -> None:
                 module.reshard()
 
 
-def mesh_of(model: Any) -> Any:
-    """Return the `DeviceMesh` of a resharded model; None if no parameter is sharded."""
+def groups_of(model: Any) -> list[Any]:
+    """Return the process groups over which a resharded model is sharded, one for each dimension."""
     if not _may_be_sharded():
-        return None
+        return []
     from torch.distributed.tensor import DTensor
 
-    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return next(meshes, None)
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        if _is_partitioned(parameter):
+            return [parameter.ds_process_group]
+    return []
+
+
+def _is_partitioned(tensor: Tensor) -> bool:
+    """Return whether ZeRO stage 3 handles a parameter."""
+    return hasattr(tensor, "ds_id")
 
 
 def refuse_if_sharded(model: Any, hint: str) -> None:
@@ -60,11 +75,13 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
             f"peft_model.merge_and_unload() first, or do this before get_peft_model(…)."
         )
     reshard(model)
-    mesh = mesh_of(model)
-    if mesh is not None:
+    if groups := groups_of(model):
+        by = "fully_shard"
+        if any(_is_partitioned(parameter) for parameter in model.parameters()):
+            by, hint = "ZeRO", hint.replace("fully_shard(model)", "deepspeed.initialize(…)")
         raise StateError(
-            f"the model is sharded over {mesh.size()} processes, and fully_shard keeps to the "
-            f"parameters that were there when it was called. {hint}"
+            f"the model is sharded over {math.prod(map(dist.get_world_size, groups))} processes, "
+            f"and {by} keeps to the parameters that were there when it was called. {hint}"
         )
 
 
@@ -74,6 +91,37 @@ def peft_layer(model: nn.Module) -> str | None:
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     kinds = getattr(tuners, "BaseTunerLayer", ())
     return next((path for path, m in model.named_modules() if isinstance(m, kinds)), None)
+
+
+def size_of(parameter: Tensor) -> int:
+    """Return how many numbers a parameter has over all processes, when unpacked."""
+    if _is_partitioned(parameter):
+        return int(cast("Any", parameter).ds_numel)
+    return quantized.count(parameter)
+
+
+@contextlib.contextmanager
+def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the parameters of adapters and heads be whole within the block, under ZeRO stage 3.
+
+    A collective call if they are partitioned. The tables of tokens and all that is outside of the
+    base model are whole too.
+
+    Args:
+        model: with adapters.
+        modules: of adapters, in the same order in all processes.
+    """
+    if not any(_is_partitioned(parameter) for parameter in model.parameters()):
+        yield
+        return
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    outside = (child for child in model.children() if child is not model._backbone)
+    every = (*modules, *outside, *(table for table in tables if table is not None))
+    parameters = dict.fromkeys(p for module in every for p in module.parameters())
+    # a model with such parameters has imported it
+    zero = sys.modules["deepspeed"].zero
+    with zero.GatheredParameters([p for p in parameters if _is_partitioned(p)]):
+        yield
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +153,7 @@ def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) ->
     The others wait and raise its error too. If the model is not sharded, each process writes.
 
     Args:
-        model: resharded.
+        model: resharded, within `gathering`.
         stored: of the model, in the same order in all processes.
         write: writes the whole checkpoint.
 
@@ -113,19 +161,18 @@ def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) ->
         CheckpointError: `write` failed; an old checkpoint is still whole.
     """
     whole = Checkpoint(stored.metadata, gathered(stored.adapter), gathered(stored.head))
-    mesh = mesh_of(model)
-    if mesh is None:
+    groups = groups_of(model)
+    if not groups:
         write(whole)
         return
     failure: list[str | None] = [None]
-    if not any(mesh.get_coordinate()):
+    if not any(dist.get_rank(group) for group in groups):
         try:
             write(whole)
         except AdapterZooError as error:
             failure = [str(error)]
     # along each dimension in turn, until every process has it
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
+    for group in groups:
         dist.broadcast_object_list(failure, dist.get_global_rank(group, 0), group)
     if failure[0] is not None:
         raise CheckpointError(failure[0])

@@ -22,7 +22,7 @@ from . import adapters
 from .activation import refuse_merged, set_active
 from .heads import embeddings, tables
 from .heads.ties import tables_of
-from .sharding import gathered, refuse_if_sharded, reshard
+from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -185,7 +185,8 @@ def adapter_fingerprint(model: AdaptedModel, name: str) -> str:
     """Return a digest of an adapter's config and exact bits."""
     config = model._adapter_state.find(name).config
     reshard(model)
-    return fingerprint(config.to_dict(), gathered(tensors_of(model, name)))
+    with gathering(model, (module for _, module in modules_of(model, name))):
+        return fingerprint(config.to_dict(), gathered(tensors_of(model, name)))
 
 
 def verify_replicas(model: AdaptedModel, group: Any) -> None:
@@ -201,7 +202,8 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
         )
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}
-    mine = {"configs": repr(configs), **digests(gathered(_all_tensors(model)))}
+    with gathering(model, _all_modules(model)):
+        mine = {"configs": repr(configs), **digests(gathered(_all_tensors(model)))}
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     reference = everyone[0] or {}
@@ -217,6 +219,13 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
             f"{len(differing)} of {len(reference)} entries differ from rank 0: {listing(shown)}. "
             f"Load the adapter in every process from one checkpoint."
         )
+
+
+def _all_modules(model: AdaptedModel) -> Iterator[nn.Module]:
+    for name in model._adapter_state.records:
+        yield from (module for _, module in modules_of(model, name))
+    for name in model._adapter_state.fusions:
+        yield from (layer for _, layer in fusion_modules(model, name))
 
 
 def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
@@ -251,7 +260,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "architecture": record.config.architecture,
-                "#param": sum(p.numel() for p in parameters),
+                "#param": sum(size_of(p) for p in parameters),
                 "active": name in active,
                 "train": all(p.requires_grad for p in parameters),
             }
@@ -259,7 +268,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         if name in active and plan.skip_layers:
             rows[-1]["skip_layers"] = list(plan.skip_layers)
     own = [p for p in model._backbone.parameters() if id(p) not in adapters_own]
-    total = sum(map(quantized.count, own))
+    total = sum(map(size_of, own))
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
     trained = any(p.requires_grad for p in own)

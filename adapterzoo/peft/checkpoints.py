@@ -35,7 +35,7 @@ def write(model: AdaptedModel, folder: Path) -> None:
     if not re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name):
         return
     # a trainer of sharded models has files of its own
-    if sharding.mesh_of(model) is None:
+    if not sharding.groups_of(model):
         files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, tensors_of(model))
 
 

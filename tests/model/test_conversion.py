@@ -373,6 +373,38 @@ def test_a_copy_of_the_static_head_goes_along():
     torch.testing.assert_close(logits(model, "a_lora", inputs), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_an_output_layer_of_its_own_goes_along(tied):
+    """Of a conversion and of averages: θ₀ + Σ wᵢ (θᵢ − θ₀)."""
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = adapterzoo.init(transformers.LlamaForCausalLM(config)).double().eval()
+    ids = {"input_ids": torch.tensor([[1, 5, 9]])}
+    for name, saved in {"a": ["lm_head"], "b": None, "c": ["lm_head"]}.items():
+        model.add_adapter(name, LoRAConfig(r=4, modules_to_save=saved))
+        model.train_adapter(name)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.1)
+    model.eval().set_active_adapters("a")
+    right = model(**ids).logits
+    certificate = model.convert_adapter("a", "lora", new_name="d", set_active=True)
+    torch.testing.assert_close(model(**ids).logits, right, rtol=0, atol=1e-12)
+    assert certificate.output_difference < 1e-12
+    heads = model.lm_head.adapters
+    plain = model.lm_head.weight
+    assert "b" not in heads
+    for name, parts, weights in (("e", "a", [1.0]), ("f", "abc", [0.5, 1.5, -0.25])):
+        model.average_adapter(name, [*parts], weights, normalize_weights=False)
+        theirs = [heads[part].weight if part in heads else plain for part in parts]
+        mean = sum((w * (own - plain) for w, own in zip(weights, theirs, strict=True)), plain)
+        torch.testing.assert_close(heads[name].weight, mean, rtol=0, atol=1e-12)
+
+
 def test_the_certificate_as_json_and_as_a_table():
     model = with_adapter("bert", EXACT["vera"], torch.float32)
     certificate = model.convert_adapter("a", rank=3)

@@ -33,15 +33,16 @@ def save(
         raise unknown_name("", "head", head_name, known)
     name = head_name or strategy.active_name()
     sharding.reshard(model)
-    record = strategy.record(name, alone=True, short=format == "native")
-    if record is None:
-        raise StateError(
-            f"this {type(model).__name__} has no head to save. "
-            f"Write add_classification_head('my_task') first."
-        )
-    own_name = name if name and strategy.is_named else sharding.class_name(model)
-    document = {**documents.provenance(model, own_name), "head": record.document}
-    documents.write(model, folder, Checkpoint(document, {}, record.tensors), "head", format)
+    with sharding.gathering(model, ()):
+        record = strategy.record(name, alone=True, short=format == "native")
+        if record is None:
+            raise StateError(
+                f"this {type(model).__name__} has no head to save. "
+                f"Write add_classification_head('my_task') first."
+            )
+        own_name = name if name and strategy.is_named else sharding.class_name(model)
+        document = {**documents.provenance(model, own_name), "head": record.document}
+        documents.write(model, folder, Checkpoint(document, {}, record.tensors), "head", format)
 
 
 def load(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:

@@ -413,10 +413,10 @@ def combined(
     theirs = [layers_with(model, name) for name in names]
     if not any(theirs):
         return {}
-    found = made(model)
+    found = made(model, with_output=any(output_path(model) in each for each in theirs))
     for path, layer in found.items():
         original = {key: t.detach().clone() for key, t in layer.state_dict().items()}
-        states = [each[path].state_dict() if each else original for each in theirs]
+        states = [each[path].state_dict() if path in each else original for each in theirs]
         for key, target in layer.state_dict(keep_vars=True).items():
             if target.is_floating_point() and packing_of(target) is None:
                 total = weighted_sum([upcast(state[key], target) for state in states], weights)

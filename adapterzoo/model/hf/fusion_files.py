@@ -47,14 +47,18 @@ def save(
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
     }
-    stored = Checkpoint(document, named_tensors(dict(fusion_modules(model, name)), keep_vars=True))
+    layers = dict(fusion_modules(model, name))
     info = info_of(model)
     configs = [state.find(adapter).config for adapter in found.adapters]
     if with_head:
         # whether it can be written is known before anything is
         head_name = with_head if isinstance(with_head, str) else name
         checkpoints.save(model, folder, head_name, format)
-    sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
+    with sharding.gathering(model, layers.values()):
+        stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
+        sharding.save(
+            model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs)
+        )
 
 
 def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions) -> str:

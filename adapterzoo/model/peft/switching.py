@@ -11,9 +11,9 @@ from adapterzoo.arguments import one_of
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, listing
-from adapterzoo.inject import quantized
 from adapterzoo.model import adapters, merging, training
 from adapterzoo.model.activation import make_plan, set_active
+from adapterzoo.model.sharding import size_of
 from adapterzoo.model.state import AdaptedModel, parameters_of
 
 from . import autocast, configs
@@ -232,5 +232,5 @@ def _refuse_merged(model: AdaptedModel) -> None:
 
 def counts(model: Any) -> tuple[int, int]:
     """Return the number of trainable parameters and of all; a quantized weight counts as before."""
-    own = [(quantized.count(p), p.requires_grad) for p in model.parameters()]
+    own = [(size_of(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trained in own if trained), sum(n for n, _ in own)
