@@ -10,7 +10,7 @@
 # make bench        measures the cost of adapters on this CPU, compared with PEFT
 # make growth       how these costs grow with adapters, ranks and tokens, as curves
 # make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu; ARGS=--first for
-#                   the first thirty minutes on a GPU, in calls of ten: ARGS="--first --continue"
+#                   the first fifteen minutes on a GPU, then ARGS="--first --continue"
 #
 # Each command creates the virtual environment if it is missing and needs only Python and make.
 # To use a torch other than the one CI tests:   make TORCH=torch quickstart

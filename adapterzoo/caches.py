@@ -1,11 +1,33 @@
-"""Modules that keep values computed from weights, until the weights may have changed."""
+"""Modules that keep values computed from weights, and the caches of a model's earlier tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
+
+CACHES = ("cache", "past_key_values", "cache_params")
+"""A model's argument for the keys, values and states of earlier tokens: one of these names."""
+
+
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """Return the cache of earlier tokens among the arguments of a call; None if there is none."""
+    return next((c for name in CACHES if (c := given.get(name)) is not None), None)
+
+
+def cached_tokens(given: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens in the cache among the arguments of a call, 0 without a cache.
+
+    Returns:
+        None if the cache is a state that does not count its tokens, as Mamba's.
+    """
+    cache = cache_of(given)
+    if cache is None:
+        return 0
+    linear = getattr(cache, "is_linear", ())
+    counts = hasattr(cache, "get_seq_length") and not (linear and all(linear))
+    return int(cache.get_seq_length()) if counts else None
 
 
 class ModuleCache(nn.Module):

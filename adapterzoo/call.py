@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .caches import cached_tokens
 from .errors import StateError, listing
-from .masks import attended, has_values, members, unreadable
-from .token_ids import BOUNDS, CallIds, PromptIds
+from .masks import BOUNDS, attended, bounds_in, has_values, members, packed, unreadable
+from .token_ids import CallIds, PromptIds, grid
 
 Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
@@ -30,8 +30,9 @@ Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 class StackCall(ABC):
     """Facts about the running call of a stack of blocks.
 
-    The tokens of a call belong to the *prompt* unless the cache held tokens before the call, or
-    `generate` has appended them.
+    Outside of `generate` all tokens of a call belong to the *prompt*, unless the cache held tokens
+    before. In `generate` the prompt is what `generate` was given: neither the new tokens nor the
+    candidates of assisted decoding belong to it.
     """
 
     @abstractmethod
@@ -53,7 +54,7 @@ class StackCall(ABC):
             x: as for `real`.
 
         Raises:
-            StateError: as for `real`.
+            StateError: as for `real`, or the call has only a part of the prompt.
         """
 
     def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
@@ -69,15 +70,10 @@ class StackCall(ABC):
             number of all tokens where a prompt is too short.
 
         Raises:
-            StateError: as for `real`.
+            StateError: as for `real`, or the call does not show the end of the prompt.
         """
         prompt = self.prompt(x)
-        rows, tokens = prompt.shape
-        places, exists = _places(prompt.sum(1), first, last)
-        # the n-th real token is where the count of real ones reaches n
-        at = torch.searchsorted(prompt.cumsum(1), places)  # [rows, first + last]
-        at = at + tokens * torch.arange(rows, device=x.device).unsqueeze(1)
-        return torch.where(exists, at, rows * tokens)
+        return _ends(prompt, 0, prompt.shape[1], first, last)
 
     @abstractmethod
     def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
@@ -133,6 +129,13 @@ class StackCall(ABC):
         In a decoder these make the keys and values of cross-attention.
         """
 
+    @abstractmethod
+    def of_queries(self) -> StackCall:
+        """Return the call for a layer that reads the decoder's states beside the encoder's.
+
+        The mask among its own arguments is the encoder's.
+        """
+
     def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
         """Return the call restricted to some of its rows or tokens.
 
@@ -145,25 +148,65 @@ class StackCall(ABC):
 
 
 class Generation:
-    """The state of one call of `generate` between its steps.
+    """What is known of a running `generate`; the calls that it makes share it.
 
     Attributes:
-        prompts: path of a stack → number of tokens of its first call.
-        tensors: the tensors of `StackCall.remembered`.
-        first: number of tokens of the call to which adapters have added theirs.
+        stacks: paths of the stacks that read the prompt and the tokens after it.
         ids: of the prompt.
+        tokens: how many the prompt has, as `generate` counts them; None before it has counted.
+        new: how many tokens follow the prompt in the running call; None outside of one.
+        mask: the mask `[rows, tokens]` of all tokens up to the end of the running call; None: all
+            are real, or unknown.
+        partial: the argument of `generate` by which no call has the whole prompt; empty if one has.
+        guesses: arguments of `generate` by which calls have tokens that may be dropped again.
+        tensors: the tensors of `StackCall.remembered`.
+        first: path of a stack → tokens of its first call, in a model that does not count them.
     """
 
-    def __init__(self, given: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Start before the first step.
+    def __init__(
+        self,
+        stacks: Collection[str] = ("",),
+        given: Mapping[str, Any] | None = None,
+        partial: str = "",
+        guesses: tuple[str, ...] = (),
+    ) -> None:
+        """Start before the first call.
 
         Args:
-            given: arguments of `generate`, by name.
+            stacks: see the class.
+            given: arguments of `generate`, by name; None if they follow.
+            partial: see the class.
+            guesses: see the class.
         """
-        self.ids = PromptIds(given)
-        self.prompts: dict[str, int] = {}
+        self.stacks, self.partial, self.guesses = stacks, partial, guesses
+        self.ids = PromptIds(given or {})
+        self.tokens: int | None = None
+        self.new: int | None = None
+        self.mask: Tensor | None = None
         self.tensors: dict[object, Tensor] = {}
-        self.first: int | None = None
+        self.first: dict[str, int] = {}
+
+    def start(self, tokens: int) -> None:
+        """Start with a prompt; a model may generate after several, one after the other.
+
+        Args:
+            tokens: how many it has.
+        """
+        self.tokens = tokens
+        self.tensors.clear()
+
+    def step(self, tokens: int, mask: Tensor | None) -> None:
+        """Start a call.
+
+        Args:
+            tokens: the number from the first of the prompt to the last of the call, as `generate`
+                counts them.
+            mask: see the class.
+        """
+        if self.tokens is not None:
+            self.new, self.mask = max(tokens - self.tokens, 0), grid(mask)
+            if tokens < self.tokens:
+                self.partial = "prefill_chunk_size"
 
 
 class RecordedCall:
@@ -173,7 +216,8 @@ class RecordedCall:
         path: of the stack below the base model.
         mask: its `attention_mask`.
         encoder_mask: its `encoder_attention_mask`.
-        generation: the running `generate`, None if there is none.
+        generation: the running `generate`; None if there is none, or if the stack reads something
+            other than its prompt, as an encoder does.
         cached: number of tokens in the cache before the call.
         places: returns the places of added tokens; None if the call has no room.
         is_checked: whether each row has been checked for a real token.
@@ -187,6 +231,7 @@ class RecordedCall:
         generation: Generation | None,
         places: Places | None = None,
         ids: Tensor | None = None,
+        outer: RecordedCall | None = None,
     ) -> None:
         """Record the arguments.
 
@@ -196,18 +241,82 @@ class RecordedCall:
             generation: the running `generate`, None if there is none.
             places: see `StackCall.added`; None if the call has no room for more tokens.
             ids: of the tokens, `[rows, tokens]`; None if they are unknown.
+            outer: the call of the model around the stack, None if there is none.
         """
         self.places = places
         self.path = path
         self.mask = given.get("attention_mask")
         self.encoder_mask = given.get("encoder_attention_mask")
-        self.generation = generation
-        cache = given.get("past_key_values")
         # read now, because the first layer of the stack adds the tokens of this call
-        self.cached = 0 if cache is None else int(cache.get_seq_length())
+        self.cached = cached_tokens(given) or 0
         self.is_checked = False
-        prompt = None if generation is None else generation.ids
-        self.ids = CallIds(ids, given, self.cached, prompt)
+        reads_prompt = generation is not None and path in generation.stacks
+        self.generation = generation if reads_prompt else None
+        self._new = None if generation is None else generation.new
+        self._given, self._outer = given, outer
+        self._bounds: Tensor | None = None
+        self._knows_bounds = False
+        self.ids = CallIds(ids, given)
+
+    def later(self, tokens: int) -> int:
+        """Return how many tokens follow the prompt; those of the call are the last of them.
+
+        Args:
+            tokens: of the call.
+
+        Raises:
+            StateError: the call is not one of the sequence that is generated, or does not show
+                where the prompt ends.
+        """
+        generation = self.generation
+        if generation is None:
+            return tokens if self.cached else 0
+        if generation.tokens is not None:
+            if self._new is None:
+                raise StateError(
+                    f"generate(): the model was called on {tokens} tokens outside of the sequence "
+                    f"that is generated, and an active adapter reads the prompt of the sequence. "
+                    f"Leave out guidance_scale and other options that need such calls."
+                )
+            return self._new
+        # a model with a `generate` of its own
+        if asked := [*generation.guesses, *filter(None, [generation.partial])]:
+            raise StateError(
+                f"generate({listing(asked)}=…): this model does not show where the prompt ends, "
+                f"and an active adapter reads it. Leave {listing(asked)} out."
+            )
+        if self.cached:
+            return tokens
+        return max(tokens - generation.first.setdefault(self.path, tokens), 0)
+
+    @property
+    def outermost(self) -> Mapping[str, Any]:
+        """The arguments of the outermost model around the stack, by name."""
+        return self._given if self._outer is None else self._outer.outermost
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Where packed sequences begin and end, `[sequences + 1]`; None if a row is one sequence.
+
+        Raises:
+            StateError: the values of `position_ids` would tell, and cannot be read.
+        """
+        if self._outer is not None:
+            return self._outer.bounds
+        # read once, and only if an adapter asks
+        if not self._knows_bounds and self.generation is None:
+            self._bounds, self._knows_bounds = bounds_in(self._given), True
+        return self._bounds
+
+    @property
+    def size(self) -> int:
+        """The number of tokens of all rows that the model around the stack gets; 0 if unknown."""
+        if self._outer is not None:
+            return self._outer.size
+        ids, embeds = (self._given.get(name) for name in ("input_ids", "inputs_embeds"))
+        if ids is not None:
+            return int(ids.numel())
+        return 0 if embeds is None else embeds.shape[:-1].numel()
 
 
 class LayerStackCall(StackCall):
@@ -228,8 +337,9 @@ class LayerStackCall(StackCall):
         rows, tokens = self._sizes(x)
         stack = self._stack
         mask, own = stack.mask, self._own.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == (rows, stack.cached + tokens):
-            real = mask[:, stack.cached :] != 0  # [rows, tokens]
+        whole = self._whole_mask(rows, stack.cached + tokens)
+        if whole is not None:
+            real = whole[:, stack.cached :]  # [rows, tokens]
         else:
             masks = (*members(own), *members(mask))
             read = (attended(m, rows, tokens, stack.cached) for m in masks)
@@ -243,6 +353,13 @@ class LayerStackCall(StackCall):
         real = real.to(x.device)
         self._check(real)
         return real
+
+    def _whole_mask(self, rows: int, tokens: int) -> Tensor | None:
+        """Return which tokens are real, `[rows, tokens]`, those in the cache included, or None."""
+        stack = self._stack
+        masks = (stack.mask, None if stack.generation is None else stack.generation.mask)
+        fitting = (m for m in masks if isinstance(m, Tensor) and m.shape == (rows, tokens))
+        return next((m != 0 for m in fitting), None)
 
     def _check(self, real: Tensor) -> None:
         """Raise if a row has no real token; checks once per call."""
@@ -265,7 +382,8 @@ class LayerStackCall(StackCall):
     def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
         """Return which tokens follow a sequence of tokens; see `StackCall.after`."""
         lead = x.shape[:-1] if x.is_floating_point() else x.shape
-        found = self._stack.ids.after(tokens, lead[0], math.prod(lead[1:]))  # [rows, tokens]
+        stack = self._stack
+        found = stack.ids.after(tokens, lead[0], math.prod(lead[1:]), stack)  # [rows, tokens]
         if lead != found.shape and lead != (found.numel(),):
             raise StateError(
                 f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it is "
@@ -276,12 +394,15 @@ class LayerStackCall(StackCall):
 
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt; see `StackCall.has_prompt`."""
-        return self._prompt_length(x) > self._stack.cached
+        return self._prompt_tokens(x) > 0
 
     def prompt(self, x: Tensor) -> Tensor:
         """Return which tokens are real tokens of the prompt; see `StackCall.prompt`."""
         rows, tokens = self._sizes(x)
-        count = max(self._prompt_length(x) - self._stack.cached, 0)
+        count = self._prompt_tokens(x)
+        self._check_whole()
+        if count and self._stack.cached:
+            self._refuse_part("the cache")
         inside = torch.arange(tokens, device=x.device) < count  # [tokens]
         real = self.real(x)
         return inside.expand(rows, tokens) if real is None else real & inside
@@ -291,24 +412,62 @@ class LayerStackCall(StackCall):
         given = {"attention_mask": self._stack.encoder_mask}
         return LayerStackCall(RecordedCall(self._stack.path, given, None), {})
 
+    def of_queries(self) -> StackCall:
+        """Return the call without the layer's own arguments; see `StackCall.of_queries`."""
+        return LayerStackCall(self._stack, {})
+
     def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
         """Return the ends of each prompt; see `StackCall.prompt_ends`."""
-        bounds = self._bounds()
-        if bounds is None:
-            return super().prompt_ends(x, first, last)
-        starts = bounds[:-1].unsqueeze(1)  # [sequences, 1]
-        places, exists = _places(bounds.diff(), first, last)
-        return torch.where(exists, starts + places - 1, math.prod(x.shape[:-1]))
+        stack = self._stack
+        bounds = self._bounds(x)
+        if bounds is not None:
+            starts = bounds[:-1].unsqueeze(1)  # [sequences, 1]
+            places, exists = _places(bounds.diff(), first, last)
+            return torch.where(exists, starts + places - 1, math.prod(x.shape[:-1]))
+        if last:
+            self._check_whole()
+        rows, tokens = self._sizes(x)
+        seen = stack.cached + self._prompt_tokens(x)
+        if not stack.cached:
+            inside = torch.arange(tokens, device=x.device) < seen  # [tokens]
+            real = self.real(x)
+            prompt = inside.expand(rows, tokens) if real is None else real & inside
+        elif (whole := self._whole_mask(rows, stack.cached + tokens)) is not None:
+            prompt = whole[:, :seen].to(x.device)
+        elif stack.mask is None:
+            prompt = torch.ones(rows, seen, dtype=torch.bool, device=x.device)
+        else:
+            raise StateError(unreadable(stack.mask, rows, stack.cached + tokens))
+        return _ends(prompt, stack.cached, tokens, first, last)
 
-    def _bounds(self) -> Tensor | None:
+    def _check_whole(self) -> None:
+        """Check that a call of `generate` has the whole prompt."""
+        generation = self._stack.generation
+        if generation is not None and generation.partial:
+            self._refuse_part(f"{generation.partial}=…")
+
+    def _refuse_part(self, why: str) -> None:
+        raise StateError(
+            f"generate(): with {why} the model gets the prompt in parts, and an active adapter "
+            f"reads it as a whole, as gates and the last positions of ReFT do. Leave it out."
+        )
+
+    def _bounds(self, x: Tensor) -> Tensor | None:
         """Return the bounds of packed sequences, `[sequences + 1]`; None if none are packed."""
-        found = next((b for n in BOUNDS if (b := self._own.get(n)) is not None), None)
-        return None if found is None else found.long()
+        own = next((b for n in BOUNDS if (b := self._own.get(n)) is not None), None)
+        if own is not None:
+            return own.long()
+        stack = self._stack
+        shape = x.shape[:-1] if x.is_floating_point() else x.shape
+        return stack.bounds if math.prod(shape) == stack.size else None
 
     def _sizes(self, x: Tensor) -> tuple[int, int]:
         """Return the rows and tokens of an input."""
         shape = x.shape[:-1] if x.is_floating_point() else x.shape
-        if len(shape) < 2 or self._bounds() is not None:
+        bounds = self._bounds(x)
+        if bounds is not None and bounds is self._stack.bounds:
+            raise StateError(packed("an active adapter reads a sequence, as gates do,"))
+        if len(shape) < 2 or bounds is not None:
             raise StateError(
                 f"a layer got {list(x.shape)}, concatenated sequences, but an active "
                 f"adapter needs [rows, tokens, d_model]. Use an adapter without gates or "
@@ -316,13 +475,10 @@ class LayerStackCall(StackCall):
             )
         return shape[0], math.prod(shape[1:])
 
-    def _prompt_length(self, x: Tensor) -> int:
-        """Return the number of tokens of the prompt, including those in the cache."""
+    def _prompt_tokens(self, x: Tensor) -> int:
+        """Return how many of the call's tokens belong to the prompt: the first ones."""
         tokens = math.prod(x.shape[1:-1] if x.is_floating_point() else x.shape[1:])
-        stack = self._stack
-        if stack.generation is None:
-            return 0 if stack.cached else tokens
-        return stack.generation.prompts.setdefault(stack.path, stack.cached + tokens)
+        return max(tokens - self._stack.later(tokens), 0)
 
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt; see `StackCall.remembered`."""
@@ -332,6 +488,25 @@ class LayerStackCall(StackCall):
         if owner not in kept:
             kept[owner] = compute()
         return kept[owner]
+
+
+def _ends(prompt: Tensor, cached: int, tokens: int, first: int, last: int) -> Tensor:
+    """Return the ends of prompts in a call; see `StackCall.prompt_ends`.
+
+    Args:
+        prompt: which tokens are real ones of the prompt, `[rows, seen]`, from its first on.
+        cached: how many of them are not in the call, but in the cache.
+        tokens: of each row in the call.
+        first: number of tokens at the start of a prompt.
+        last: number at its end.
+    """
+    rows = prompt.shape[0]
+    places, exists = _places(prompt.sum(1), first, last)
+    # the n-th real token is where the count of real ones reaches n
+    at = torch.searchsorted(prompt.cumsum(1), places) - cached  # [rows, first + last]
+    exists = exists & (at >= 0)
+    at = at + tokens * torch.arange(rows, device=prompt.device).unsqueeze(1)
+    return torch.where(exists, at, rows * tokens)
 
 
 def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -387,3 +562,7 @@ class _PartOfCall(StackCall):
     def of_encoder(self) -> StackCall:
         """Return the part of the call for layers that read the encoder's output."""
         return self._whole.of_encoder().of_part(self._x, self._take, self._key)
+
+    def of_queries(self) -> StackCall:
+        """Return the part of the call without the layer's own arguments."""
+        return self._whole.of_queries().of_part(self._x, self._take, self._key)

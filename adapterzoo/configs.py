@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from . import peft_arguments
 from .config_base import Config, config_class
 from .errors import CompositionError, ConfigError, FieldError, listing
+from .fields import checks
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
     from .averaging import Combination
     from .contracts import Adapter, InputPlan, WeightPlan
 
-architectures: Registry[Any] = Registry("architecture", decorates="its config class")
+METHODS = "adapterzoo.methods"
+"""The package that fills the registries of methods."""
+
+architectures: Registry[Any] = Registry("architecture", "its config class", filled_by=METHODS)
 """The `architecture` of a config on disk → its class."""
 
-config_strings: Registry[Any] = Registry("config string")
+config_strings: Registry[Any] = Registry("config string", filled_by=METHODS)
 """The short names that users write → functions that make the configs."""
 
-change_forms: Registry[Any] = Registry("method for conversions")
+change_forms: Registry[Any] = Registry("method for conversions", filled_by=METHODS)
 """The method → the config class whose adapters can make any change of a weight.
 
 The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its
@@ -225,6 +229,23 @@ class AdapterConfig(Config):
         """This config, or the members of a union."""
         return (self,)
 
+    def below(self, prefix: str, anatomy: Anatomy) -> Self:
+        """Return the config with names of layers as names below the base model.
+
+        Users name layers as PEFT does, by their paths in the whole model.
+
+        Args:
+            prefix: what precedes the paths of the base model, such as "model.".
+            anatomy: of the base model.
+
+        Raises:
+            ConfigError: the fields would mean other layers than in PEFT.
+        """
+        given = {name: getattr(self, name) for name in checks(type(self))}
+        found = {n: checks(type(self))[n][0].below(v, prefix, anatomy) for n, v in given.items()}
+        changes = {name: value for name, value in found.items() if value is not given[name]}
+        return self.replace(**changes) if changes else self
+
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
@@ -369,6 +390,12 @@ class ConfigUnion(AdapterConfig):
     def members(self) -> tuple[AdapterConfig, ...]:
         """The joined configs."""
         return self.configs
+
+    def below(self, prefix: str, anatomy: Anatomy) -> Self:
+        """Return the union of the members with names below the base model."""
+        found = [config.below(prefix, anatomy) for config in self.configs]
+        same = all(one is other for one, other in zip(found, self.configs, strict=True))
+        return self if same else type(self)(*found)
 
     @property
     def starts_as_identity(self) -> bool:

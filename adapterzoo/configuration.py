@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import adapterzoo
-import adapterzoo.methods  # registers the configs
 
 from .configs import AdapterConfig, ConfigUnion
 from .methods.fusion import AdapterFusionConfig

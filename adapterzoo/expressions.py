@@ -1,4 +1,6 @@
-"""A bound on regular expressions in configs, which may come from untrusted files.
+"""Names of layers: the shortest ends of paths, and a bound on regular expressions in configs.
+
+Expressions may come from untrusted files.
 
 Python's `re` backtracks and cannot be stopped: "(a+)+b" takes years on forty letters. An expression
 is refused before it runs if the number of ways to match has no known bound, or too high a one.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 # about a second for one layer with a path of this length
 _MAX_WAYS = 2e8
@@ -73,3 +75,38 @@ def ways(pattern: str, length: int) -> float:
     for i in range(repeats):
         found *= (length + 1 + i) / (i + 1)
     return max(found, float(len(pattern)))
+
+
+def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the shortest ends of paths that name the chosen ones and nothing else.
+
+    Args:
+        chosen: some of the paths.
+        everything: all paths that an end could name.
+
+    Returns:
+        Sorted; None if a chosen path is itself the end of another one.
+    """
+    counts: dict[str, int] = {}
+    for path in everything:
+        for end in _ends(path):
+            counts[end] = counts.get(end, 0) + 1
+    mine: dict[str, int] = {}
+    for path in chosen:
+        for end in _ends(path):
+            mine[end] = mine.get(end, 0) + 1
+    names = set()
+    for path in chosen:
+        own = [end for end in _ends(path) if mine[end] == counts.get(end)]
+        if not own:
+            return None
+        names.add(own[0])
+    return tuple(sorted(names))
+
+
+def _ends(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    for start in range(len(parts) - 1, -1, -1):
+        # an end that begins with a block number is hard to read
+        if not start or not parts[start].isdigit():
+            yield ".".join(parts[start:])

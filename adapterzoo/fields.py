@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 from .errors import ConfigError, FieldError, listing
 
+if TYPE_CHECKING:
+    from .anatomy import Anatomy
+
 _T = TypeVar("_T")
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -57,6 +60,16 @@ class Check(metaclass=ABCMeta):
     def nearest(self, value: object, default: object) -> object:
         """Return a legal value to suggest instead."""
         return default
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return a legal value with names of layers as names below the base model.
+
+        Args:
+            value: with names and expressions for the paths in the whole model, as PEFT reads them.
+            prefix: what precedes the paths of the base model, such as "model.".
+            anatomy: of the base model.
+        """
+        return value
 
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
@@ -236,6 +249,10 @@ class Layers(Check):
         return [0, 1]
 
 
+class StackLayers(Layers):
+    """The same, counted in each stack of blocks, as PEFT reads them in paths."""
+
+
 class Items(tuple[Any, ...]):
     """The items of a field: a tuple that equals a list or a tuple of the same items."""
 
@@ -395,7 +412,7 @@ def refuse_missing_layers(config: Any, count: int) -> None:
         ConfigError: it lacks one.
     """
     for name, (check, _) in checks(cast("Any", type(config))).items():
-        are_layers = any(isinstance(c, Layers) for c in (check, *vars(check).values()))
+        are_layers = any(type(c) is Layers for c in (check, *vars(check).values()))
         asked = getattr(config, name) if are_layers else ()
         if isinstance(asked, tuple) and (missing := [n for n in asked if n >= count]):
             kept = [n for n in asked if n < count] or [*range(count)][-1:]

@@ -1,13 +1,17 @@
-"""What an attention mask says about single tokens."""
+"""What masks and positions say about the tokens of a call: padding, and packed sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .errors import StateError
+
+# arguments of a model or layer with the starts and ends of packed sequences
+BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
 # a mask adds less to the score of a hidden token: -10,000 in old models, else almost infinite
 _HIDDEN = -5_000.0
 
@@ -34,11 +38,24 @@ def attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
     keys = mask.shape[-1]
     if keys < tokens or (mask.dim() == 2 and keys != cached + tokens):
         return None
-    seen = mask > _HIDDEN if mask.is_floating_point() else mask != 0
+    seen = _seen(mask)
     start = min(cached, keys - tokens)
     if mask.dim() > 2:
         seen = seen[..., start : start + tokens].flatten(1, -2).any(1)  # [rows or 1, tokens]
     return seen.expand(rows, -1)[:, -tokens:]  # [rows, tokens]
+
+
+def first_attended(mask: Tensor) -> Tensor:
+    """Return the first key that each query attends to, `[rows or 1, queries or 1]`; 0 if none.
+
+    Args:
+        mask: `[rows or 1, heads or 1, queries or 1, keys]`: bool, or added to scores.
+    """
+    return _seen(mask).any(1).int().argmax(-1)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return mask > _HIDDEN if mask.is_floating_point() else mask != 0
 
 
 def unreadable(mask: Any, rows: int, tokens: int) -> str:
@@ -47,6 +64,57 @@ def unreadable(mask: Any, rows: int, tokens: int) -> str:
     return (
         f"attention_mask={shown}: an active adapter needs to know which of the "
         f"{[rows, tokens]} tokens are real. Pass a mask [batch, tokens] of 0 and 1."
+    )
+
+
+def bounds_in(given: Mapping[str, Any]) -> Tensor | None:
+    """Return where the packed sequences of a call begin and end in its concatenated rows.
+
+    As transformers reads them: positions that do not go on by one start a sequence, unless there is
+    a mask.
+
+    Args:
+        given: arguments of the call, by name.
+
+    Returns:
+        `[sequences + 1]`; None if each row is one sequence.
+
+    Raises:
+        StateError: the positions cannot be read.
+    """
+    bounds = next((b for name in BOUNDS if (b := given.get(name)) is not None), None)
+    if bounds is not None:
+        return cast("Tensor", bounds.long())
+    positions, ids = given.get("position_ids"), given.get("input_ids")
+    if given.get("attention_mask") is not None or not isinstance(positions, Tensor):
+        return None
+    if positions.dim() != 2 or not positions.numel():
+        return None
+    t = given.get("inputs_embeds") if ids is None else ids
+    if isinstance(t, Tensor):
+        positions = positions.expand(t.shape[0], -1)  # [rows, tokens]
+    if not has_values(positions):
+        raise StateError(
+            f"position_ids={list(positions.shape)} without an attention_mask may pack several "
+            f"sequences into a row, which compiled code cannot see, and an active adapter reads "
+            f"each sequence by itself. Pass an attention_mask [rows, tokens]."
+        )
+    starts = positions.diff(prepend=positions[:, :1]) != 1  # [rows, tokens]
+    if int(starts.sum()) == positions.shape[0]:
+        return None
+    places = starts.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(places, (0, 1), value=starts.numel())  # [sequences + 1]
+
+
+def packed(why: str) -> str:
+    """Return the message for a row of several sequences.
+
+    Args:
+        why: what an adapter does once in each row.
+    """
+    return (
+        f"a row of this call holds several sequences (position_ids or cu_seq_lens_q), and {why} "
+        f"once in each row. Pass one sequence in each row, with an attention_mask."
     )
 
 

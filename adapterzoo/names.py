@@ -12,6 +12,9 @@ from .errors import ConfigError
 FUSION = "fusion:"
 """Precedes the name of a fusion among those of adapters; no adapter can have such a name."""
 
+BASE = "__base__"
+"""In `adapter_names`, PEFT's name for a row without an adapter; None means the same."""
+
 _LENGTH = 128
 # file systems count bytes, 255 of them, and a temporary sibling has a longer name
 _BYTES = 200
@@ -42,6 +45,11 @@ def check_name(name: object) -> str:
         raise ConfigError(
             f"the name {name!r} cannot be used: the container of adapters and heads has "
             f"an attribute of this name. Write {name + '_task'!r}."
+        )
+    if name == BASE:
+        raise ConfigError(
+            f"the name {name!r} cannot be used: in adapter_names it means the base model. "
+            f"Write {_legal(name)!r}."
         )
     if len(name) <= _LENGTH and _LEGAL.fullmatch(name) and len(name.encode()) <= _BYTES:
         if not (wrong := _as_expression(name)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
@@ -11,9 +12,15 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A mapping whose entries register themselves with `@registry.register("name")`."""
+    """A mapping whose entries register themselves with `@registry.register("name")`.
 
-    def __init__(self, kind: str, decorates: str | None = None) -> None:
+    The first look-up imports the package whose files register the entries, so that a registry is
+    complete whatever has been imported before.
+    """
+
+    def __init__(
+        self, kind: str, decorates: str | None = None, filled_by: str | None = None
+    ) -> None:
         """Start empty.
 
         Args:
@@ -21,10 +28,19 @@ class Registry(Mapping[str, T], Generic[T]):
                 registry is named by its plural.
             decorates: the object that users decorate to add an entry; None if messages must not
                 suggest that.
+            filled_by: the package that registers the entries when it is imported; None if the
+                module of the registry imports it.
         """
         self.kind = kind
+        self._filled_by = filled_by
         self._decorates = decorates
-        self._entries: dict[str, T] = {}
+        self._own: dict[str, T] = {}
+
+    @property
+    def _entries(self) -> dict[str, T]:
+        if self._filled_by is not None:
+            importlib.import_module(self._filled_by)
+        return self._own
 
     def register(self, *names: str) -> Callable[[T], T]:
         """Return a decorator that registers an object under each of the names.
@@ -35,12 +51,12 @@ class Registry(Mapping[str, T], Generic[T]):
 
         def enter(entry: T) -> T:
             for name in names:
-                if self._entries.get(name, entry) is not entry:
+                if self._own.get(name, entry) is not entry:
                     raise DuplicateNameError(
                         f"register({name!r}): this {self.kind} is taken by "
-                        f"{self._entries[name]!r}. Write another name."
+                        f"{self._own[name]!r}. Write another name."
                     )
-            self._entries.update(dict.fromkeys(names, entry))
+            self._own.update(dict.fromkeys(names, entry))
             return entry
 
         return enter
@@ -51,9 +67,10 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             UnknownNameError: nothing is registered under the name.
         """
-        if isinstance(name, str) and name in self._entries:
-            return self._entries[name]
-        error = unknown_name("", self.kind, name, self._entries)
+        entries = self._entries
+        if isinstance(name, str) and name in entries:
+            return entries[name]
+        error = unknown_name("", self.kind, name, entries)
         if self._decorates is None:
             raise error
         decorator = f"@{self.kind.replace(' ', '_')}s.register({name!r})"

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -37,6 +36,9 @@ from .kernels.grouped import Groups
 SharedLayers: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names of layers that read one input, each with those of its chain of adapters that share it."""
 
+HEAD = "head//"
+"""In plans, the start of the path of a layer of a head; no path of the base model has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -51,6 +53,7 @@ class Plan:
         skip_layers: numbers of the blocks without adapters.
         rows: which rows of a batch take which part of the composition; None if all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
+        counted: those among them whose tokens are counted from the first real one of each row.
         exit: path of the entry whose step has an inverse, which acts before the logits; None if
             there is none.
         prompts: the tokens that are added to sequences; None if none are.
@@ -66,6 +69,7 @@ class Plan:
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
+    counted: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
     divides_batch: bool = field(init=False)
@@ -310,13 +314,13 @@ class CallContext:
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
-    def generating(self, given: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
-        """Remember the prompt of each stack until the context ends.
+    def generating(self, generation: Generation) -> Iterator[None]:
+        """Share a record between the calls of this thread until the context ends.
 
         Args:
-            given: arguments of `generate`, by name.
+            generation: the record of a `generate`.
         """
-        outer, self.generation = self.generation, Generation(given)
+        outer, self.generation = self.generation, generation
         try:
             yield
         finally:

@@ -49,7 +49,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .configs import AdapterConfig, Placement, Variant, variants
+from .configs import METHODS, AdapterConfig, Placement, Variant, variants
 from .fields import FLAG, Check
 from .peft_arguments import PeftArguments, classes_of_peft
 from .registry import Registry
@@ -387,13 +387,15 @@ class PeftSpelling:
         return 0, len(self.fixed)
 
 
-adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")
+adapterhub_spellings: Registry[AdapterHubSpelling] = Registry(
+    "AdapterHub spelling", filled_by=METHODS
+)
 """Our `architecture` → its AdapterHub spelling."""
 
-peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
+peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling", filled_by=METHODS)
 """Our `architecture` → its PEFT spelling."""
 
-peft_readers: Registry[PeftSpelling] = Registry("PEFT reader")
+peft_readers: Registry[PeftSpelling] = Registry("PEFT reader", filled_by=METHODS)
 """PEFT's methods that load as one of ours and are not written → their spelling."""
 
 

@@ -8,16 +8,19 @@ whose keys and values are in the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from .caches import cached_tokens
 from .errors import StateError, listing
-from .masks import has_values
+from .masks import has_values, packed
 
-# arguments of a model or layer with the starts and ends of packed sequences
-BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
+if TYPE_CHECKING:
+    from .call import Generation, RecordedCall
+
 # the start of the sequence in a row that does not have it
 _NEVER = 1 << 62
 # the id of padding, and of tokens that adapters add
@@ -31,7 +34,7 @@ class PromptIds:
         ids: `[sequences, tokens]`, those in the cache included; None: `generate` got no ids.
         mask: its `attention_mask`, `[sequences, tokens]`; None if there is none.
         starts: sequence of tokens → where it begins in each row of the calls, `[rows, 1]`.
-        read: number of tokens of the first call, with those in the cache before; None before it.
+        length: number of tokens, with those that adapters add, once it has been searched.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -43,7 +46,7 @@ class PromptIds:
         self.ids: Tensor | None = grid(given.get("input_ids"))
         self.mask: Tensor | None = grid(given.get("attention_mask"))
         self.starts: dict[tuple[int, ...], Tensor] = {}
-        self.read: int | None = None
+        self.length = 0
 
 
 class CallIds:
@@ -53,28 +56,20 @@ class CallIds:
         ids: `[rows, tokens]`; None if the stack got embeddings.
     """
 
-    def __init__(
-        self,
-        ids: Tensor | None,
-        given: Mapping[str, Any],
-        cached: int,
-        prompt: PromptIds | None,
-    ) -> None:
+    def __init__(self, ids: Tensor | None, given: Mapping[str, Any]) -> None:
         """Record the call.
 
         Args:
             ids: of the call, `[rows, tokens]`.
             given: its arguments, by name.
-            cached: number of tokens in the cache before the call.
-            prompt: of the running `generate`, None outside.
         """
         self.ids = ids
         self._given = given
-        self._cached = cached
-        self._prompt = prompt
         self._found: dict[tuple[int, ...], Tensor] = {}
 
-    def after(self, sequence: tuple[int, ...], rows: int, tokens: int) -> Tensor:
+    def after(
+        self, sequence: tuple[int, ...], rows: int, tokens: int, call: RecordedCall
+    ) -> Tensor:
         """Return which tokens are at or after the last occurrence of a sequence.
 
         Computed once in each call. In `generate` only the prompt is searched.
@@ -83,6 +78,7 @@ class CallIds:
             sequence: the sequence of tokens.
             rows: of a call without ids.
             tokens: the same.
+            call: the call.
 
         Returns:
             `[rows, tokens]` bool, false in rows without the sequence.
@@ -93,95 +89,90 @@ class CallIds:
         if sequence not in self._found:
             if self.ids is not None:
                 rows, tokens = self.ids.shape
-            if self._prompt is None:
-                first, starts = self._cached, self._starts(sequence)
+            if call.generation is None:
+                first, starts = call.cached, self._starts(sequence, call)
             else:
-                first = self._first(self._prompt, tokens)
-                if sequence not in self._prompt.starts:
-                    whole = self._whole(self._prompt, rows, tokens)
-                    self._prompt.starts[sequence] = last_start(whole, sequence)
-                starts = self._prompt.starts[sequence]
+                later, prompt = call.later(tokens), call.generation.ids
+                if sequence not in prompt.starts:
+                    prompt.starts[sequence] = self._prompt_starts(sequence, rows, tokens, call)
+                starts = prompt.starts[sequence]
+                first = call.cached
+                if not first and not call.generation.partial:
+                    # a state may not count its tokens
+                    first = prompt.length + later - tokens
             steps = torch.arange(tokens, device=starts.device) + first  # [tokens]
             self._found[sequence] = steps >= starts  # [rows, tokens]
         return self._found[sequence]
 
-    def _starts(self, sequence: tuple[int, ...]) -> Tensor:
+    def _starts(self, sequence: tuple[int, ...], call: RecordedCall) -> Tensor:
         """Return where the sequence begins in each row of a call outside of `generate`."""
         if self.ids is None:
             raise StateError(_no_ids(sequence))
-        self._refuse_packed()
-        starts = last_start(_without_padding(self.ids, self._mask(self.ids)), sequence)
-        if not self._cached and self._given.get("cache_params") is None:
+        if call.bounds is not None:
+            raise StateError(packed("alora_invocation_tokens are looked for"))
+        mask = grid(self._given.get("attention_mask"))
+        if mask is not None:
+            mask = mask[:, -self.ids.shape[1] :]  # [rows, tokens]
+        starts = last_start(_without_padding(self.ids, mask), sequence)
+        if not call.cached and cached_tokens(self._given) is not None:
             return starts
         # the first tokens of the sequence, which may have the invocation, are unknown
-        absent = (starts == _NEVER).flatten()  # [rows]
-        if not has_values(absent) or absent.any():
-            where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
-            raise StateError(
-                f"alora_invocation_tokens={list(sequence)}: the tokens of this call do not have "
-                f"them in rows {where}, and those in past_key_values are unknown. Write "
-                f"model.generate(…), or pass whole sequences without past_key_values."
-            )
-        return starts + self._cached
+        return _found(starts, sequence) + call.cached
 
-    def _first(self, prompt: PromptIds, tokens: int) -> int:
-        """Return the place in its sequence of the first token of a call in `generate`."""
-        if prompt.read is None:
-            prompt.read = self._cached + tokens
-        if self._cached or tokens >= prompt.read:
-            # without a cache, each call has the tokens of all calls before
-            return self._cached
-        if self._given.get("cache_params") is None:
-            raise StateError(
-                f"generate(): the model was called on {tokens} tokens outside of the sequence that "
-                f"is generated, and alora_invocation_tokens are looked for only in the prompt. "
-                f"Leave out guidance_scale and other options that need such calls."
-            )
-        # a state that does not count its tokens
-        return prompt.read
-
-    def _whole(self, prompt: PromptIds, rows: int, tokens: int) -> Tensor:
-        """Return the ids of the prompt, `[rows, tokens]`, `NO_TOKEN` at padding."""
-        given, own = prompt.ids, self.ids
-        if own is not None and (given is None or own.shape[1] > given.shape[1]):
+    def _prompt_starts(
+        self, sequence: tuple[int, ...], rows: int, tokens: int, call: RecordedCall
+    ) -> Tensor:
+        """Return where the sequence begins in each row of the prompt of `generate`."""
+        generation = cast("Generation", call.generation)
+        prompt, given, own = generation.ids, generation.ids.ids, self.ids
+        # of the prompt, up to the end of the call
+        read = call.cached + tokens - call.later(tokens)
+        masks = [self._given.get("attention_mask"), generation.mask]
+        if own is not None and (given is None or read > given.shape[1]) and not call.cached:
             # with the tokens that adapters add
-            return _without_padding(own, self._mask(own))
-        if given is None or rows % given.shape[0]:
+            whole = own[:, :read]
+        elif given is None or rows % given.shape[0]:
             raise StateError(_no_ids(()))
-        if own is None and given.shape[1] != self._cached + tokens:
+        elif own is None and given.shape[1] != read:
             raise StateError(
                 f"generate(input_ids=…, inputs_embeds=…): the ids are {list(given.shape)}, but the "
-                f"model read {self._cached + tokens} tokens in each row, and an active adapter "
+                f"model read {read} tokens in each row, and an active adapter "
                 f"needs their ids for alora_invocation_tokens. Pass input_ids alone."
             )
-        whole = _without_padding(given, prompt.mask)
-        # each prompt has its beams, or returned sequences, one after the other
-        whole = whole.repeat_interleave(rows // given.shape[0], 0)  # [rows, tokens]
-        # `generate` makes a mask where none is given
-        return _without_padding(whole, self._mask(whole))
+        else:
+            # each prompt has its beams, or returned sequences, one after the other
+            whole = _without_padding(given, prompt.mask).repeat_interleave(rows // len(given), 0)
+        # tokens that only the cache has
+        missing = max(read - whole.shape[1], 0)
+        whole = pad(whole, (missing, 0), value=NO_TOKEN)  # [rows, tokens of the prompt]
+        for mask in masks:
+            # `generate` makes a mask where none is given
+            if (of_all := grid(mask)) is not None:
+                whole = _without_padding(whole, of_all[:, : whole.shape[1]])
+        prompt.length = whole.shape[1]
+        starts = last_start(whole, sequence)
+        return _found(starts, sequence) if missing else starts
 
-    def _mask(self, ids: Tensor) -> Tensor | None:
-        """Return the mask of the call's tokens, `[rows, tokens]`; None if it has none."""
-        mask = grid(self._given.get("attention_mask"))
-        return None if mask is None else mask[:, -ids.shape[1] :]
 
-    def _refuse_packed(self) -> None:
-        """Check that a row is one sequence.
+def _found(starts: Tensor, sequence: tuple[int, ...]) -> Tensor:
+    """Return where a sequence begins in each row, if it does so in all.
 
-        Raises:
-            StateError: it is several.
-        """
-        packed = any(self._given.get(name) is not None for name in BOUNDS)
-        positions = grid(self._given.get("position_ids"))
-        if self._given.get("attention_mask") is None and positions is not None:
-            # as transformers reads them
-            packed = packed or (has_values(positions) and bool((positions.diff() != 1).any()))
-        if packed:
-            raise StateError(
-                "a row of this call holds several sequences (position_ids or cu_seq_lens_q), and "
-                "alora_invocation_tokens are looked for once in each row. Pass one sequence in "
-                "each row, with an attention_mask."
-            )
+    Args:
+        starts: `[rows, 1]`.
+        sequence: of tokens.
+
+    Raises:
+        StateError: a row does not have it.
+    """
+    absent = (starts == _NEVER).flatten()  # [rows]
+    if not has_values(absent) or absent.any():
+        where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
+        raise StateError(
+            f"alora_invocation_tokens={list(sequence)}: the tokens of this call do not have "
+            f"them in rows {where}, and those in past_key_values are unknown. Write "
+            f"model.generate(…), or pass whole sequences without past_key_values."
+        )
+    return starts
 
 
 def last_start(ids: Tensor, sequence: tuple[int, ...]) -> Tensor:

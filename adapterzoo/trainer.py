@@ -6,6 +6,7 @@ A checkpoint holds adapters, heads and the state of the training; the base model
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
+from .anatomy import unwrapped
 from .composition import fusions_of
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .heads import IGNORED, PredictionHead
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
+from .model.hf.hosts import collated
 from .model.mixin import AdapterModelMixin
 from .model.state import fusion_modules, parameters_of
 from .model.training import trainable_when_quantized
@@ -126,14 +129,14 @@ class AdapterTrainer(Trainer):
 
     @property
     def _adapted(self) -> AdapterModelMixin:
-        return cast("AdapterModelMixin", _unwrapped(self.model))
+        return cast("AdapterModelMixin", unwrapped(self.model))
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the active named heads; none for a model with a static head."""
         return self._adapted._head_strategy.active_heads()
 
     def _take(self, model: nn.Module) -> None:
-        adapted = _unwrapped(model)
+        adapted = unwrapped(model)
         name = type(self).__name__
         if not isinstance(adapted, AdapterModelMixin):
             raise StateError(
@@ -205,6 +208,15 @@ class AdapterTrainer(Trainer):
             raise StateError(
                 f"{call}: {type(model).__name__} has no active head, so there is no loss{missing}"
             )
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.data_collator
+        # texts are no tensors, which the collators of transformers make
+        self.data_collator = functools.partial(collated, given)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = given
 
     # --- losses ---
 
@@ -373,11 +385,6 @@ class AdapterTrainer(Trainer):
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
     """An `AdapterTrainer` that can evaluate generated text: `predict_with_generate=True`."""
-
-
-def _unwrapped(model: Any) -> Any:
-    # torch.compile(model) keeps the model there
-    return getattr(model, "_orig_mod", model)
 
 
 def _count(labels: Tensor) -> int:

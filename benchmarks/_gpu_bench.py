@@ -171,7 +171,7 @@ DRY = Plan(
 def timed_shapes(kernel: Kernel, plan: Plan) -> Iterator[Shape]:
     """Those at which a kernel is timed; a norm has the rows of a weight."""
     width = plan.kernel_width
-    rows = width if kernel.name == "row_norm" else plan.kernel_rows
+    rows = width if kernel.name.startswith("row_norm") else plan.kernel_rows
     for rank in kernel.timed[: plan.kernel_ranks]:
         yield Shape(rows, width, width, rank)
 
@@ -188,7 +188,7 @@ class Bench:
         until: value of `time.monotonic` at which its time is over.
         bandwidth: measured, bytes per millisecond.
         rate: measured, floating-point operations per millisecond.
-        wrong: kernels that the gate found to be wrong.
+        wrong: kernels that the gate found to be wrong, or has not checked.
         parts: of the report, all sections.
     """
 
@@ -206,16 +206,27 @@ class Bench:
         """Whether this section has a row of the name already."""
         return any(row.figure == figure for row in self.part.rows)
 
-    def wants(self, figure: str) -> bool:
-        """Whether to measure this: no earlier run has, and there is time; if not, it is noted."""
+    def wants(self, figure: str, kernels: tuple[str, ...] = ()) -> bool:
+        """Whether to measure this; if not, the reason is noted.
+
+        Args:
+            figure: that no earlier run has measured.
+            kernels: that it uses, none of which may be wrong.
+        """
         if self.has(figure):
             return False
-        if time.monotonic() < self.until:
+        wrong = self.wrong.intersection(kernels)
+        if not wrong and time.monotonic() < self.until:
             return True
-        reason = f"{figure}: {NO_TIME}"
+        why = f"not right: {', '.join(sorted(wrong))}" if wrong else NO_TIME
+        reason = f"{figure}: {why}"
         if reason not in self.part.skipped:
             self.part.skipped.append(reason)
         return False
+
+    def part_of(self, name: str) -> Part:
+        """The part of the report of a section."""
+        return next(part for part in self.parts if part.name == name)
 
     @property
     def is_dry(self) -> bool:

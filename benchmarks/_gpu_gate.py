@@ -1,4 +1,4 @@
-"""The gate: every kernel at every configuration against float64, or no figure at all.
+"""The gate: every kernel at every configuration against float64; a wrong one has no figures.
 
 Fresh operands each time; what a kernel leaves unwritten is NaN; each kernel runs twice on the
 same operands, because a result that moves is a race; and the gate itself is seen to fail first.
@@ -8,38 +8,25 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from _gpu_kernels import KINDS, Kernel, Shape
+from _gpu_kernels import KERNELS, KINDS, Kernel, Shape
+from _gpu_report import Goal, Row
 from adapterzoo import kernels
 
+AGAINST = "against float64"
+RIGHT = Goal("right", True)
 # times the limit of the norm: what one element may be off by, over the largest
 _WORST = 4.0
 
 
 class GateError(Exception):
     """A kernel computes something else than its definition."""
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a kernel has passed.
-
-    Attributes:
-        kernel: its name.
-        checks: how many comparisons.
-        tiles: the configurations that they used.
-        worst: the largest part of its limit that an error reached, and where.
-    """
-
-    kernel: str
-    checks: int
-    tiles: tuple[str, ...]
-    worst: tuple[float, str]
 
 
 @dataclass(frozen=True)
@@ -97,31 +84,55 @@ def tiles(kernel: Kernel, sizes: Sizes) -> set[str]:
     }
 
 
-def check(
-    found: list[Kernel], sizes: Sizes, device: torch.device, mode: str
-) -> Iterator[Callable[[], Passed]]:
-    """One call for each kernel, which checks it.
+def checked(name: str, title: str, sizes: Sizes, device: torch.device) -> Iterator[Row]:
+    """Check a kernel on operands of one kind, at each of its configurations.
 
     Args:
-        found: the kernels.
+        name: of the kernel.
+        title: of the kind.
         sizes: of the operands.
         device: of the operands.
-        mode: of `kernels.use`.
+
+    Yields:
+        One row: what is wrong, or how much was compared.
     """
     _self_test(device)
-    for kernel in found:
-        yield lambda kernel=kernel: _kernel(kernel, sizes, device, mode)  # type: ignore[misc]
-
-
-def _kernel(kernel: Kernel, sizes: Sizes, device: torch.device, mode: str) -> Passed:
-    worst, checks = (0.0, ""), 0
-    for shape, title, seed in itertools.product(
-        shapes(kernel, sizes), sizes.kinds, range(sizes.draws)
-    ):
-        found = case(kernel, shape, title, seed, device, mode)
+    kernel = next(each for each in KERNELS if each.name == name)
+    worst, checks, wrong = (0.0, ""), 0, list[str]()
+    for shape, seed in itertools.product(shapes(kernel, sizes), range(sizes.draws)):
+        try:
+            found = case(kernel, shape, title, seed, device, "triton")
+        except GateError as error:
+            wrong.append(str(error))
+            continue
         checks += len(found)
         worst = max(worst, *found)
-    return Passed(kernel.name, checks, tuple(sorted(tiles(kernel, sizes))), worst)
+    figure = figure_of(name, title)
+    if wrong:
+        yield red(figure, f"{wrong[0]} ({len(wrong)} cases are wrong)", {"wrong": wrong[:20]})
+        return
+    facts = {"tiles": sorted(tiles(kernel, sizes)), "worst": worst[0], "at": worst[1]}
+    yield Row(figure, {AGAINST: f"right in {checks} comparisons"}, {AGAINST: RIGHT}, facts)
+
+
+def figure_of(name: str, title: str) -> str:
+    """The row of a kernel and a kind."""
+    return f"{name}, {title}"
+
+
+def red(figure: str, why: str, facts: Mapping[str, Any] | None = None) -> Row:
+    """The row of what is wrong, crashes or was not finished."""
+    return Row(figure, {AGAINST: f"WRONG: {why}"}, {AGAINST: Goal("right", False)}, facts or {})
+
+
+def wrong_kernels(rows: Iterable[Row], sizes: Sizes) -> set[str]:
+    """Kernels that are not right on all kinds of operands; those that were not checked too."""
+    right = {row.figure for row in rows if row.is_right}
+    return {
+        kernel.name
+        for kernel in KERNELS
+        if any(figure_of(kernel.name, title) not in right for title in sizes.kinds)
+    }
 
 
 def case(

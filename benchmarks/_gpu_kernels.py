@@ -177,6 +177,15 @@ def _mask(x: Tensor) -> Tensor:
     return kept * _dropout.kept_scale(P)
 
 
+def _compose_sizes(s: Shape) -> dict[str, tuple[int, ...]]:
+    sizes = {"y": (s.rows, s.d_out), "gain": (s.d_out,), "bias": (s.d_out,)}
+    return {**sizes, "t": (s.rows, s.rank), "b": (s.d_out, s.rank)}
+
+
+def _compose(v: Operands) -> Tensor:
+    return compose.compose(v["y"], v["gain"], v["bias"], v["t"], v["b"], S)
+
+
 def _composed(v: Operands) -> Tensor:
     return (v["y"] + S * v["t"] @ v["b"].T - v["bias"]) * v["gain"] + v["bias"]
 
@@ -338,14 +347,8 @@ KERNELS = [
     ),
     Kernel(
         "compose",
-        lambda s: {
-            "y": (s.rows, s.d_out),
-            "gain": (s.d_out,),
-            "bias": (s.d_out,),
-            "t": (s.rows, s.rank),
-            "b": (s.d_out, s.rank),
-        },
-        lambda v: compose.compose(v["y"], v["gain"], v["bias"], v["t"], v["b"], S),
+        _compose_sizes,
+        _compose,
         _composed,
         ("y", "gain", "t", "b"),
         ("y", "gain", "t", "b"),
@@ -353,6 +356,23 @@ KERNELS = [
         _COMPOSE,
         fixed=("gain",),
         rivals=(_composed_by_torch, _compose_gradients),
+    ),
+    Kernel(
+        "compose, frozen b",
+        _compose_sizes,
+        _compose,
+        _composed,
+        ("y", "gain", "t"),
+        ("y", "gain", "t", "b"),
+        lambda s: 2 * s.rows * s.d_out * s.rank,
+        (
+            compose_triton.compose_tile,
+            lambda rows, rank, dtype: compose_triton.compose_backward_tile(
+                rows, rank, dtype, needs_b=False
+            ),
+        ),
+        fixed=("gain",),
+        timed=(16,),
     ),
     Kernel(
         "compose, no update",
@@ -384,6 +404,25 @@ KERNELS = [
         few=4096,
         limit=1e-5,
         rivals=(_row_norms, None),
+    ),
+    Kernel(
+        "row_norm, gain",
+        lambda s: {
+            "w": (s.rows, s.d_in),
+            "a": (s.rank, s.d_in),
+            "b": (s.rows, s.rank),
+            "m": (s.rows,),
+        },
+        lambda v: dora.row_gain(v["w"], v["a"], v["b"], v["m"], S),
+        lambda v: v["m"] / torch.linalg.vector_norm(v["w"] + S * v["b"] @ v["a"], dim=-1),
+        ("m",),
+        ("m",),
+        lambda s: 2 * s.rows * s.d_in * s.rank,
+        (row_norm_triton.row_norm_tile,),
+        fixed=("m",),
+        timed=(16,),
+        few=4096,
+        limit=1e-5,
     ),
     Kernel(
         "rotate",

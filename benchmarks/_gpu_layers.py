@@ -29,13 +29,13 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     source = torch.randn(plan.copy_bytes // 2, device=device, dtype=torch.bfloat16)
     copying: Runs = [partial(torch.empty_like(source).copy_, source)]
     times = clock.interleaved({"copy": copying}, bench.until)
-    bench.bandwidth = 2 * source.nbytes / times.median("copy")
-    yield Row("copy, read and written", {"GB/s": bench.bandwidth / 1e6})
+    bandwidth = 2 * source.nbytes / times.median("copy")
+    yield Row("copy, read and written", {"GB/s": bandwidth / 1e6}, facts={"rate": bandwidth})
     n = plan.gemm
     left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = clock.interleaved({"product": [partial(torch.mm, left, right)]}, bench.until)
-    bench.rate = 2.0 * n**3 / times.median("product")
-    yield Row(f"bfloat16 product of {n}³", {"TFLOP/s": bench.rate / 1e9})
+    rate = 2.0 * n**3 / times.median("product")
+    yield Row(f"bfloat16 product of {n}³", {"TFLOP/s": rate / 1e9}, facts={"rate": rate})
 
 
 def alone(bench: Bench) -> Iterator[Row]:
@@ -44,7 +44,7 @@ def alone(bench: Bench) -> Iterator[Row]:
         for shape in timed_shapes(kernel, bench.plan):
             for passes in (1, 2) if kernel.grads else (1,):
                 figure = title_of(kernel, shape, passes)
-                if bench.wants(figure):
+                if bench.wants(figure, (kernel.name,)):
                     yield _alone(bench, kernel, shape, passes, figure)
 
 
@@ -160,7 +160,7 @@ def _layers(bench: Bench, d_in: int, d_out: int, rows: int, methods: list[Method
     base = None
     for method in methods:
         title = f"{method.title}, {rows} × {d_in} → {d_out}"
-        if bench.wants(title):
+        if bench.wants(title, method.kernels):
             base = model_of(bench, d_in, d_out) if base is None else base
             yield _layer(bench, base, method, rows, title)
 
@@ -204,7 +204,7 @@ def bottlenecks(bench: Bench) -> Iterator[Row]:
     for rows in bench.plan.layer_rows:
         for d in bench.plan.bottlenecks:
             title = f"bottleneck d={d}, {rows} × {width}"
-            if bench.wants(title):
+            if bench.wants(title, ("bottleneck", "expand")):
                 yield _bottleneck(bench, base, rows, d, title)
 
 

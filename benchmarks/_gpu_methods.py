@@ -36,6 +36,7 @@ class Method:
         peft_fields: of theirs.
         layer: the most that forward and backward of a layer may take, over the layer's own.
         over_peft: title of the column to how many times faster than PEFT.
+        kernels: names of those that it may use.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Method:
     peft_fields: Mapping[str, Any] = field(default_factory=dict)
     layer: float | None = None
     over_peft: Mapping[str, float] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
 
     def put(self, base: Any, targets: str, name: str = "a") -> Any:
         """A model on the parameters of `base` with an adapter in training, as if trained."""
@@ -89,12 +91,15 @@ def stirred(model: Any) -> Any:
 def low_rank(r: int, dropout: float, dora: bool, **goals: Any) -> Method:
     """LoRA, or DoRA."""
     peft_fields = {"r": r, "lora_alpha": 2 * r, "lora_dropout": dropout}
+    used: tuple[str, ...] = ("shrink, dropout" if dropout else "shrink", "expand")
+    used += ("compose", "compose, no update", "row_norm", "row_norm, gain") if dora else ()
     return Method(
         f"{'DoRA' if dora else 'LoRA'} r={r}{f', dropout {dropout}' if dropout else ''}",
         adapterzoo.DoRAConfig if dora else adapterzoo.LoRAConfig,
         {"r": r, "alpha": 2 * r, "dropout": dropout},
         "LoraConfig",
         {**peft_fields, "use_dora": True} if dora else peft_fields,
+        kernels=used,
         **goals,
     )
 
@@ -102,7 +107,12 @@ def low_rank(r: int, dropout: float, dora: bool, **goals: Any) -> Method:
 def boft(b: int, m: int, **goals: Any) -> Method:
     """BOFT."""
     fields = {"boft_block_size": b, "boft_n_butterfly_factor": m}
-    return Method(f"BOFT b={b} m={m}", adapterzoo.BOFTConfig, fields, "BOFTConfig", fields, **goals)
+    used = ("rotate", "cayley_fold", "compose, no update")
+    return Method(
+        *(f"BOFT b={b} m={m}", adapterzoo.BOFTConfig, fields, "BOFTConfig", fields),
+        kernels=used,
+        **goals,
+    )
 
 
 def layer_methods(r: int) -> list[Method]:

@@ -6,8 +6,9 @@ import copy
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,11 +44,20 @@ def methods() -> list[Method]:
     ]
 
 
+def headline(bench: Bench) -> Iterator[Row]:
+    """The first steps of the largest model."""
+    yield from _steps_of(bench, bench.plan.bodies[:1], methods()[:4])
+
+
 def steps(bench: Bench) -> Iterator[Row]:
     """Forward and backward without the optimiser, with gaps in which the device waits."""
-    for body in bench.plan.bodies:
+    yield from _steps_of(bench, bench.plan.bodies, methods())
+
+
+def _steps_of(bench: Bench, bodies: Sequence[Body], chosen: list[Method]) -> Iterator[Row]:
+    for body in bodies:
         # a model takes seconds to make
-        if all(bench.has(_title(bench, method, body)) for method in methods()):
+        if all(bench.has(_title(bench, method, body)) for method in chosen):
             continue
         if not bench.wants(body.title):
             continue
@@ -55,9 +65,9 @@ def steps(bench: Bench) -> Iterator[Row]:
         batches = [_batch(bench, body) for _ in range(SETS)]
         floor_bytes = bench.clock.peak_bytes(_steps(base, batches)[0])
         of_lora = _known(bench, methods()[1], body)
-        for method in methods():
+        for method in chosen:
             title = _title(bench, method, body)
-            if not bench.wants(title):
+            if not bench.wants(title, method.kernels):
                 continue
             row, found = _step(bench, base, method, batches, floor_bytes, title)
             ratio = found.over_floor("adapterzoo")
@@ -181,7 +191,7 @@ def mixed(bench: Bench) -> Iterator[Row]:
         ]
         for number in bench.plan.mixed:
             title = f"{number} adapters in a batch of {count} × {tokens} tokens"
-            if bench.wants(title):
+            if bench.wants(title, (*method.kernels, "grouped low rank")):
                 yield _mixed(bench, (ours, theirs), names, number, ids, title)
 
 
@@ -218,6 +228,49 @@ def _mixed(
     if number > 1 and faster is not None:
         goals["times faster than PEFT"] = at_least(faster, 5.0)
     return Row(title, cells, goals, {"milliseconds": times.milliseconds})
+
+
+def together(bench: Bench) -> Iterator[Row]:
+    """One training step of several adapters, over a step for each of them."""
+    body, method = bench.plan.bodies[-1], low_rank(16, 0.0, False)
+    count = sorted(bench.plan.mixed)[-2]
+    model = adapterzoo.init(body.model(bench.device))
+    names = [f"a{i}" for i in range(count)]
+    for name in names:
+        model.add_adapter(name, method.ours(target_modules=PROJECTIONS, **method.fields))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    own = {name: [p for n, p in model.named_parameters() if f".{name}." in n] for name in names}
+    stirred(model.train())
+    for tokens in bench.plan.mixed_tokens:
+        title = f"{count} adapters, 1 × {tokens} tokens each"
+        if not bench.wants(title, (*method.kernels, "grouped low rank")):
+            continue
+        batches = [
+            torch.randint(body.vocabulary, (count, tokens + 1), device=bench.device)
+            for _ in range(SETS)
+        ]
+        runs = {
+            "one by one": [partial(_one_by_one, model, own, ids) for ids in batches],
+            "together": [partial(_all_at_once, model, own, ids) for ids in batches],
+        }
+        with kernels.use("auto"):
+            times = bench.clock.interleaved(runs, bench.until, ahead=False)
+        cells: dict[str, Cell] = {"together over one by one": times.over_floor("together")}
+        yield Row(title, cells, {}, {"milliseconds": times.milliseconds})
+
+
+def _one_by_one(model: Any, own: Mapping[str, list[Tensor]], ids: Tensor) -> None:
+    for i, (name, trained) in enumerate(own.items()):
+        model.set_active_adapters(name)
+        row = ids[i : i + 1]
+        torch.autograd.grad(model(input_ids=row, labels=row, use_cache=False).loss, trained)
+
+
+def _all_at_once(model: Any, own: Mapping[str, list[Tensor]], ids: Tensor) -> None:
+    names = list(own)
+    loss = model(input_ids=ids, labels=ids, use_cache=False, adapter_names=names).loss
+    torch.autograd.grad(loss, [p for trained in own.values() for p in trained])
 
 
 def takes_names(model: Any) -> bool:
@@ -261,7 +314,7 @@ def graphs(bench: Bench) -> Iterator[Row]:
         *(boft(8, 2), boft(4, 1)),
         *(low_rank(16, 0.0, True), low_rank(384, 0.0, True), low_rank(16, 0.0, False)),
     ):
-        if not bench.wants(method.title):
+        if not bench.wants(method.title, method.kernels):
             continue
         try:
             yield _graph(bench, base, method)

@@ -63,6 +63,11 @@ class Row:
     goals: Mapping[str, Goal] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_right(self) -> bool:
+        """Whether it misses no goal."""
+        return all(goal.met is not False for goal in self.goals.values())
+
 
 @dataclass
 class Part:
@@ -72,7 +77,7 @@ class Part:
         name: of the section, for `--only`.
         title: for people.
         state: "waiting", "running", "done", "cut" (some rows had no time), "skipped", "failed" or
-            "red" (a kernel is wrong).
+            "red" (something is wrong).
         seconds: that it took.
         rows: what was found.
         skipped: what there was no time or no memory for, and why.
@@ -204,7 +209,7 @@ class Report:
             "figure": row.figure,
             "cells": {key: self._plain(value) for key, value in row.cells.items()},
             "goals": {
-                key: {"goal": goal.text, "verdict": self._judged(goal)}
+                key: {"goal": goal.text, "verdict": self._judged(row, key, goal)}
                 for key, goal in row.goals.items()
             },
             "facts": {} if self.dry else dict(row.facts),
@@ -212,10 +217,12 @@ class Report:
 
     def _goal(self, row: Row, column: str, goal: Goal) -> str:
         which = f"{column} " if len(row.cells) > 1 else ""
-        return f"{which}{goal.text}: {self._judged(goal)}"
+        return f"{which}{goal.text}: {self._judged(row, column, goal)}"
 
-    def _judged(self, goal: Goal) -> str:
-        return "not judged" if self.dry else goal.verdict
+    def _judged(self, row: Row, column: str, goal: Goal) -> str:
+        # on a dry run figures mean nothing, but what is right or wrong in words does
+        is_figure = not isinstance(row.cells.get(column), str)
+        return "not judged" if self.dry and is_figure else goal.verdict
 
     def _plain(self, value: Cell) -> Any:
         if value is None or isinstance(value, str):

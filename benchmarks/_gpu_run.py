@@ -1,35 +1,50 @@
-"""The sections of the GPU benchmark: in order, within their time, written when known."""
+"""The sections of the GPU benchmark: in order, within their time, written when known.
+
+Every section runs in a process of its own, and the gate has one for each kernel and kind of
+operands: an illegal access ends one process, and a device that hangs costs one section its time.
+"""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
+import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  forked processes have it then
 
 from _gpu_bench import DRY, NO_TIME, REAL, Bench
 from _gpu_clock import Clock
-from _gpu_first import backwards, decode, sanitized, sites, small_checks, sweep
-from _gpu_gate import GateError, check
+from _gpu_closer import backwards, decode, sanitized, sites, small_checks, sweep
+from _gpu_gate import checked, figure_of, red, wrong_kernels
+from _gpu_jobs import Ended, Job, run
 from _gpu_kernels import KERNELS
 from _gpu_layers import alone, bottlenecks, ceilings, layers
-from _gpu_models import graphs, mixed, steps
+from _gpu_models import graphs, headline, mixed, steps, together
 from _gpu_report import Part, Report, Row
+from _gpu_reports import REPORTS, asked, row_of
+from _gpu_rivals import rivals
 from _gpu_verdict import verdicts
-from _gpu_warm import ahead
 
 ROOT = Path(__file__).resolve().parents[1]
+# how many processes check kernels at a time; the first case of each takes 3 GB of a GPU
+_TOGETHER = 16
+# seconds in which a process says what device it has
+_START = 60.0
 
 
 @dataclass(frozen=True)
@@ -41,82 +56,126 @@ class Section:
         title: for people.
         seconds: that it needs; it may take more if others before it took less.
         run: gives its rows one by one, and looks at the time between them.
-        trusts: whether its figures mean nothing if any kernel is wrong.
+        jobs: instead, the work of several processes.
+        lost: the row of a job that did not come to its end: of its name, and why.
+        asked: whether it runs only if it is named.
+        second: whether it waits for the second call of the first run.
     """
 
     name: str
     title: str
     seconds: float
-    run: Callable[[Bench], Iterator[Row]]
-    trusts: bool = True
+    run: Callable[[Bench], Iterator[Row]] | None = None
+    jobs: Callable[[Bench], list[Job]] | None = None
+    lost: Callable[[str, str], Row] | None = None
+    asked: bool = False
+    second: bool = False
+
+    def work(self, bench: Bench) -> list[Job]:
+        """What its processes do."""
+        if self.jobs is not None:
+            return self.jobs(bench)
+        return [Job(self.name, partial(_rows, self, bench))]
 
 
-def gate(bench: Bench) -> Iterator[Row]:
-    """Every kernel and configuration against float64.
+def _rows(section: Section, bench: Bench) -> Iterator[Row | list[str]]:
+    """The rows of a section, then what it skipped."""
+    warnings.filterwarnings("ignore", module="peft")
+    if section.run is not None:
+        yield from section.run(bench)
+    yield bench.part.skipped
 
-    Raises:
-        GateError: a kernel is wrong; all have been checked.
-    """
-    if failed := ahead(bench.is_dry):
-        bench.part.skipped.append(f"compiling ahead: {failed} processes did not get through")
-    known = {row.figure for row in bench.part.rows}
-    missing = [kernel for kernel in KERNELS if kernel.name not in known]
-    wrong: list[str] = []
-    checks = check(missing, bench.plan.gate, bench.device, "triton")
-    for kernel, run in zip(missing, checks, strict=True):
-        try:
-            passed = run()
-            bench.clock.synchronize()
-        except GateError as error:
-            bench.wrong.add(kernel.name)
-            wrong.append(str(error))
-            continue
-        # one that does not compile or run leaves the others their check
-        except Exception as error:  # noqa: BLE001
-            bench.wrong.add(kernel.name)
-            wrong.append(f"{kernel.name} does not run: {type(error).__name__}: {error}")
-            continue
-        facts = {"tiles": list(passed.tiles), "worst": passed.worst[0], "at": passed.worst[1]}
-        found = f"right in {passed.checks} comparisons, {len(passed.tiles)} configurations"
-        yield Row(passed.kernel, {"against float64": found}, facts=facts)
-    if wrong:
-        raise GateError("\n".join(wrong))
+
+def gate(bench: Bench) -> list[Job]:
+    """Check each kernel that has no verdict yet, on each kind of operands."""
+    return [
+        Job(figure, partial(checked, kernel.name, title, bench.plan.gate, bench.device))
+        for kernel in KERNELS
+        for title in bench.plan.gate.kinds
+        if not bench.has(figure := figure_of(kernel.name, title))
+    ]
+
+
+def reports(bench: Bench) -> list[Job]:
+    """Ask each report of users that has no answer yet."""
+    return [Job(name, partial(asked, bench, name)) for name in REPORTS if not bench.has(name)]
+
+
+def recheck(bench: Bench) -> list[Job]:
+    """Check what is wrong again, compiled by the assembler of the toolkit instead of Triton's."""
+    wrong = [row.figure for row in bench.part_of("gate").rows if not row.is_right]
+    return [
+        replace(job, run=partial(_assembled_by_toolkit, job.run))
+        for job in gate(replace(bench, part=Part("", "")))
+        if job.name in wrong and not bench.has(job.name)
+    ]
+
+
+def _assembled_by_toolkit(check: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    tool = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+    if not Path(tool).exists():
+        raise FileNotFoundError("the toolkit's ptxas is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TRITON_PTXAS_PATH": tool, "TRITON_CACHE_DIR": folder}
+        yield from check()
+
+
+def suspects(bench: Bench) -> Iterator[Row]:
+    """Run the memory and race checker if a kernel is wrong."""
+    if bench.wrong or bench.is_dry:
+        yield from sanitized(bench)
 
 
 CEILINGS = Section("ceilings", "What the device can do", 10, ceilings)
 LAYERS = "Layers: forward and backward over the frozen layer's"
 MODELS = "Training steps over the frozen model's"
-GRAPHS = "CUDA graphs give the bits of eager calls"
+GRAPHS = Section("graphs", "CUDA graphs give the bits of eager calls", 15, graphs)
+ALONE = Section("kernels", "Kernels alone, bfloat16", 50, alone)
+MIXED = Section("mixed", "Mixed batches over one adapter", 25, mixed)
+GATE = Section("gate", "Kernels against float64", 110, jobs=gate, lost=red)
+VERDICTS = Section("verdicts", "Verdict on each kernel", 5, verdicts)
 # in the order in which they run: a run that is stopped has the headline
 SECTIONS = [
     CEILINGS,
-    Section("gate", "Kernels against float64", 110, gate),
+    GATE,
     Section("models", MODELS, 150, steps),
     Section("layers", LAYERS, 80, layers),
-    Section("kernels", "Kernels alone, bfloat16", 50, alone),
-    Section("graphs", GRAPHS, 15, graphs),
+    ALONE,
+    GRAPHS,
     Section("bottlenecks", "Bottlenecks over the frozen feed-forward part", 15, bottlenecks),
-    Section("mixed", "Mixed batches over one adapter", 25, mixed),
+    MIXED,
+    Section("small", "What a compiler does differently", 45, small_checks, asked=True),
+    Section("sanitizer", "Memory and race checker", 150, sanitized, asked=True),
+    Section("sweep", "Kernels against cuBLAS, and at other settings", 260, sweep, asked=True),
+    Section("backwards", "What a backward launches", 60, backwards, asked=True),
+    Section("sites", "One layer: launches and device time", 90, sites, asked=True),
+    Section("decode", "A layer for few rows", 90, decode, asked=True),
+    VERDICTS,
 ]
-# thirty minutes in calls of ten: no section needs more than seven
+_REPORTS = Section(
+    "reports", "What users reported", 60, jobs=reports, lost=partial(row_of, good=False)
+)
+# the first fifteen minutes on a GPU: a call of 440 seconds, then one of 200
 FIRST = [
+    replace(GATE, seconds=150),
+    _REPORTS,
     CEILINGS,
-    Section("gate", "Kernels against float64", 180, gate),
-    Section("small", "What a compiler does differently", 45, small_checks, False),
-    Section("sanitizer", "Memory and race checker", 150, sanitized, False),
-    Section("sweep", "Kernels against cuBLAS, and at other settings", 260, sweep, False),
-    Section("backwards", "What a backward launches", 60, backwards, False),
-    Section("sites", "One layer: launches and device time", 90, sites),
-    Section("graphs", GRAPHS, 45, graphs),
-    Section("decode", "A layer for few rows", 90, decode),
-    Section("layers", LAYERS, 300, layers),
-    Section("models", MODELS, 420, steps),
-    Section("verdicts", "Verdict on each kernel", 5, verdicts, False),
+    Section("models", MODELS, 110, headline),
+    Section("layers", LAYERS, 70, rivals),
+    GRAPHS,
+    Section(
+        "recheck", "Wrong kernels, by the toolkit's ptxas", 70, jobs=recheck, lost=red, second=True
+    ),
+    Section("sanitizer", "Memory and race checker", 60, suspects, second=True),
+    replace(ALONE, seconds=60, second=True),
+    replace(MIXED, second=True),
+    Section("together", "N adapters in one step over N steps", 30, together, second=True),
+    VERDICTS,
 ]
 # nothing else can be judged without them, and the last follows from the others
 ALWAYS = ("ceilings", "gate", "verdicts")
-# of a whole run, and of one call of the first run
-_SECONDS, _FIRST_SECONDS = 465.0, 540.0
+# of a whole run, and of the calls of the first run
+_SECONDS, _FIRST_SECONDS, _SECOND_SECONDS = 465.0, 440.0, 200.0
 
 
 def main(options: argparse.Namespace) -> int:
@@ -127,7 +186,7 @@ def main(options: argparse.Namespace) -> int:
             `gpu.py`.
 
     Returns:
-        0; 1 if a kernel is wrong or a section failed; 2 if the options do not fit.
+        0; 1 if something is wrong or a section failed; 2 if the options do not fit.
     """
     started = time.monotonic()
     sections = FIRST if options.first else SECTIONS
@@ -136,55 +195,37 @@ def main(options: argparse.Namespace) -> int:
         print(f"--section {' '.join(unknown)}: there is no such section. Legal: {', '.join(names)}")
         return 2
     device = torch.device("cpu" if options.dry_run else "cuda:0")
-    warnings.filterwarnings("ignore", module="peft")
+    context, about = _device(device, options.rounds)
     parts = [Part(section.name, section.title) for section in sections]
-    name = "cpu" if options.dry_run else torch.cuda.get_device_name(device)
     suffix = "-first" if options.first else ""
-    report = Report(options.output, name, options.dry_run, parts, suffix)
-    report.about |= facts(device, options.rounds)
+    report = Report(options.output, about.pop("name"), options.dry_run, parts, suffix)
+    report.about |= about
     if options.resume and (why := report.resume()):
         print(f"--continue: {why}. Leave it out to start anew.")
         return 2
-    rounds = 2 if options.dry_run else options.rounds
-    plan = DRY if options.dry_run else REAL
+    plan, rounds = (DRY, 2) if options.dry_run else (REAL, options.rounds)
     bench = Bench(device, Clock(device, rounds), plan, parts[0], parts=parts)
-    seconds = options.seconds or (_FIRST_SECONDS if options.first else _SECONDS)
-    end = started + seconds
-    todo = [
-        (section, part)
-        for section, part in zip(sections, parts, strict=True)
-        if section.name in ALWAYS or not options.section or section.name in options.section
-    ]
-    ok = True
-    for number, (section, part) in enumerate(todo):
+    bench.wrong = wrong_kernels(bench.part_of("gate").rows, plan.gate)
+    usual = (_SECOND_SECONDS if options.resume else _FIRST_SECONDS) if options.first else _SECONDS
+    end = started + (options.seconds or usual)
+    todo = [s for s in sections if _is_due(s, bench.part_of(s.name), options)]
+    for number, section in enumerate(todo):
+        bench.part = part = bench.part_of(section.name)
         begun = time.monotonic()
-        # figures of the device are not kept
-        if part.state == "done" and section.name not in ("ceilings", "verdicts"):
-            continue
-        if section.trusts and bench.wrong:
-            _skip(part, "the gate is red")
-            continue
-        if begun >= end and section.name not in ALWAYS:
+        if begun >= end and section.name != "verdicts":
             _skip(part, NO_TIME)
             continue
         # what earlier sections left is for this one; what later ones need is theirs
-        later = sum(each.seconds for each, of in todo[number + 1 :] if of.state != "done")
-        bench.part = part
-        bench.until = until(begun, end, section.seconds, later)
+        later = sum(each.seconds for each in todo[number + 1 :])
         # what takes a millisecond on a GPU takes a second in the interpreter
-        if options.dry_run:
-            bench.until = end
-        if section.name == "ceilings":
-            part.rows.clear()
-        _run(section, bench, report)
-        ok = ok and part.state in ("done", "cut")
-        if section.name == "gate" and part.state != "done" and not (options.first and bench.wrong):
-            return _stopped(report, parts, part)
-        if _passed(parts) or bench.wrong:
-            report.write()
-            for shown in parts[:2] if section.name == "gate" else [part]:
-                print(f"\n{shown.title} ({shown.state})\n\n{report.table(shown)}", flush=True)
-        _tidy(device)
+        bench.until = end if options.dry_run else until(begun, end, section.seconds, later)
+        _run(section, bench, report, context)
+        if section.name == "gate":
+            bench.wrong = wrong_kernels(part.rows, plan.gate)
+        if section.name == "ceilings" and part.state == "done":
+            bench.bandwidth, bench.rate = (row.facts["rate"] for row in part.rows)
+        took = f"{part.state}, {time.monotonic() - begun:.0f} s"
+        print(f"\n{section.title} ({took})\n\n{report.table(part)}", flush=True)
     for part in parts:
         if part.state == "waiting":
             _skip(part, "not asked for")
@@ -192,7 +233,16 @@ def main(options: argparse.Namespace) -> int:
     print(f"\nwritten: {report.stem}.json, {report.stem}.md", flush=True)
     if left := [part.name for part in parts if part.state in ("cut", "skipped", "failed")]:
         print(f"not complete: {', '.join(left)}. To go on, add --continue to the options.")
-    return 0 if ok else 1
+    return int(any(part.state in ("red", "failed") for part in parts))
+
+
+def _is_due(section: Section, part: Part, options: argparse.Namespace) -> bool:
+    """Whether this call runs a section."""
+    if part.state in ("done", "red") and section.name not in ("ceilings", "verdicts"):
+        return False
+    if options.section:
+        return section.name in (*options.section, *ALWAYS)
+    return not section.asked and (options.resume or not section.second)
 
 
 def until(begun: float, end: float, own: float, later: float) -> float:
@@ -207,49 +257,80 @@ def until(begun: float, end: float, own: float, later: float) -> float:
     return min(end, max(begun + own, end - later))
 
 
-def _run(section: Section, bench: Bench, report: Report) -> None:
+def _run(section: Section, bench: Bench, report: Report, context: BaseContext) -> None:
     """Run one section; each row is written when it is known."""
     part, begun, before = bench.part, time.monotonic(), bench.part.seconds
     part.state, part.trace, part.skipped = "running", "", []
-    try:
-        for row in section.run(bench):
-            part.rows.append(row)
-            part.seconds = before + time.monotonic() - begun
-            # what the gate has not seen yet is no figure
-            if _passed(report.parts) or bench.wrong:
-                report.write()
-        cut = any(reason.endswith(NO_TIME) for reason in part.skipped)
-        part.state = "cut" if cut else "done"
-    except GateError as error:
-        part.state, part.trace = "red", str(error)
-    except Exception:  # noqa: BLE001  one section that fails leaves the others their time
-        part.state, part.trace = "failed", traceback.format_exc()
-    part.seconds = before + time.monotonic() - begun
+    if section.name in ("ceilings", "verdicts"):
+        # of this call alone
+        part.rows.clear()
+    jobs = section.work(bench)
+    most = 1 if section.jobs is None else min(os.cpu_count() or 1, _TOGETHER)
+    for job, found in run(jobs, bench.until, most, context):
+        if isinstance(found, Ended) and found.why and section.lost and not found.late:
+            found = section.lost(job.name, found.why.strip().splitlines()[-1])
+        if isinstance(found, Row):
+            part.rows.append(found)
+            if section.jobs is not None:
+                print(
+                    f"{time.monotonic() - begun:6.1f} s  {found.figure}: {_told(found)}", flush=True
+                )
+        elif isinstance(found, list):
+            part.skipped += found
+        elif found.late:
+            part.skipped.append(f"{job.name}: {found.why}: {NO_TIME}")
+        elif found.why:
+            part.trace = found.why
+        part.seconds = before + time.monotonic() - begun
+        report.write()
+    part.rows.sort(key=lambda row: _place(row, jobs))
+    cut = any(reason.endswith(NO_TIME) for reason in part.skipped)
+    is_red = section.lost is not None and not all(row.is_right for row in part.rows)
+    part.state = "failed" if part.trace else "red" if is_red else "cut" if cut else "done"
+    report.write()
 
 
-def _passed(parts: list[Part]) -> bool:
-    """Whether the gate is done."""
-    return next(part for part in parts if part.name == "gate").state == "done"
+def _place(row: Row, jobs: list[Job]) -> int:
+    """Where a row stands: processes end in any order."""
+    names = [job.name for job in jobs]
+    return names.index(row.figure) if row.figure in names else -1
+
+
+def _told(row: Row) -> str:
+    return "; ".join(str(cell) for cell in row.cells.values())[:300]
+
+
+def _device(device: torch.device, rounds: int) -> tuple[BaseContext, dict[str, Any]]:
+    """How processes are made that can use the device, and what is known of it.
+
+    A forked process has all modules already, but cannot use a device whose driver something here
+    has asked before.
+
+    Raises:
+        RuntimeError: no process can use it.
+    """
+    why = ""
+    for method in ("fork", "spawn"):
+        context: BaseContext = multiprocessing.get_context(method)
+        job = Job("device", partial(_known, device, rounds))
+        for _, found in run([job], time.monotonic() + _START, 1, context):
+            if isinstance(found, dict):
+                return context, found
+            why = found.why
+    raise RuntimeError(f"no process can use {device}: {why}")
+
+
+def _known(device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
+    # a call that fails where a driver cannot be used
+    torch.zeros(1, device=device).item()
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    yield {"name": name, **facts(device, rounds)}
 
 
 def _skip(part: Part, why: str) -> None:
     # rows of an earlier run stay
     part.state = "cut" if part.rows else "skipped"
     part.skipped = [why]
-
-
-def _stopped(report: Report, parts: list[Part], gate_part: Part) -> int:
-    """No figure stays: neither the device's nor what the gate had passed before."""
-    for part in parts:
-        part.rows.clear()
-        if part is not gate_part:
-            part.state = "skipped"
-            part.skipped = ["the gate is red"]
-    report.write()
-    print(
-        f"the gate is {gate_part.state}, and there are no figures:\n{gate_part.trace}", flush=True
-    )
-    return 1
 
 
 def facts(device: torch.device, rounds: int) -> dict[str, Any]:
@@ -289,8 +370,3 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _tidy(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from _gpu_bench import Bench
+from _gpu_gate import figure_of
 from _gpu_kernels import KERNELS
 from _gpu_report import DRY, Part, Row
 from _measure import ratio
@@ -21,16 +22,17 @@ _TIMED = ("sweep", "kernels")
 def verdicts(bench: Bench) -> Iterator[Row]:
     """What the figures of this run say about each kernel, compared with the best of torch."""
     timed = [part for name in _TIMED for part in bench.parts if part.name == name]
-    gate = next(part for part in bench.parts if part.name == "gate")
-    bench.part.rows.clear()
+    rows = {row.figure: row for row in bench.part_of("gate").rows}
     for kernel in KERNELS:
         cells: dict[str, str] = {"verdict": "", "forward": "–", "backward": "–"}
         found = {PASSES[passes]: faster(timed, kernel.name, passes) for passes in PASSES}
         for name, ranks in found.items():
             if ranks:
                 cells[name] = _told(ranks)
-        checked = any(row.figure == kernel.name for row in gate.rows)
-        wrong = kernel.name in bench.wrong
+        own = [
+            rows[f] for kind in bench.plan.gate.kinds if (f := figure_of(kernel.name, kind)) in rows
+        ]
+        wrong, checked = not all(row.is_right for row in own), kernel.name not in bench.wrong
         ratios = [of for ranks in found.values() for of in ranks.values()]
         cells["verdict"] = judged(ratios, wrong, checked)
         # times of a dry run say nothing

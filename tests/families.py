@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 VOCABULARY = 99
 HIDDEN = 32
@@ -82,7 +82,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
                  "apply_spec_augment": False, "layerdrop": 0.0},
 }  # fmt: skip
 # for single tests
-OTHERS = {"bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4}}
+OTHERS = {
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4},
+    "umt5": _T5,
+}
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
@@ -118,3 +121,12 @@ def first_output(outputs: Any) -> Tensor:
         if name in outputs and outputs[name] is not None:
             return outputs[name]
     return outputs[0]
+
+
+def has_sdpa(family: str) -> bool:
+    """Whether the installed transformers has sdpa for a family: for T5, older versions do not.
+
+    They compute its attention in the module itself, so that it takes no prefixes.
+    """
+    kind = AutoModel._model_mapping[type(tiny_config(family))]
+    return bool(kind._supports_sdpa)

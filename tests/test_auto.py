@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
 import pytest
 import torch
@@ -41,10 +42,22 @@ STATIC = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def reports():
+    """What transformers' loader says, and what is said in its place."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
+
+
 @pytest.mark.parametrize(
     ("auto", "family"), [(auto, family) for auto, names in STATIC.items() for family in names]
 )
-def test_a_static_checkpoint_keeps_its_head(auto, family, tmp_path):
+def test_a_static_checkpoint_keeps_its_head(auto, family, tmp_path, reports):
     config = tiny_config(family)
     if auto is AutoModelForSequenceClassification:
         config.id2label = {0: "bad", 1: "so-so", 2: "good"}
@@ -54,6 +67,7 @@ def test_a_static_checkpoint_keeps_its_head(auto, family, tmp_path):
     static.save_pretrained(tmp_path)
     model = AutoAdapterModel.from_pretrained(tmp_path)
     assert model.active_head == "default"
+    assert not [text for text in reports if "UNEXPECTED" in text or "does not use" in text]
     inputs = tiny_inputs(family)
     inputs.pop("decoder_input_ids", None)
     if family in {"bart", "mbart"}:
@@ -75,11 +89,14 @@ def test_a_static_checkpoint_keeps_its_head(auto, family, tmp_path):
         assert model.get_labels() == ["bad", "so-so", "good"]
 
 
-def test_tensors_that_a_task_class_does_not_have_do_not_hide_its_head(tmp_path):
+def test_tensors_that_a_task_class_does_not_have_do_not_hide_its_head(tmp_path, reports):
     static = transformers.DebertaV2ForMaskedLM(tiny_config("deberta-v2"))
     static.lm_predictions = torch.nn.Linear(3, 3)
     static.save_pretrained(tmp_path)
     model, info = AutoAdapterModel.from_pretrained(tmp_path, output_loading_info=True)
+    said = [text for text in reports if "does not use" in text]
+    assert len(said) == 1
+    assert "'lm_predictions.bias', 'lm_predictions.weight'." in said[0]
     assert model.get_head("default").config.head_type == "masked_lm"
     assert {*info["unexpected_keys"]} == {"lm_predictions.weight", "lm_predictions.bias"}
 

@@ -90,3 +90,44 @@ def test_the_adapter_reaches_generation():
     model.add_adapter("a", ATTENTION, set_active=True)
     stir(model, "a", std=0.3)
     assert not torch.equal(tokens(model, inputs), plain)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "lora[r=2,trainable_token_indices=[3,4]]",
+        {"architecture": "trainable_tokens", "token_indices": [3, 4]},
+        "lora[r=2,target_modules=['EMBEDDING']]", "lora[r=2,modules_to_save=['EMBEDDING']]",
+        "prefix_tuning",
+    ],
+)  # fmt: skip
+def test_adapters_at_the_embedding_generate_under_a_named_head(method, family, tied):
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    config.tie_word_embeddings = tied
+    model = AutoAdapterModel.from_config(config).eval()
+    table = next(
+        p for p, m in model.base_model.named_modules() if isinstance(m, torch.nn.Embedding)
+    )
+    if isinstance(method, str):
+        method = method.replace("EMBEDDING", table.rpartition(".")[2])
+    model.add_adapter("a", method)
+    stir(model, "a")
+    model.add_causal_lm_head("lm")
+    model.active_head = "lm"
+    ids = torch.tensor([[5, 3, 7, 4]] * 2)
+    how = {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False,
+        "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    model.set_active_adapters("a")
+    expected = ids
+    with torch.no_grad():
+        for _ in range(3):
+            last = model(expected).logits[:, -1].argmax(-1, keepdim=True)
+            expected = torch.cat([expected, last], 1)
+    assert torch.equal(model.generate(ids, **how), expected)
+    model.set_active_adapters(None)
+    assert torch.equal(model.generate(ids, adapter_names=["a", "a"], **how), expected)

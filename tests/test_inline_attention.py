@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from architectures.tiny_models import tiny_model
+from cached import CACHE
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -142,9 +143,9 @@ def test_the_cache_holds_no_prefix(model_type):
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).last_hidden_state
         first = model(input_ids=ids[:, :9], use_cache=True)
-        cache = first.past_key_values
+        cache = first[CACHE]
         assert cache.get_seq_length() == 9
-        rest = model(input_ids=ids[:, 9:], past_key_values=cache).last_hidden_state
+        rest = model(input_ids=ids[:, 9:], **{CACHE: cache}).last_hidden_state
     # GPT-J computes scores in float32 in a model of any dtype
     rounding = {"rtol": 1e-5, "atol": 1e-6} if model_type == "gptj" else {}
     torch.testing.assert_close(rest, whole[:, 9:], **rounding)

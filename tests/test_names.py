@@ -10,9 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from adapterzoo import Fuse
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.names import check_name
+from adapterzoo.peft import LoraConfig, get_peft_model
 
 LEGAL = [
     "a", "sst-2", "my task", "é", "任务", "lora", "adapters", "heads", "head", "mlp", "query", "0",
@@ -24,7 +26,7 @@ ILLEGAL = [
     "a?", 'a"', "<a>", " a", "a ", "\ta", "a\n", "a\nb", "a\0", "\x7f", "a" * 129,
     "(a)", "a[", "lora[lr=1e-4]", "a[[b]]", "a{2}{3}", "a]]+++",
     "train", "type", "forward", "keys", "pop", "training", "__class__", "_modules",
-    "任" * 128, "é" * 101, "任务" * 33 + "abc", "train/",
+    "任" * 128, "é" * 101, "任务" * 33 + "abc", "train/", "__base__",
 ]  # fmt: skip
 
 
@@ -77,3 +79,23 @@ def test_what_is_legal_stays_one_folder_and_one_key(name):
     assert list(shelf.state_dict()) == [f"{name}.weight", f"{name}.bias"]
     # as transformers finds it
     assert getattr(shelf, name) is shelf[name] is shelf.get_submodule(name)
+
+
+def test_the_word_for_the_base_model_is_no_name_on_any_road(tiny, tmp_path):
+    model = tiny()
+    for name in "ab":
+        model.add_adapter(name, "lora[r=2]")
+    model.save_adapter(tmp_path, "a")
+    for road in (
+        lambda name: model.add_adapter(name, "lora"),
+        lambda name: model.load_adapter(tmp_path, load_as=name),
+        lambda name: model.add_classification_head(name),
+        lambda name: model.average_adapter(name, ["a", "b"]),
+        lambda name: model.convert_adapter("a", "lora", new_name=name, rank=2),
+        lambda name: model.add_adapter_fusion(Fuse("a", "b", name=name)),
+        lambda name: model.add_embeddings(name, tokenizer=None),
+        lambda name: get_peft_model(tiny(), LoraConfig(r=2), adapter_name=name),
+    ):
+        with pytest.raises(ConfigError, match="in adapter_names it means the base model"):
+            road("__base__")
+    assert {*model.adapters_config} == {"a", "b"}

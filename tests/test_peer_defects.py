@@ -14,6 +14,7 @@ import sys
 
 import pytest
 import torch
+from cached import CACHE
 from families import tiny_config, tiny_inputs
 from safetensors.torch import load_file
 from snapshots import adapter_bits, of_adapter, output, same_bits, stir
@@ -61,7 +62,7 @@ def test_generation_keeps_the_cache(family):
                   for cached in (True, False)]  # fmt: skip
         assert all(torch.equal(tokens[0], other) for other in tokens)
         first = ours(ids, use_cache=True)
-        step = ours(tokens[0][:, 5:6], past_key_values=first.past_key_values).logits[:, -1]
+        step = ours(tokens[0][:, 5:6], **{CACHE: first[CACHE]}).logits[:, -1]
         whole = plain(tokens[0][:, :6]).logits[:, -1]
         torch.testing.assert_close(step, whole, atol=1e-12, rtol=0)
 

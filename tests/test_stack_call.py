@@ -138,16 +138,55 @@ def test_compiled_code_looks_at_no_number():
     assert compiled(STATES, torch.zeros(3, 6, dtype=torch.long)).eq(18).all()
 
 
-def test_generation_remembers_the_prompt_of_each_stack():
-    generation = Generation()
-    first = LayerStackCall(RecordedCall("decoder", {}, generation), {})
-    assert first.prompt_ends(STATES, 1, 1).tolist() == [[0, 5], [6, 11], [12, 17]]
-    # without a cache the next step has a token more, which is not of the prompt
-    second = LayerStackCall(RecordedCall("decoder", {}, generation), {})
+def generated(generation, tokens, path="decoder", **given):
+    """A layer's view of a call of `generate` that goes up to a number of tokens."""
+    generation.step(tokens, None)
+    return LayerStackCall(RecordedCall(path, given, generation), {})
+
+
+def test_candidates_and_new_tokens_do_not_belong_to_the_prompt():
+    generation = Generation(["decoder"])
+    generation.start(4)
+    candidates = generated(generation, 6)
+    assert candidates.prompt_ends(STATES, 1, 1).tolist() == [[0, 3], [6, 9], [12, 15]]
+    # without a cache the next step has a token more
     longer = torch.zeros(3, 7, 8)
-    assert second.prompt_ends(longer, 1, 1).tolist() == [[0, 5], [7, 12], [14, 19]]
-    other = LayerStackCall(RecordedCall("encoder", {}, generation), {})
+    assert generated(generation, 7).prompt_ends(longer, 1, 1).tolist() == [
+        [0, 3],
+        [7, 10],
+        [14, 17],
+    ]
+    # an encoder, or the tower of an image, has a prompt of its own
+    other = generated(generation, 7, "encoder")
     assert other.prompt_ends(longer, 1, 1).tolist() == [[0, 6], [7, 13], [14, 20]]
+
+
+def test_a_prompt_in_parts_shows_its_first_tokens_alone():
+    class Cache:
+        def get_seq_length(self):
+            return 4
+
+    generation = Generation(["decoder"])
+    generation.start(10)
+    # the first of them are in the cache
+    call = generated(generation, 6, past_key_values=Cache())
+    assert call.prompt_ends(STATES, 5, 0).tolist() == [
+        [18] * 4 + [0],
+        [18] * 4 + [6],
+        [18] * 4 + [12],
+    ]
+    with pytest.raises(StateError, match=r"prefill_chunk_size=….*Leave it out"):
+        call.prompt_ends(STATES, 1, 1)
+    with pytest.raises(StateError, match=r"prefill_chunk_size=….*Leave it out"):
+        call.prompt(STATES)
+
+
+def test_a_call_outside_of_the_sequence_is_refused():
+    generation = Generation(["decoder"])
+    generation.start(6)
+    call = LayerStackCall(RecordedCall("decoder", {}, generation), {})
+    with pytest.raises(StateError, match=r"outside of the sequence.*guidance_scale"):
+        call.has_prompt(STATES)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 3, 8), (2, 3, 0, 8)])

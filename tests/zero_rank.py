@@ -136,9 +136,7 @@ def main(rank, rendezvous, folder):
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD),
         "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD
-    )
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     import deepspeed
 
     # would be compiled

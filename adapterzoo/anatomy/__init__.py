@@ -25,6 +25,7 @@ from .sites import (
 )
 from .token_input import TokenInput
 from .tokens import input_embeddings_of, token_site, usual_joins, why_no_token_site
+from .tree import unwrapped, without_wrappers
 
 __all__ = [
     "ATTENTION_ROLES",
@@ -44,6 +45,8 @@ __all__ = [
     "input_embeddings_of",
     "part_names",
     "token_site",
+    "unwrapped",
     "usual_joins",
     "why_no_token_site",
+    "without_wrappers",
 ]

@@ -55,9 +55,9 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
         reason = "a convolutional network: no block with attention"
     entry, no_entry = entry_of(tree, blocks)
-    positions, unmovable = positions_of(tree, blocks)
+    positions, unmovable, rotary = positions_of(tree, blocks)
     tokens = tokens_of(tree, blocks)
-    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
+    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, rotary, tokens
     others = other_layers_of(tree, blocks, inside | {site.path for site in outside})
     covered = inside | {layer for site in outside for layer in _covered(site)}
     parameters = parameters_of(tree, blocks, covered)

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from .names import nearness
+from .names import nearness, parent
 from .patterns import FUSED, Row
 from .sites import OutputSlice, Role, Site
 from .tree import Branch
@@ -30,22 +30,29 @@ def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> I
         branch: the block.
         row: the table's entry for the architecture.
     """
-    inner = _inner(site, sites)
-    for role, part in _split(site, inner, branch, row).items():
+    for role, part in _split(site, sites, branch, row).items():
         if part.groups * part.width == site.d_out and 0 <= part.start < part.stop <= part.width:
             yield dataclasses.replace(site, role=role, d_out=part.size, output_slice=part)
 
 
-def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
+def _split(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> Split:
     if site.role not in ("qkv", "mlp_in"):
         return {}
+    inner = _inner(site, sites)
     named = [name for pattern, name in row.layouts.items() if re.fullmatch(pattern, site.path)]
     if not named and site.role == "qkv":
         stored = site.parameter or site.path
         named = [name for pattern, name in FUSED if pattern.search(stored)]
+        if named == ["q, k, v"] and _has_query(site, sites):
+            named = ["k, v"]
     if not named and site.role == "mlp_in" and site.d_out == 2 * inner:
         named = ["gate, in"]
     return LAYOUTS[named[0]](site, inner, branch) if named else {}
+
+
+def _has_query(fused: Site, sites: tuple[Site, ...]) -> bool:
+    """Return whether the queries have a layer of their own, beside the fused one."""
+    return any(s.role == "query" and parent(s.path) == parent(fused.path) for s in sites)
 
 
 def is_known_fusion(path: str) -> bool:

@@ -28,7 +28,7 @@ ATTENTION_IN: tuple[tuple[Role, re.Pattern[str]], ...] = (
         "query",
         tail(
             "q", "query", "q_proj", "query_proj", "q_lin", "linear_q", "to_q", "to_query",
-            "project_q", "projection_query", "Wq", "q_b_proj", "queries", "query_key",
+            "project_q", "projection_query", "Wq", "q_b_proj", "queries", "query_key", "q_attn",
         ),
     ),
     (

@@ -23,9 +23,12 @@ RELATIVE_BIAS = "has_relative_attention_bias"
 # attention modules that add a bias linear in the position, which only changes distances
 ALIBI = frozenset(("BloomAttention",))
 _NUMBERS = "position_ids"
+_ROTARY = "Rotary"
 
 
-def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...], Mapping[str, str]]:
+def positions_of(
+    tree: Tree, blocks: Iterable[Block]
+) -> tuple[tuple[Site, ...], Mapping[str, str], frozenset[str]]:
     """Return the modules that take position numbers.
 
     Args:
@@ -33,16 +36,21 @@ def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...],
         blocks: its blocks.
 
     Returns:
-        Their sites; and the stacks whose positions cannot be changed, with the reason.
+        Their sites; the stacks whose positions cannot be changed, with the reason; and those whose
+        positions rotate queries and keys.
     """
     stacks = list(dict.fromkeys(block.stack for block in blocks))
     found: list[Site] = []
     unmovable: dict[str, str] = {}
+    rotary: set[str] = set()
     for path, module in tree.modules.items():
         takes = _takes_numbers(cast("Any", type(module)))
         if module._modules or not (takes or leaf(path) in _TABLES):
             continue
         stack = _stack_of(path, stacks)
+        if takes and _ROTARY in type(module).__name__:
+            # towers may share one beside them
+            rotary |= {s for s in stacks if below(s, parent(path))}
         is_table = isinstance(module, nn.Embedding)
         if stack is None or (is_table and takes) or not (is_table or takes):
             reason = f"{path!r}, a {type(module).__name__}, counts the tokens itself"
@@ -52,7 +60,7 @@ def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...],
     for stack in stacks:
         if not any(site.stack == stack for site in found) and not _is_relative(tree, stack):
             unmovable.setdefault(stack, "no module is known that takes position numbers")
-    return tuple(found), unmovable
+    return tuple(found), unmovable, frozenset(rotary)
 
 
 @functools.cache

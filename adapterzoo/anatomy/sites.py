@@ -256,6 +256,7 @@ class Anatomy:
         no_entry: why there is none.
         positions: the modules that take position numbers.
         unmovable: stacks whose positions cannot be changed → the reason.
+        rotary: stacks whose positions rotate queries and keys, so that only distances count.
         tokens: where tokens are embedded; None if that is unknown.
         others: modules with parameters of their own and without a weight matrix, such as norms.
         parameters: the matrices among these parameters, such as the weight of a router.
@@ -274,6 +275,7 @@ class Anatomy:
     no_entry: str = ""
     positions: tuple[Site, ...] = ()
     unmovable: Mapping[str, str] = field(default_factory=dict)
+    rotary: frozenset[str] = frozenset()
     tokens: TokenInput | None = None
     others: tuple[Site, ...] = ()
     parameters: tuple[Site, ...] = ()

@@ -12,7 +12,7 @@ from .closed import NO_TOKENS, reason
 from .names import below, joined, parent
 from .sites import Block, Role, Site
 from .token_input import TokenInput
-from .tree import Tree, number
+from .tree import Tree, number, unwrapped
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
 # rows that a table of positions may have beside those of tokens
@@ -106,9 +106,10 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
 def input_embeddings_of(model: object) -> nn.Module | None:
     """Return transformers' input embeddings of a model; None if it has none."""
     try:
-        return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
+        found = cast("nn.Module | None", cast("Any", model).get_input_embeddings())
     except (AttributeError, NotImplementedError):
         return None
+    return None if found is None else unwrapped(found)
 
 
 def _looks_ahead(tree: Tree, owner: str) -> bool:

@@ -8,9 +8,36 @@ from typing import Any
 from torch import nn
 
 from adapterzoo.contracts import Contained
+from adapterzoo.errors import StateError
 
 from .names import below
 from .sites import Role
+
+_FSDP1 = "_fsdp_wrapped_module"
+# children inside a module that replaces them: of torch.compile, checkpoint_wrapper and FSDP1
+_WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", _FSDP1))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers of torch, which have no step in paths.
+
+    Raises:
+        StateError: FSDP1 has wrapped it, and holds pieces of its parameters.
+    """
+    while not _WRAPPED.isdisjoint(module._modules):
+        if _FSDP1 in module._modules:
+            raise StateError(
+                "FullyShardedDataParallel wraps a part of the model, and its parameters are empty "
+                "or pieces of others. Write fully_shard(model) instead, and with Trainer "
+                "fsdp_config={'version': 2}."
+            )
+        module = next(m for n, m in module._modules.items() if m is not None and n in _WRAPPED)
+    return module
+
+
+def without_wrappers(path: str) -> str:
+    """Return a path without the steps of wrappers of torch."""
+    return ".".join(step for step in path.split(".") if step not in _WRAPPED)
 
 
 class Tree:
@@ -69,6 +96,7 @@ class Tree:
 
 def _plain(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those below by path, each once; adapters are not a part of the model."""
+    module = unwrapped(module)
     if id(module) in seen or isinstance(module, Contained):
         return
     seen.add(id(module))

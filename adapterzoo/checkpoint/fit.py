@@ -81,6 +81,16 @@ def check_fit(
         )
 
 
+def converted(file: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of copies of layers, such as heads, in the dtypes of the layers here.
+
+    Args:
+        file: what was read.
+        like: tensors of the model by the same keys; others do not change.
+    """
+    return {k: t.to(like[k].dtype) if k in like else t for k, t in file.items()}
+
+
 def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the tensors `path/parameter` of a file as path of a module → parameter → tensor."""
     found: dict[str, dict[str, Tensor]] = {}

@@ -6,7 +6,7 @@ modules that do not depend on models, names, files, devices or each other.
 
 from __future__ import annotations
 
-from ._dtypes import compute_dtype, upcast
+from ._dtypes import compute_dtype, upcast, widest
 from .adapter import Adapter, BaseLayer, Linear, Run, SharedInputAdapter
 from .contained import Contained, Ejectable, SharedKey, SharedModules
 from .head import Head
@@ -57,4 +57,5 @@ __all__ = [
     "is_hooked",
     "replaced",
     "upcast",
+    "widest",
 ]

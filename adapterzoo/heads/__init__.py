@@ -8,7 +8,7 @@ from __future__ import annotations
 from ._adding import add_methods, adds_head
 from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types, token_places
-from ._labels import labels_from
+from ._labels import by_head, labels_from
 from ._lm import LMHead
 from ._losses import IGNORED, Logits, next_labels
 from ._pooled import PooledHead
@@ -74,6 +74,7 @@ __all__ = [
     "TaskHead",
     "add_methods",
     "adds_head",
+    "by_head",
     "head_types",
     "label_numbers",
     "labels_from",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,34 @@ def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any])
             f"all of them with one entry for each row."
         )
     return torch.stack(flat, dim=1)  # [batch, arguments, …]
+
+
+def by_head(argument: str, values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return an argument of several heads, given as a list, as a dict.
+
+    Args:
+        argument: its name.
+        values: one for each active head, None for a head without.
+        names: of the active heads, in order.
+
+    Raises:
+        ConfigError: the list does not fit the heads.
+    """
+    fits = all(value is None or isinstance(value, Tensor) for value in values)
+    if not fits or len(values) != len(names):
+        raise ConfigError(
+            f"forward({argument}=[…]): a list has one tensor, or None, for each active head "
+            f"({listing(names)}), and this has {len(values)} values. "
+            f"Write {argument}={{{names[0]!r}: torch.tensor(…)}}."
+        )
+    found: dict[str, Any] = {}
+    for name, value in zip(names, values, strict=True):
+        if found.setdefault(name, value) is not value:
+            raise ConfigError(
+                f"forward({argument}=[…]): the head {name!r} is active more than once, and a list "
+                f"gives it more than one value. Write {argument}={{{name!r}: torch.tensor(…)}}."
+            )
+    return found
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:

@@ -116,7 +116,6 @@ class _Asked:
 
 def _hash(config: Any) -> str:
     # importing all methods takes time
-    from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
     from adapterzoo.checkpoint.adapterhub.hashes import get_adapter_config_hash
     from adapterzoo.configs import AdapterConfig
 

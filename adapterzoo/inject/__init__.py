@@ -23,6 +23,7 @@ from adapterzoo.contracts import (
     LayerData,
     PositionAdapter,
     PromptAdapter,
+    widest,
 )
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.runtime import ActiveState
@@ -318,7 +319,7 @@ def combine(
 def changes(
     layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]
 ) -> Iterator[tuple[str | None, Tensor, tuple[Tensor, Tensor] | None]]:
-    """Yield the changes that an adapter makes to the weights of a layer, in float64.
+    """Yield the changes that an adapter makes to the weights of a layer, in the widest dtype.
 
     Args:
         layer: the layer.
@@ -336,7 +337,7 @@ def changes(
     parts = _beside(layer, (adapter,), originals)
     for parameter, ((part,), base) in zip(parameters, parts, strict=True):
         own = mergeable(part)
-        w = base.weight.detach().double()
+        w = base.weight.detach().to(widest(base.weight.device))
         if parameter is None and w.dim() == 2:
             b = w.new_zeros(w.shape[0]) if base.bias is None else base.bias.detach().to(w)
             if not torch.equal(own.bias(b, base), b):

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
 from adapterzoo.contracts import BaseLayer, compute_dtype, is_hooked
 from adapterzoo.kernels.mode import is_few
@@ -111,11 +112,6 @@ class Adapted(nn.Module):
             active.call.reads.pop()
 
     @classmethod
-    def name_for(cls, plain: type[nn.Module]) -> str:
-        """Return the name of the class of a layer; `plain` is the layer's own class."""
-        return f"Adapted{plain.__name__}"
-
-    @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
         """Return the additional attributes of the class of a layer.
 
@@ -186,13 +182,14 @@ def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def below_wrappers(layer: Any) -> Adapted:
-    """Return the layer with adapters, even if a library such as PEFT has wrapped it since.
+    """Return the layer with adapters, even if torch or a library such as PEFT has wrapped it since.
 
     Args:
         layer: the module now at the layer's path.
     """
+    layer = unwrapped(layer)
     while not isinstance(layer, Adapted) and "base_layer" in layer._modules:
-        layer = layer._modules["base_layer"]
+        layer = unwrapped(layer._modules["base_layer"])
     return cast("Adapted", layer)
 
 
@@ -261,6 +258,11 @@ def restore(layer: Adapted) -> None:
         set_class(layer, plain_class(layer))
 
 
+def without_kind(layer: Adapted) -> None:
+    """Take the mixin of a kind out of a layer's class; what `Adapted` does stays."""
+    set_class(layer, _adapted_class(plain_class(layer), layer._read))
+
+
 def discard(layer: Adapted) -> None:
     """Remove adapters from a copy of a layer; the original keeps its link to the model.
 
@@ -288,6 +290,17 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
             setattr(layer, name, types.MethodType(cls.forward, layer))
 
 
+class _AdaptedType(type):
+    """The type of the classes for adapters: layers without adapters are instances too.
+
+    FSDP's auto-wrap takes the class of the first layer of a name, and wraps its instances.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Return whether it is an instance of the class without adapters."""
+        return isinstance(instance, cls.__mro__[cls.__mro__.index(Adapted) + 1])
+
+
 # one subclass for each class of layers, so that equal layers share a class
 _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
@@ -297,7 +310,13 @@ def _adapted_class(
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls.forward)}
+        members: dict[str, Any] = {
+            "_read": parameters,
+            "_positions": positions_of(cls.forward),
+            # libraries look for layers by the name of their class
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),
@@ -305,7 +324,9 @@ def _adapted_class(
             )
         own = kind or Adapted
         bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
-        made = type(own.name_for(cls), bases, members | own.members(cls))
+        # a whole model has a metaclass of its own, and stands alone
+        meta: Any = _AdaptedType if type(cls) is type else type(cls)
+        made = meta(cls.__name__, bases, members | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
 

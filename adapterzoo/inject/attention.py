@@ -21,6 +21,7 @@ from adapterzoo.anatomy.positions import RELATIVE_BIAS
 from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.masks import first_attended
 
 from .adapted import Adapted, acting, plain_class
 from .inline import causal_mask, extended, fit, with_prefix
@@ -140,7 +141,7 @@ def _attend(
     mask = extended(attention_mask, prefix, rows, queries, keys, query.dtype)
     bias = kwargs.get("position_bias")
     if bias is not None:
-        kwargs["position_bias"] = _bias(module, bias, prefix, queries, keys)
+        kwargs["position_bias"] = _bias(module, bias, attention_mask, prefix, queries, keys)
     key = torch.cat([fit(prefix.keys, key), key], 2)  # [rows, kv_heads, length + keys, width]
     value = torch.cat([fit(prefix.values, value), value], 2)  # [rows, kv_heads, …, value_width]
     return run(module, query, key, value, mask, **kwargs)
@@ -149,13 +150,30 @@ def _attend(
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
 
 
-def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) -> Tensor:
-    """Return a relative position bias `[1, heads, queries, keys]` with columns for the prefix."""
+def _bias(
+    module: Any, bias: Tensor, mask: Tensor | None, prefix: Prefix, queries: int, keys: int
+) -> Tensor:
+    """Return a relative position bias with columns for the prefix.
+
+    The prefix stands right before the first token that a query attends to, so that padding before
+    the tokens of a row changes no distance.
+
+    Args:
+        module: the attention.
+        bias: of the tokens, `[rows or 1, heads, queries, keys]`.
+        mask: of the tokens, `[rows or 1, heads or 1, queries or 1, keys]`; None: nothing is masked.
+        prefix: the keys and values.
+        queries: number of tokens of the call.
+        keys: number of keys, including those in the cache and its empty places.
+
+    Returns:
+        `[rows or 1, heads, queries, length + keys]`.
+    """
     length = prefix.keys.shape[2]
     owner = None if prefix.distances is None else _bias_owner(module)
     if owner is None:
         return pad(bias, (length, 0))
-    past = keys - queries
+    past = module._link.active.call.stack.cached
     if prefix.distances == "shifted":
         if prefix.mask is not None and not bool(prefix.mask.all()):
             raise CompositionError(
@@ -165,9 +183,19 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
         return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
             bias
         )
-    # key p of the prefix is at position p − length
-    own = owner.compute_bias(queries, length, bias.device, past + length)
-    return torch.cat([own.to(bias), bias], -1)  # [1, heads, queries, length + keys]
+    # from the last of so many tokens, all others are behind: column d is that of distance d
+    farthest = length + keys
+    by_distance = owner.compute_bias(1, farthest + 1, bias.device, farthest)[0, :, 0].flip(-1)
+    at = torch.arange(past, past + queries, device=bias.device)
+    if mask is not None:
+        at = at - first_attended(mask)  # [rows or 1, queries]
+    # key p of the prefix is `length − p` before the first token
+    before = torch.arange(length, 0, -1, device=bias.device)
+    distances = at.view(-1, queries, 1) + before  # [rows or 1, queries, length]
+    own = by_distance[:, distances.clamp(0, farthest)]  # [heads, rows or 1, queries, length]
+    own = own.transpose(0, 1).to(bias)  # [rows or 1, heads, queries, length]
+    rows = max(own.shape[0], bias.shape[0])
+    return torch.cat([t.expand(rows, -1, -1, -1) for t in (own, bias)], -1)
 
 
 def _bias_owner(module: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import ENTRY, Site, part_names
+from adapterzoo.anatomy import ENTRY, Site, part_names, unwrapped
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
@@ -24,14 +24,15 @@ from .quantized import is_quantized
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
-    """Return `model.get_submodule(path)` for a path that exists, in a tenth of the time.
+    """Return the module at a path that exists, inside any wrappers of torch.
 
     For an entry that does not exist yet, return the block.
     """
+    model = unwrapped(model)
     for name in path.split(".") if path else ():
         if name == ENTRY and name not in model._modules:
             break
-        model = cast("nn.Module", model._modules[name])
+        model = unwrapped(cast("nn.Module", model._modules[name]))
     return model
 
 
@@ -201,6 +202,7 @@ def plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
         module: of the model.
         path: of the module.
     """
+    module = unwrapped(module)
     yield path, module
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, AdapterDict):

@@ -15,7 +15,7 @@ from adapterzoo.composition import RowMap, inverse_of
 from adapterzoo.contracts import Adapter
 from adapterzoo.runtime import ActiveState, Plan, shared_by
 
-from .adapted import Adapted, acting, restore, swap
+from .adapted import Adapted, acting, restore, swap, without_kind
 from .building import layer_at
 from .containers import shared_of
 from .views import LayerCall
@@ -74,6 +74,7 @@ def close_entry(model: nn.Module, path: str) -> None:
     if isinstance(block, AdaptedBlock) and type(block._modules[ENTRY]) is Entry:
         del block._modules[ENTRY]
         block._link.helps.discard((path, ""))
+        without_kind(block)
         restore(block)
 
 

@@ -223,10 +223,12 @@ def _attend(
 
 
 def causal_mask(query: Tensor, keys: int) -> Tensor:
-    """Return which keys each of the last queries attends to, `[1, 1, queries, keys]` bool."""
-    queries = query.shape[-2]
-    ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
-    return ones.tril(keys - queries)[None, None]
+    """Return the mask that `is_causal` stands for in torch, `[1, 1, queries, keys]` bool.
+
+    Query i attends to keys 0 to i: those after the last query are empty places of a cache.
+    """
+    ones = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device)
+    return ones.tril()[None, None]
 
 
 def extended(

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy.names import below
+from adapterzoo.caches import CACHES, cached_tokens
 from adapterzoo.call import Generation, Places
 from adapterzoo.composition import Joined, Prompts, RowMap
 from adapterzoo.contracts import PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.masks import bounds_in, packed
 from adapterzoo.runtime import CallContext
 from adapterzoo.token_ids import NO_TOKEN, grid
 
@@ -26,7 +28,7 @@ from .containers import adapters_of
 from .views import LayerCall
 
 _IGNORED = -100
-_NO_TOKENS = ("past_key_values", "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
+_NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
 
 
 def join(
@@ -68,8 +70,9 @@ def join(
     if not isinstance(t, Tensor) or t.dim() != (2 if t is ids else 3):
         # an inner model gets the tokens in rows
         return None, {}
-    cache = None if tokens.is_encoder else given.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
+    if generation is None and bounds_in(given) is not None:
+        raise StateError(packed(f"{_names(prompts)} adds its tokens"))
+    cached = 0 if tokens.is_encoder else cached_tokens(given) or 0
     generates = generation is not None
     if not tokens.is_encoder:
         _check_past(given, t.shape[1], cached, generation)
@@ -121,11 +124,10 @@ def _check_past(
     given: Mapping[str, Any], count: int, cached: int, generation: Generation | None
 ) -> None:
     """Check that a model does not keep earlier tokens in a form that cannot be counted."""
-    again = given.get("cache_params") is not None
-    if generation is not None and not cached:
-        # without a cache each step of `generate` has more tokens than the one before
-        again = again or (generation.first is not None and count <= generation.first)
-        generation.first = count
+    again = cached_tokens(given) is None
+    if generation is not None and generation.new and not cached:
+        # without a cache each step of `generate` has all tokens before
+        again = again or count <= generation.new
     if again:
         raise StateError(
             "an adapter adds tokens at the start of a sequence, but this model keeps earlier "
@@ -186,7 +188,8 @@ def _check_uneven(joined: Joined, given: Mapping[str, Any], generates: bool) -> 
 
 def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
     """Return an argument with entries for added tokens, if it has one for each token."""
-    if isinstance(value, dict):
+    # outputs of transformers are dicts, too
+    if type(value) is dict:
         return {key: _extended(joined, name, v, shape) for key, v in value.items()}
     if not isinstance(value, Tensor) or value.is_floating_point():
         return value

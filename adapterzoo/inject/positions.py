@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.caches import cached_tokens
 from adapterzoo.composition import evaluate
 from adapterzoo.contracts import PositionAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.runtime import Plan
+from adapterzoo.runtime import HEAD, Plan
 
 from .adapted import Adapted, acting
 from .building import layer_at
 from .containers import adapters_of
 from .views import LayerCall
 
-_NUMBERS = "position_ids"
+NUMBERS = "position_ids"
+"""The argument for the numbers of tokens."""
 
 
 class AdaptedPositions(Adapted):
@@ -33,7 +36,7 @@ class AdaptedPositions(Adapted):
         if site is None:
             return plain(*args, **kwargs)
         given = {**dict(zip(self._positions, args, strict=False)), **kwargs}
-        name = _NUMBERS if _NUMBERS in given else next(iter(given))
+        name = NUMBERS if NUMBERS in given else next(iter(given))
         numbers = given[name]
         if plan.rows is not None and numbers.shape[0] == 1:
             numbers = numbers.expand(len(plan.rows.index), -1)  # [rows, tokens]
@@ -62,6 +65,38 @@ class AdaptedPositions(Adapted):
             )
 
 
+def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call with numbers that start at the first real token of each row.
+
+    Rotations depend on distances only, so that padding at the start changes nothing between tokens,
+    but a prefix keeps its position. Numbers that the caller gives are kept.
+
+    Args:
+        given: arguments of the model that numbers the tokens of its stack, by name.
+        around: those of the outermost model, which may have numbered them already.
+    """
+    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    if t is None or around.get(NUMBERS) is not None:
+        return given
+    tokens, before = t.shape[1], cached_tokens(given) or 0
+    masks = (given.get("attention_mask"), around.get("attention_mask"))
+    mask = next((m for m in masks if isinstance(m, Tensor) and m.dim() == 2), None)
+    numbers = given.get(NUMBERS)
+    if numbers is None:
+        numbers = torch.arange(before, before + tokens, device=t.device)[None]  # [1, tokens]
+    # three numbers for each token are counted by the mask
+    if mask is None or mask.shape[1] != before + tokens or numbers.dim() != 2:
+        return given
+    first = (mask != 0).int().argmax(1, keepdim=True)  # [rows, 1]
+    start = numbers[:, :1]
+    if before:
+        shift = torch.minimum(first, start - before + first)
+    else:
+        shift = numbers.expand(len(first), -1).gather(1, first) - start
+    numbers = (numbers - shift.clamp(min=0)).clamp(min=0)  # [rows, tokens]
+    return {**given, NUMBERS: numbers}
+
+
 def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:
     """Check that the tables of positions have a number for each token, as adapters change it.
 
@@ -75,6 +110,8 @@ def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> No
         StateError: there are too many.
     """
     for path, site in plan.sites.items():
+        if path.startswith(HEAD):
+            continue
         table = layer_at(model, path)
         if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
             continue

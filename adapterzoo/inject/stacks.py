@@ -15,15 +15,11 @@ from adapterzoo.runtime import ActiveState, Frame
 from .adapted import Adapted
 from .containers import shared_of
 from .joining import check_called, entered, ids_in, join, places_in
+from .positions import NUMBERS, counted
 
 
 class AdaptedStack(Adapted):
     """Mixed into the class of an encoder or decoder whose calls adapters read."""
-
-    @classmethod
-    def name_for(cls, plain: type[nn.Module]) -> str:
-        """Return the class's own name, which transformers writes to config.json."""
-        return plain.__name__
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
@@ -33,7 +29,7 @@ class AdaptedStack(Adapted):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return AdaptedStack.forward(self, *args, **kwargs)
 
-        return {"forward": forward, "__module__": plain.__module__}
+        return {"forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its arguments are recorded meanwhile."""
@@ -82,14 +78,19 @@ def recorded(
     shared = None if path else functools.partial(shared_of, module)
     places = None if joined is None else places_in(joined, path)
     ids = ids_in(given, joined, context)
-    call = RecordedCall(path, given, context.generation, places, ids)
+    outer = context.stacks[-1].call if context.stacks else None
+    call = RecordedCall(path, given, context.generation, places, ids, outer)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
         if joined is not None and not with_head and given.get("inputs_embeds") is not None:
             given = entered(module, path, joined, context, given)
             args, kwargs = (), given
+        if path in plan.counted and not with_head and NUMBERS in positions:
+            args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
         if is_first and joined is not None:
             check_called(joined)
     finally:
         context.stacks.pop()
+        if call.generation is not None:
+            call.generation.new = None

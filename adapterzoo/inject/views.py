@@ -193,7 +193,8 @@ class LayerCall(BaseLayer):
     @property
     def is_in_call(self) -> bool:
         """Whether a call is running."""
-        return self._context is not None and bool(self._context.stacks)
+        # compiled: torch 2.11 does not trace `bool` of a list
+        return self._context is not None and len(self._context.stacks) > 0
 
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that the adapter's layers share.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,18 +95,32 @@ def rotated(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     return out
 
 
-def in_layout_of(y: Tensor, x: Tensor) -> Tensor:
+def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:
     """Return `y` with the strides of `x`, so that a layer computes both with the same operations.
 
     A linear layer rounds differently for an input with other strides: a rotation by the identity
     would change the last bits of its output.
 
     Args:
-        y: `[*batch, d_in]`.
+        y: `[*experts, *batch, d_in]`, x rotated by Q.
         x: of the same shape; an expanded row (stride 0) is copied once.
+        Q: `[*experts, m, chunks, width, width]`.
     """
     if y.stride() == x.stride():
         return y
+    if any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
+        # the numbers of y are equal along a row that was expanded, but not between experts or
+        # features
+        own = [*range(Q.dim() - 4), -1]
+        if any(x.shape[i] > 1 and not x.stride(i) for i in own):
+            return y
+        if y.requires_grad and torch.is_grad_enabled():
+            laid_out: Tensor = _LaidOut.apply(y, x)
+            return laid_out
+    return _laid_out(y, x)
+
+
+def _laid_out(y: Tensor, x: Tensor) -> Tensor:
     steps = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1 and step)
     # overlapping windows hold fewer numbers than y
     if any(wider < step * n for (step, n), (wider, _) in pairwise(steps)):
@@ -113,6 +128,28 @@ def in_layout_of(y: Tensor, x: Tensor) -> Tensor:
     once = tuple(slice(None) if step else slice(1) for step in x.stride())
     out = y.new_empty_strided(y[once].shape, x.stride())
     return out.copy_(y[once]).expand(x.shape)  # [*batch, d_in]
+
+
+class _LaidOut(torch.autograd.Function):
+    """`_laid_out`; each position of an expanded row has a gradient of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, x: Tensor) -> Tensor:
+        return _laid_out(y, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0]
 
 
 def folded(Q: Tensor) -> Tensor:

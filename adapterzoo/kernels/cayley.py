@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.contracts import compute_dtype
+from adapterzoo.contracts import compute_dtype, widest
 
 from . import mode
 from ._ops import below, check, register
 from .exact import exactly
-
-# MPS has no float64, and others may lack it
-_HAVE_FLOAT64 = ("cpu", "cuda", "meta")
 
 
 def cayley_reference(R: Tensor) -> Tensor:
@@ -35,8 +32,7 @@ def cayley_reference(R: Tensor) -> Tensor:
     Returns:
         Q `[*batch, b, b]`, in the dtype of R.
     """
-    wide = R.device.type in _HAVE_FLOAT64
-    whole = R.to(torch.float64 if wide else compute_dtype(R.dtype))
+    whole = R.to(widest(R.device))
     # solve_ex returns columns; for the transpose, Sᵀ = −S, these are the rows of the result for S
     St = (whole.mT - whole) / 2  # [*batch, b, b]
     eye = torch.eye(St.shape[-1], device=St.device, dtype=St.dtype)

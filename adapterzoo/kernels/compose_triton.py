@@ -70,10 +70,12 @@ def compose_tile(rows: int, rank: int, dtype: torch.dtype, small: bool = False) 
     return update_tile(tall(rows), rank, dtype, small)
 
 
-def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype, alone: bool = False) -> Tile:
+def compose_backward_tile(
+    rows: int, rank: int, dtype: torch.dtype, alone: bool = False, needs_b: bool = True
+) -> Tile:
     """Return the configuration of the backward, with the whole rank or none; see `compose_tile`.
 
-    `alone`: nothing is read but dy and the factors.
+    `alone`: nothing is read but dy and the factors. `needs_b`: dyᵀ t is written.
     """
     fused = 0 < rank <= _WIDEST_RANK
     padded = max(16, triton.next_power_of_2(rank)) if fused else 16
@@ -82,8 +84,12 @@ def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype, alone: bool 
         return Tile(32, 32, max(32, padded), 4, 3)
     if rows <= FEW:
         return Tile(16, 32, padded, 4, 3)
+    columns = 64 if alone else 32
+    if fused and not alone and not needs_b:
+        # one warp group: Triton lets a second one overwrite what the first still multiplies
+        return Tile(64, columns, padded, 4, 3)
     # few tall blocks: each writes a whole part of dyᵀ t
-    return Tile(128, 64 if alone else 32, padded, 8, 3)
+    return Tile(128, columns, padded, 8, 3)
 
 
 def finish_tile(rank: int) -> Tile:
@@ -360,7 +366,7 @@ def compose_backward(
         "NEEDS_DOTS": needs_gain,
         "NEEDS_SUMS": needs_bias,
     }
-    tile = compose_backward_tile(rows, rank, dtype, gain is None)
+    tile = compose_backward_tile(rows, rank, dtype, gain is None, of["NEEDS_B"])
     blocks = triton.cdiv(rows, tile.rows)
     parts, part = parted(width, tile.columns, blocks)
 

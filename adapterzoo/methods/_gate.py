@@ -38,6 +38,7 @@ class Gate(nn.Module):
         weight: `[count, d_in]`.
         bias: `[count]`.
         reads_call: whether it needs to know which tokens are real.
+        is_cross: whether its site is in cross-attention.
         reads_encoder: whether its input is the encoder's output, as at the keys of cross-attention.
         decided: an identity that each result passes through, for `OutputRecorder`.
     """
@@ -66,6 +67,7 @@ class Gate(nn.Module):
         self.bias = drawn((count,), constant(0.0), device, dtype)
         # an expert's tokens form no sequence, so each has its own gate
         self.reads_call = convention != "adapterhub" and not site.is_routed
+        self.is_cross = site.cross
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
 
@@ -92,7 +94,9 @@ class Gate(nn.Module):
                 return opened  # [*batch, count]
             # [batch, 1, …, count]
             return opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True)
-        call = base.call.of_encoder() if self.reads_encoder else base.call
+        call = base.call
+        if self.is_cross:
+            call = call.of_encoder() if self.reads_encoder else call.of_queries()
         return call.remembered(owner, lambda: prompt_mean(torch.sigmoid(score()), x, call))
 
 

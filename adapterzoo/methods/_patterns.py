@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.expressions import fault
+from adapterzoo.expressions import fault, short_names
 from adapterzoo.fields import Check
 
 _T = TypeVar("_T")
 ALL_LINEAR = "all-linear"
+# keys for whole paths below the base model, as `Patterns.below` writes them
+_EXACT = re.compile(r"\^\(\?:.*\)\$")
 
 
 class Modules(Check):
@@ -35,6 +38,25 @@ class Modules(Check):
         """Return two names."""
         return ["query", "value"]
 
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return what can be named, by paths below the base model."""
+        sites = (*anatomy, *anatomy.others, *anatomy.parameters)
+        return [*dict.fromkeys(path for site in sites for path in (site.path, site.name))]
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return names of the same layers; see `Check.below`."""
+        if value is None or value == ALL_LINEAR:
+            return value
+        if isinstance(value, tuple):
+            return names_below(value, prefix, self.paths(anatomy), self.fits_in_peft)
+        found = names_below((value,), prefix, self.paths(anatomy), matches, matches)
+        return value if found == (value,) else found
+
+    @staticmethod
+    def fits_in_peft(path: str, name: str) -> bool:
+        """Return whether a name in a list is that of a path in the whole model, by PEFT's rule."""
+        return is_named(path, name)
+
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
 
@@ -44,6 +66,26 @@ class Modules(Check):
         kept = super().__call__(config, name, value, default)
         check_patterns(config, name, [kept] if isinstance(kept, str) else (), self.nearest("", ""))
         return kept
+
+
+class Excluded(Modules):
+    """The same, for layers to leave out."""
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return names of the same layers; see `Check.below`.
+
+        Raises:
+            ConfigError: a text is the name of layers, and no expression for their whole paths.
+        """
+        paths = self.paths(anatomy) if isinstance(value, str) else []
+        whole = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
+        if not whole and (others := [path for path in paths if matches(path, value)]):
+            names = [value] if is_named(others[0], value) else [f"{prefix}{others[0]}"]
+            raise ConfigError(
+                f"exclude_modules={value!r}: as a text it is an expression for whole paths, and "
+                f"leaves out nothing. Write names or whole paths: exclude_modules={names!r}."
+            )
+        return super().below(value, prefix, anatomy)
 
 
 class Targets(Modules):
@@ -58,6 +100,10 @@ class Parameters(Modules):
     """Names of parameters, or None."""
 
     legal = "a list of names of parameters, such as 'experts.down_proj'"
+
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return the names of all weight matrices."""
+        return [*anatomy.weights()]
 
     def convert(self, value: object) -> object:
         """Return a tuple of names or None; an empty list asks for none."""
@@ -92,6 +138,27 @@ class Patterns(Check):
     def nearest(self, value: object, default: object) -> object:
         """Return an example."""
         return {"query": 4}
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return keys for the same layers; see `Check.below`.
+
+        Raises:
+            ConfigError: a key is an expression for paths below the base model.
+        """
+        paths = [site.name for site in (*anatomy, *anatomy.others, *anatomy.parameters)]
+        found = {}
+        for key, number in value.items():
+            theirs = [path for path in paths if fits_end(key, f"{prefix}{path}")]
+            ours = [path for path in paths if fits_end(key, path)]
+            if ours and not theirs and not _EXACT.fullmatch(key):
+                raise ConfigError(
+                    f"{key!r} is a key for {self.name}, and matches no whole path such as "
+                    f"{f'{prefix}{ours[0]}'!r}. Write an expression for the end of the path or "
+                    f"for all of it."
+                )
+            names = "|".join(map(re.escape, dict.fromkeys(theirs)))
+            found[key if theirs == ours or not theirs else f"^(?:{names})$"] = number
+        return value if found == value else found
 
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
@@ -153,11 +220,48 @@ def matches(path: str, wanted: str | Iterable[str]) -> bool:
     Args:
         path: of the layer.
         wanted: a regular expression for the whole path, or the last name of the path; or a list of
-            ends of paths.
+            ends of paths, and of whole paths that begin with "^".
     """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
-    return any(path == name or path.endswith(f".{name}") for name in wanted)
+    return any(is_named(path, name) for name in wanted)
+
+
+def is_named(path: str, name: str) -> bool:
+    """Return whether a name in a list is that of a layer."""
+    return path == name or path.endswith(f".{name}") or name == f"^{path}"
+
+
+def names_below(
+    names: Iterable[str],
+    prefix: str,
+    paths: Sequence[str],
+    theirs: Callable[[str, str], bool],
+    ours: Callable[[str, str], bool] = is_named,
+) -> tuple[str, ...]:
+    """Return names or expressions that have the same meaning for paths below the base model.
+
+    Args:
+        names: for paths in the whole model.
+        prefix: what precedes the paths of the base model.
+        paths: all that can be named, below the base model.
+        theirs: whether a path in the whole model has a name, by PEFT's rule.
+        ours: whether a path below the base model has it.
+
+    Returns:
+        Those that have the same meaning as they are, or none in the whole model; names of the
+        same paths for the others.
+    """
+    found: list[str] = []
+    for name in names:
+        meant = [path for path in paths if theirs(f"{prefix}{path}", name)]
+        if not meant or meant == [path for path in paths if ours(path, name)]:
+            found.append(name)
+            continue
+        short = short_names(meant, paths) or ()
+        again = [p for p in paths if any(theirs(f"{prefix}{p}", each) for each in short)]
+        found += short if again == meant else [f"^{path}" for path in meant]
+    return tuple(dict.fromkeys(found))
 
 
 def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:

@@ -11,7 +11,8 @@ TARGETS: Mapping[str, PeftArgument] = {
     "target_modules": PeftArgument(ours="target_modules"),
     "layers_to_transform": PeftArgument(ours="layers_to_transform"),
     "layers_pattern": PeftArgument(
-        hint="the blocks of the model are found without it. Leave it out."
+        hint="layers of one stack are named by an expression for whole paths in target_modules. "
+        "Leave it out."
     ),
     "modules_to_save": PeftArgument(ours="modules_to_save"),
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import widest
 from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -86,7 +87,7 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
             found[f"{unit}source.{end}"] = own.pop(f"learned_source.{end}")
         if _ORIGINAL in own:
             original, base = own.pop(_ORIGINAL), own.pop(_BASE)
-            rows = _rows(original.double(), base.double()).to(original.dtype)
+            rows = _rows(*(t.to(widest(t.device)) for t in (original, base))).to(original.dtype)
         else:
             rows = own.pop("projection.weight")
         found[f"{unit}projection"] = rows
@@ -131,7 +132,7 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
             continue
         R = own["projection"]
         # orthonormal rows as in the forward pass, completed to a basis
-        wide = R.double()
+        wide = R.to(widest(R.device))
         L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
         rows = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d]
         base = torch.linalg.qr(rows.T, mode="complete").Q  # [d, d]

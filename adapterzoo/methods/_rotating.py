@@ -81,4 +81,4 @@ class Rotating(SharedInputAdapter, WeightAdapter):
         """Return the rows `[rows, *tokens, d_in]`, each rotated by its adapter, if it has one."""
         # each row has its own rotation, as each expert has in other layers
         Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
-        return in_layout_of(restored(rotated(x, Q), x, groups), x)
+        return in_layout_of(restored(rotated(x, Q), x, groups), x, Q)

@@ -14,6 +14,20 @@ from ._layer_copy import CopyConfig
 from ._patterns import Modules, matches
 
 
+class Saved(Modules):
+    """Names of modules, which PEFT compares with the ends of paths, within words too."""
+
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return the paths of all modules with parameters."""
+        layers = (site.path for site in (*anatomy, *anatomy.others))
+        return [*dict.fromkeys(path for layer in layers for path in _around(layer))]
+
+    @staticmethod
+    def fits_in_peft(path: str, name: str) -> bool:
+        """Return whether the path ends with the name."""
+        return path.endswith(name)
+
+
 @config_class
 class SavedModulesConfig(CopyConfig):
     """The part of a config that its `modules_to_save` add.
@@ -53,8 +67,13 @@ class SavedModulesConfig(CopyConfig):
 
 def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
     """Return whether a layer, or a module around it, matches."""
+    return any(matches(each, wanted) for each in _around(path))
+
+
+def _around(path: str) -> list[str]:
+    """Return the paths of a layer and of the modules around it, outermost first."""
     names = path.split(".")
-    return any(matches(".".join(names[:end]), wanted) for end in range(1, len(names) + 1))
+    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 def _refuse_shared(site: Site, anatomy: Anatomy) -> None:
@@ -85,7 +104,7 @@ class SavingConfig(AdapterConfig):
 
     gives_way: ClassVar[bool] = False
 
-    modules_to_save: str | tuple[str, ...] | None = field(None, Modules(), ours=True)
+    modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
 
     def all_placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of the method, and of what is trained beside it.

@@ -7,18 +7,20 @@ AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.fields import Check, Layers, Maybe, field
+from adapterzoo.fields import Check, Layers, Maybe, StackLayers, field
 
 from ._beside import BESIDE, LayersBesideConfig
 from ._named_sites import layers_named, names_of, parameters_named, unmatched
-from ._patterns import ALL_LINEAR, Modules, Parameters, Targets, matches
+from ._patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
@@ -28,6 +30,9 @@ TARGETS = frozenset(
 """The fields of a config that choose the layers."""
 PLACES = TARGETS | BESIDE
 """Those that choose all that is trained."""
+
+# the first number after a name, by PEFT's rule
+_NUMBER = re.compile(r"(?:.*?\.)??[^.]*\.(\d+)\.")
 
 # keys of `get_adapter`, as in adapters
 _LOCATIONS: dict[Role, str] = {
@@ -73,7 +78,8 @@ class TargetedConfig(LayersBesideConfig):
             parts of paths of parameters, such as those of fused experts, "experts.gate_up_proj".
         exclude_modules: names or a regular expression, as above, of layers to leave out; a part
             that matches no layer gives a warning, as in PEFT.
-        layers_to_transform: numbers of the blocks that get adapters; None for all.
+        layers_to_transform: numbers of the blocks that get adapters, counted in each stack, as
+            PEFT reads them: the first number in the path of a layer. None for all.
     """
 
     selfattn_lora: bool = True
@@ -83,8 +89,8 @@ class TargetedConfig(LayersBesideConfig):
     leave_out: tuple[int, ...] = field((), Layers())
     target_modules: str | tuple[str, ...] | None = field(None, Targets())
     target_parameters: tuple[str, ...] | None = field(None, Parameters(), ours=True)
-    exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
-    layers_to_transform: tuple[int, ...] | None = field(None, Maybe(Layers()))
+    exclude_modules: str | tuple[str, ...] | None = field(None, Excluded())
+    layers_to_transform: tuple[int, ...] | None = field(None, Maybe(StackLayers()))
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -112,6 +118,33 @@ class TargetedConfig(LayersBesideConfig):
                 f"Write target_modules='all-linear' or selfattn_lora=True."
             )
 
+    def below(self, prefix: str, anatomy: Anatomy) -> Self:
+        """Return the config with names of layers as names below the base model.
+
+        Raises:
+            ConfigError: the fields would mean other layers than in PEFT.
+        """
+        wanted, parameters = self.target_modules, self.target_parameters or ()
+        if self.layers_to_transform is not None and isinstance(wanted, tuple):
+            whole = [site for site in anatomy if f"{prefix}{site.name}" in wanted]
+            if other := [site for site in whole if not self._in_layers(site)]:
+                raise ConfigError(
+                    f"{self._name}(target_modules={[*wanted]!r}, layers_to_transform="
+                    f"{[*self.layers_to_transform]!r}): PEFT adapts the layer at the whole path "
+                    f"{f'{prefix}{other[0].path}'!r} in any case. Write target_modules without "
+                    f"whole paths, or leave out layers_to_transform."
+                )
+        found = super().below(prefix, anatomy)
+        weights = anatomy.weights().items()
+        named = [site for name, site in weights if matches(f"{prefix}{name}", parameters)]
+        if other := [s for s in named if s.layer not in self.leave_out and not found._wants(s)]:
+            raise ConfigError(
+                f"{self._name}(target_parameters={[*parameters]!r}): in PEFT exclude_modules and "
+                f"layers_to_transform do not leave out parameters, such as {other[0].name!r}. "
+                f"Write whole names in target_parameters instead."
+            )
+        return found
+
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer, or part of a fused layer, that the config names.
 
@@ -121,6 +154,7 @@ class TargetedConfig(LayersBesideConfig):
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
         """
+        self._refuse_missing_numbers(anatomy)
         by_role = self.target_modules is None and self.target_parameters is None
         if not anatomy.blocks and (by_role or self.target_modules == ALL_LINEAR):
             raise SiteError(
@@ -155,7 +189,7 @@ class TargetedConfig(LayersBesideConfig):
         return roles
 
     def _by_role(self, anatomy: Anatomy) -> Sequence[Site]:
-        layers = [b.layer for b in anatomy.blocks if self._in_layers(b.layer)]
+        layers = [b.layer for b in anatomy.blocks if any(map(self._in_layers, b.sites))]
         if not layers:
             return ()
         return anatomy.select(*self._roles(), cross=None, layers=layers)
@@ -164,7 +198,7 @@ class TargetedConfig(LayersBesideConfig):
         excluded = self.exclude_modules is not None and any(
             matches(path, self.exclude_modules) for path in (site.path, site.name)
         )
-        return self._in_layers(site.layer) and not excluded
+        return self._in_layers(site) and not excluded
 
     def _warn_of_idle(self, anatomy: Anatomy) -> None:
         """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
@@ -177,10 +211,27 @@ class TargetedConfig(LayersBesideConfig):
                 stacklevel=2,
             )
 
-    def _in_layers(self, layer: int) -> bool:
+    def _in_layers(self, site: Site) -> bool:
         only = self.layers_to_transform
-        return layer not in self.leave_out and (only is None or layer in only)
+        return site.layer not in self.leave_out and (only is None or _number(site) in only)
+
+    def _refuse_missing_numbers(self, anatomy: Anatomy) -> None:
+        known = {_number(site) for site in (*anatomy, *anatomy.parameters)} - {None}
+        asked = self.layers_to_transform or ()
+        if missing := [number for number in asked if number not in known]:
+            kept = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
+            raise ConfigError(
+                f"{self._name}(layers_to_transform={[*asked]}): there is no block "
+                f"{listing(missing)} in a stack of this model; blocks are numbered from 0 in each. "
+                f"Write layers_to_transform={kept}."
+            )
 
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+
+def _number(site: Site) -> int | None:
+    """Return the number of a site's block in its stack, as PEFT reads it; None: it has none."""
+    found = _NUMBER.match(site.name)
+    return None if found is None else int(found[1])

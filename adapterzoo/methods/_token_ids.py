@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from adapterzoo.anatomy import Anatomy
+from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import Check
+
+from ._patterns import matches, names_below
 
 
 class TokenIds(Check):
@@ -19,6 +24,28 @@ class TokenIds(Check):
         if isinstance(value, Mapping):
             return {name: _sorted(ids) for name, ids in value.items()}
         return _sorted(value)
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return a mapping with names of the same embeddings; see `Check.below`.
+
+        Raises:
+            ConfigError: in PEFT, only some of the embeddings that share a table get the rows.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        paths = [site.path for site in anatomy if site.kind == "embedding"]
+        names = {key: names_below((key,), prefix, paths, str.endswith) for key in value}
+        for key, each in names.items():
+            group = next((g for g in anatomy.shared_tables for p in g if matches(p, each)), ())
+            own = anatomy.own_table
+            if own in group and not matches(own, each):
+                raise ConfigError(
+                    f"trainable_token_indices={{{key!r}: …}}: the table is shared by "
+                    f"{listing(group)}, and in PEFT the others would keep their rows. Write "
+                    f"trainable_token_indices={{{own!r}: …}} for all of them."
+                )
+        found = {name: ids for key, ids in value.items() for name in names[key]}
+        return value if found == value else found
 
     def fits(self, value: object) -> bool:
         """Return whether there are any numbers, each a whole one from 0 and there once."""

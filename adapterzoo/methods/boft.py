@@ -122,7 +122,7 @@ class BOFT(Rotating):
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):
             return rotated_weight.product(x, *frozen, Q[0], gain)
-        y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
+        y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
     def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:

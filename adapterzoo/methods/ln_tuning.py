@@ -24,7 +24,7 @@ from adapterzoo.spelling import spelled
 from . import _ln_tuning_spelling
 from ._beside import BesideConfig
 from ._layer_copy import CopyConfig
-from ._patterns import Modules, matches
+from ._patterns import Excluded, Modules, matches
 
 
 @architectures.register("ln_tuning")
@@ -45,7 +45,7 @@ class LNTuningConfig(BesideConfig, CopyConfig):
     gives_way: ClassVar[bool] = True
 
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
-    exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
+    exclude_modules: str | tuple[str, ...] | None = field(None, Excluded())
     leave_out: tuple[int, ...] = field((), Layers())
 
     @property

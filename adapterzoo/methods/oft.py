@@ -121,7 +121,8 @@ class OFT(Rotating):
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
             return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
-        return base(in_layout_of(rotated(x, base.from_input(self, x)), x))
+        Q = base.from_input(self, x)
+        return base(in_layout_of(rotated(x, Q), x, Q))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
+from adapterzoo.anatomy.names import below
 from adapterzoo.composition import (
     ActiveHeads,
     BoundStep,
@@ -34,6 +35,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.contracts import (
     Adapter,
+    AttentionAdapter,
     InvertibleAdapter,
     PromptAdapter,
     SharedInputAdapter,
@@ -47,14 +49,24 @@ from adapterzoo.errors import (
     StateError,
     listing,
 )
-from adapterzoo.runtime import Plan, SharedLayers
+from adapterzoo.inject.building import layer_at
+from adapterzoo.runtime import HEAD, Plan, SharedLayers
 
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.interface import HeadNames
 from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
+from .hf.hosts import refuse_trained
+from .state import (
+    AdaptedModel,
+    AdapterRecord,
+    FusionRecord,
+    fusion_modules,
+    modules_of,
+    parameters_of,
+    stacks_of,
+)
 
 # --- plans ---
 
@@ -117,7 +129,7 @@ def make_plan(
     outputs = token_rows.steps(model, parts, acting)
     if both := sorted(steps.keys() & outputs.keys()):
         raise CompositionError(
-            f"{setup!r}: at {both[0].removeprefix('head//')!r} one adapter has the output layer "
+            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer "
             f"for itself, and another has rows of it. Activate one of them."
         )
     steps.update(outputs)
@@ -138,7 +150,24 @@ def make_plan(
     )
     leaving = next(inverts, None)
     prompts = _prompts(model, parts, present)
-    return Plan(setup, heads, sites, captures, shared, skip_layers, rows, stacks, leaving, prompts)
+    counted = _counted(model, present) & stacks
+    return Plan(
+        setup, heads, sites, captures, shared, skip_layers, rows, stacks, counted, leaving, prompts
+    )
+
+
+def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) -> frozenset[str]:
+    """Return the paths of the models with rotary positions in which attentions have prefixes."""
+    anatomy, paths = model.anatomy, [path for path, _ in stacks_of(model)]
+    with_prefix = {
+        site.stack
+        for site in anatomy.attentions
+        if not site.cross
+        and any(isinstance(m, AttentionAdapter) for m in present.get(site.path, {}).values())
+    }
+    # the innermost model around a stack numbers its tokens
+    found = ([p for p in ("", *paths) if below(stack, p)] for stack in with_prefix & anatomy.rotary)
+    return frozenset(max(around, key=len) for around in found)
 
 
 def _bound(
@@ -156,7 +185,7 @@ def _bound(
     for fuse in fusions_of(setup):
         key = fusion_key(fuse.name)
         for path in model._adapter_state.fusions[fuse.name].paths:
-            layers = inject.adapters_of(model._backbone.get_submodule(path))
+            layers = inject.adapters_of(layer_at(model._backbone, path))
             # a fusion that is only checked has none yet
             if path in held and key in layers:
                 held[path] = {**held[path], key: layers[key]}
@@ -343,10 +372,11 @@ def refuse_taken(
 
 
 def refuse_overridden(model: AdaptedModel, name: str) -> None:
-    """Refuse to change an adapter or fusion that is active in an `AdapterSetup` or being batched.
+    """Refuse to change an adapter or fusion that is used elsewhere.
 
     Raises:
-        StateError: it is in use.
+        StateError: it is active in an `AdapterSetup`, being batched, or trained by a running
+            Trainer.
     """
     refuse_while_batching(model, name)
     setups = [plan.setup for plan in model._active.overrides if plan.setup]
@@ -355,6 +385,10 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
             f"{name!r} is active in an AdapterSetup of this thread. Leave the "
             f"'with AdapterSetup(…)' block first."
         )
+    own = [] if name not in model._adapter_state.records else [*parameters_of(model, name)]
+    if name in model._adapter_state.fusions:
+        own += [p for _, layer in fusion_modules(model, name) for p in layer.parameters()]
+    refuse_trained(model, name, own)
 
 
 def refuse_merged(model: AdaptedModel, name: str) -> None:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from adapterzoo import inject
-from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
-from adapterzoo.composition import fusion_key, parse
+from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -39,7 +39,16 @@ from .hf.continuous_batching import refuse_while_batching
 from .hf.init_data import Collected, InitData, fitted
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
+from .state import (
+    AdaptedModel,
+    AdapterRecord,
+    base_prefix,
+    fusion_modules,
+    modules_of,
+    parameters_of,
+    shared_inputs,
+    stacks_of,
+)
 
 # --- add and delete ---
 
@@ -60,12 +69,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
-    if (interface := model._adapter_state.interface) is not None:
-        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
-    for member in loaded.members:
-        refuse_missing_layers(member, len(model.anatomy.blocks))
-    loaded, with_output = model._head_strategy.without_saved(loaded)
+    loaded, with_output = _for_model(model, loaded, in_file)
     data: Collected = {}
     if not in_file:
         loaded, data = fitted(model, loaded, init_data)
@@ -78,6 +83,31 @@ def add(
     bring_in(model, name, record, active)
     if with_output:
         model._head_strategy.save_output(name)
+
+
+def _for_model(
+    model: AdaptedModel, config: AdapterConfig, in_file: bool = False
+) -> tuple[AdapterConfig, bool]:
+    """Return a config with what it means in a model, and whether the head's output gets a copy.
+
+    Raises:
+        ConfigError: its values do not fit the model.
+    """
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(config)
+    for member in config.members:
+        refuse_missing_layers(member, len(model.anatomy.blocks))
+    config, with_output = model._head_strategy.without_saved(config)
+    return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
+
+
+def supports(model: AdaptedModel, config: AdapterConfig) -> bool:
+    """Return whether `add` takes a config, with the data that its initial values may need."""
+    try:
+        make(model, _for_model(model, config)[0], torch.device("meta"))
+    except (ConfigError, SiteError, StateError):
+        return False
+    return True
 
 
 def init_values(
@@ -134,6 +164,8 @@ def delete(model: AdaptedModel, *names: str) -> None:
 def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool) -> None:
     """Install an adapter, replacing one of its name; on failure nothing changes.
 
+    It is frozen if others are trained.
+
     Args:
         model: with adapters.
         name: of the adapter.
@@ -149,6 +181,9 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
         refuse_while_batching(model)
         setup, skipped = parse(name), ()
     check_setup(model, setup, skipped, records={name: record})
+    if not active and _is_beside_trained(model, name):
+        for module in record.coming.values():
+            module.requires_grad_(False)
     if name in model._adapter_state.records:
         remove(model, name)
     install(model, name, record)
@@ -156,6 +191,16 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
         set_active(model, name)
     else:
         replan(model)
+
+
+def _is_beside_trained(model: AdaptedModel, name: str) -> bool:
+    """Return whether what was chosen to be trained is active, and is not this adapter."""
+    setup = model._active.default.plan.setup
+    if not model._adapter_state.trains or setup is None or name in setup.flatten():
+        return False
+    own = (p for each in setup.flatten() for p in parameters_of(model, each))
+    layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
+    return any(p.requires_grad for p in chain(own, (p for m in layers for p in m.parameters())))
 
 
 def eject(model: AdaptedModel, name: str) -> None:
@@ -261,7 +306,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for key in keys.values():
         key.module = shared_by(active.default.shared, key)
     for source, reader in record.sources():
-        inject.capture_input(backbone.get_submodule(source), reader, name, active, source)
+        inject.capture_input(layer_at(backbone, source), reader, name, active, source)
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
     for path, stack in stacks_of(model):
@@ -304,7 +349,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     state.plans.clear()
     shared = ((around, around) for around in record.shared_inputs)
     for source, reader in (*record.sources(), *shared):
-        inject.release_input(backbone.get_submodule(source), reader, name)
+        inject.release_input(layer_at(backbone, source), reader, name)
     for path in record.places:
         if path:
             inject.take(layer_at(backbone, path), name)
@@ -323,7 +368,7 @@ def remove_all(model: AdaptedModel) -> None:
     for name, fusion in state.fusions.items():
         model._head_strategy.removing(fusion_key(name))
         for path in fusion.paths:
-            inject.take(backbone.get_submodule(path), fusion_key(name))
+            inject.take(layer_at(backbone, path), fusion_key(name))
     state.fusions.clear()
     for name in tuple(state.records):
         remove(model, name)
@@ -338,7 +383,7 @@ def remove_all(model: AdaptedModel) -> None:
 def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
     """Yield the number and module of each block."""
     for block in model.anatomy.blocks:
-        yield block.layer, model._backbone.get_submodule(block.path)
+        yield block.layer, layer_at(model._backbone, block.path)
 
 
 def move(

@@ -13,7 +13,7 @@ from adapterzoo.averaging import Combination, combination, weighted, weighted_su
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import upcast
 from adapterzoo.errors import CompositionError, listing
-from adapterzoo.inject.building import at_hand
+from adapterzoo.inject.building import at_hand, layer_at
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
@@ -100,7 +100,7 @@ def _combined(
                     _share(own, theirs)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
-        layer = model._backbone.get_submodule(path)
+        layer = layer_at(model._backbone, path)
         with at_hand(layer):
             inject.combine(
                 layer,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
 from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
+from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
 
 from .activation import make_plan
@@ -25,9 +26,6 @@ from .state import AdaptedModel
 
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
 TaskIds: TypeAlias = "Tensor | Sequence[int | str | None]"
-
-BASE = "__base__"
-"""PEFT's name for a row without an adapter; None means the same."""
 
 # inputs with one entry for each row of the batch
 _PER_ROW = (

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from adapterzoo import hub
 from adapterzoo.arguments import one_of
-from adapterzoo.checkpoint import fit, folders, formats
+from adapterzoo.checkpoint import base_sample, fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.inject.building import build, device_of, inject_path, layer_at
 from adapterzoo.methods import undrawn
@@ -99,8 +99,12 @@ def checkpoint_of(
     if with_head:
         head_name = strategy.name_with(name)
         head = strategy.record(head_name, alone=head_name != name, short=format == "native")
+    base = {}
+    if format == "native" and (sampled := base_sample.sample(documents.base_weights(model))):
+        base[documents.BASE] = sampled
     document = {
         **documents.provenance(model, name),
+        **base,
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -219,6 +223,7 @@ def fitting(
         if warn_of_loss is not None:
             warn_of_loss()
         warn()
+        documents.warn_of_base(model, stored, name)
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
         arguments.report(asked.loading_info)
 
@@ -293,7 +298,8 @@ def filled(
         )
     record = tables.with_table(model, record, paths, empty)
     skeleton = named_tensors(record.coming, keep_vars=True)
-    fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
+    copies = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
+    fit.check_fit(type(model).__name__, fit.converted(tensors, copies), skeleton, dtype)
     by_path = fit.by_path(tensors)
     modules: dict[str, Adapter] = {}
     taken: set[int] = set()

@@ -22,6 +22,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.contracts import FusibleAdapter, InvertibleAdapter
 from adapterzoo.errors import CompositionError, ConfigError, DuplicateNameError, SiteError
+from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
@@ -182,7 +183,7 @@ def enter(
     if name in fusions:
         _remove(model, name)
     for path, layer in made.items():
-        at = model._backbone.get_submodule(path)
+        at = layer_at(model._backbone, path)
         inject.put(at, fusion_key(name), layer, model._active, path)
     fusions[name] = record
     if active:
@@ -197,7 +198,7 @@ def _remove(model: AdaptedModel, name: str) -> None:
     model._adapter_state.plans.clear()
     model._head_strategy.removing(fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
-        inject.take(model._backbone.get_submodule(path), fusion_key(name))
+        inject.take(layer_at(model._backbone, path), fusion_key(name))
     plan = model._active.default.plan
     if any(fuse.name == name for fuse in fusions_of(plan.setup)):
         setup = without(plan.setup, (), [name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,13 +13,16 @@ from adapterzoo import inject
 from adapterzoo.composition import Stack, parse, refuse_merged_part
 from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
+from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.quantized import is_quantized
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import token_rows
 from .hf.continuous_batching import refuse_while_batching
+from .hf.hosts import refuse_trained
+from .hf.untying import untied
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, modules_of
+from .state import AdaptedModel, modules_of, parameters_of
 
 # --- merge and reset ---
 
@@ -71,14 +75,14 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
         for path, beside in modules.items():
             if first[path] != path:
                 continue
-            before[path] = _copies(backbone.get_submodule(path), beside)
+            before[path] = _copies(layer_at(backbone, path), beside)
             # values kept by an earlier merge are the originals
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)
     except BaseException:
         # undo a partial merge, even after Ctrl-C
         for path, originals in before.items():
-            _restore(backbone.get_submodule(path), originals)
+            _restore(layer_at(backbone, path), originals)
         state.originals = kept
         raise
     state.merged = names
@@ -99,7 +103,7 @@ def reset(model: AdaptedModel) -> None:
     for path in state.originals:
         _refuse_unwritable(model, path)
     for path, originals in state.originals.items():
-        _restore(model._backbone.get_submodule(path), originals)
+        _restore(layer_at(model._backbone, path), originals)
     state.originals.clear()
     model._head_strategy.reset()
     state.merged = ()
@@ -117,7 +121,8 @@ def merge_and_unload(
     added = to_merge(model, names)
 
     def change(changed: Any) -> None:
-        merge(changed, added)
+        with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
+            merge(changed, added)
 
     return model._head_strategy.unloaded(change, architecture)
 
@@ -171,6 +176,8 @@ def _stacked(asked: object) -> tuple[str, ...]:
 
 def _refuse_unloading(model: AdaptedModel) -> None:
     refuse_if_sharded(model, "Write it before fully_shard(model).")
+    for name in model._adapter_state.records:
+        refuse_trained(model, name, parameters_of(model, name))
     for plan in model._active.overrides:
         raise StateError(
             f"an AdapterSetup of this thread holds, with {plan.setup!r}. Leave the "
@@ -188,7 +195,7 @@ def _refuse_unloading(model: AdaptedModel) -> None:
 
 
 def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
-    layer = model._backbone.get_submodule(path)
+    layer = layer_at(model._backbone, path)
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
         raise StateError(
             f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
@@ -221,9 +228,24 @@ def _first_with(model: AdaptedModel, paths: Iterable[str]) -> dict[str, str]:
     found: dict[object, str] = {}
     firsts = {}
     for path in paths:
-        weight = model._backbone.get_submodule(path)._parameters.get("weight")
+        weight = layer_at(model._backbone, path)._parameters.get("weight")
         firsts[path] = found.setdefault(path if weight is None else id(weight), path)
     return firsts
+
+
+def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
+    """Return whether adapters change one of several layers that share a weight.
+
+    Rows of a table that act in all of these layers do not.
+    """
+    if model._head_strategy.is_named or any(token_rows.paths_of(model, name) for name in added):
+        return False
+    try:
+        _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
+        model._head_strategy.check_merging((*model._adapter_state.merged, *added))
+    except StateError:
+        return True
+    return False
 
 
 def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
@@ -231,7 +253,7 @@ def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
     for name, p in model.named_parameters(remove_duplicate=False):
         sharing.setdefault(id(p), []).append(name)
     for path in paths:
-        own = model._backbone.get_submodule(path)._parameters.values()
+        own = layer_at(model._backbone, path)._parameters.values()
         names = max((sharing.get(id(p), []) for p in own), key=len, default=[])
         if len(names) > 1:
             raise StateError(
@@ -254,7 +276,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     Raises:
         StateError: a merged value is not finite.
     """
-    layer = model._backbone.get_submodule(path)
+    layer = layer_at(model._backbone, path)
     there = inject.adapters_of(layer)
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]

@@ -39,6 +39,7 @@ from .hf import (
     config_entry,
     embedding_files,
     fusion_files,
+    hosts,
     owned,
     publishing,
     recompute,
@@ -525,6 +526,17 @@ class AdapterModelMixin:
         if mode and self.has_adapters():
             training.hold_statistics(self)
         return self
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer of a language model; None without one.
+
+        Raises:
+            StateError: TRL's fused head would leave out what adapters change there.
+        """
+        output = cast("Any", super()).get_output_embeddings()
+        if output is not None:
+            hosts.refuse_fused(self, output)
+        return output
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Any:
         """Make quantized layers plain ones, as transformers does; their adapters stay.

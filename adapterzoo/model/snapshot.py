@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.checkpoint import files, fit, fusions, native
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse, fusion_key
@@ -97,7 +98,11 @@ def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
     for name in strategy.saved_names():
         record = strategy.record(name)
         kept |= {id(t) for t in record.tensors.values()} if record is not None else set()
-    return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept}
+    return {
+        without_wrappers(name): p
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in kept
+    }
 
 
 def has_frozen_matrix(model: AdaptedModel) -> bool:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Anatomy, find, input_embeddings_of
+from adapterzoo.anatomy import (
+    Anatomy,
+    find,
+    input_embeddings_of,
+    unwrapped,
+    without_wrappers,
+)
 from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
@@ -122,6 +128,7 @@ class AdapterState:
         interface: names of layers that the user gave; None without any.
         disabled: the composition that `disable_adapters` deactivated, and its layers to skip.
         slot_rank: the rank that adapters get when they are loaded; None: their own.
+        trains: whether `train_adapter` or `train_adapter_fusion` chose what is trained.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -142,6 +149,7 @@ class AdapterState:
     interface: AdapterModelInterface | None = None
     disabled: tuple[Composition, tuple[int, ...]] | None = None
     slot_rank: int | None = None
+    trains: bool = False
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.
@@ -191,7 +199,7 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
     state = model._adapter_state
     if state.is_base is None:
         state.is_base = is_base(cast("nn.Module", model))
-    return cast("nn.Module", model if state.is_base else model.base_model)
+    return unwrapped(cast("nn.Module", model if state.is_base else model.base_model))
 
 
 def base_prefix(model: AdaptedModel) -> str:
@@ -234,8 +242,11 @@ def stacks_of(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yield the base model and the models in it, such as encoder and decoder, but not `model`."""
     state, backbone = model._adapter_state, backbone_of(model)
     if state.stacks is None:
-        modules = backbone.named_modules()
-        state.stacks = tuple(path for path, m in modules if isinstance(m, PreTrainedModel))
+        state.stacks = tuple(
+            without_wrappers(path)
+            for path, module in backbone.named_modules()
+            if isinstance(module, PreTrainedModel)
+        )
     for path in state.stacks:
         module = layer_at(backbone, path)
         if module is not cast("nn.Module", model):
@@ -338,7 +349,7 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
         UnknownNameError: there is no fusion of this name.
     """
     backbone, paths = backbone_of(model), model._adapter_state.find_fusion(name).paths
-    layers = ((path, backbone.get_submodule(path)) for path in paths)
+    layers = ((path, layer_at(backbone, path)) for path in paths)
     key = fusion_key(name)
     return ((path, cast("Fusion", inject.adapters_of(layer)[key])) for path, layer in layers)
 

@@ -22,6 +22,7 @@ from . import adapters
 from .activation import refuse_merged, set_active
 from .heads import embeddings, tables
 from .heads.ties import tables_of
+from .hf.hosts import refuse_untrained
 from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
     DEFAULT_EMBEDDINGS,
@@ -62,15 +63,22 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
     model._head_strategy.check_training(setup)
+    refuse_untrained(model, setup, _parameters(model, names, train_embeddings))
     set_active(model, setup)
     for name in names if train_embeddings and is_own else ():
         tables.add_table(model, name)
-    modules = (module for name in names for _, module in modules_of(model, name))
-    trained = (m for m in modules if train_embeddings or not isinstance(m, Table))
-    parameters = [p for module in trained for p in module.parameters()]
+    parameters = _parameters(model, names, train_embeddings)
     if train_embeddings and not is_own:
         parameters.append(model.get_input_embeddings().weight)
     _train(model, parameters, train_embeddings)
+
+
+def _parameters(
+    model: AdaptedModel, names: Iterable[str], train_embeddings: bool
+) -> list[nn.Parameter]:
+    modules = (module for name in names for _, module in modules_of(model, name))
+    trained = (m for m in modules if train_embeddings or not isinstance(m, Table))
+    return [p for module in trained for p in module.parameters()]
 
 
 def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: bool) -> None:
@@ -87,11 +95,12 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     for name in setup.flatten():
         model._adapter_state.find(name)
     model._head_strategy.check_training(setup)
-    set_active(model, setup)
     layers = (layer for fuse in fuses for _, layer in fusion_modules(model, fuse.name))
     trained = [p for layer in layers for p in layer.parameters()]
     for name in setup.flatten() if unfreeze_adapters else ():
         trained += parameters_of(model, name)
+    refuse_untrained(model, setup, trained)
+    set_active(model, setup)
     _train(model, trained, False)
 
 
@@ -100,6 +109,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
     module: Any = model
     quantized.unpack(module)
     freeze(model, True)
+    model._adapter_state.trains = True
     for parameter in trained:
         parameter.requires_grad_(True)
     model._head_strategy.train(train_embeddings)
@@ -118,6 +128,7 @@ def hold_statistics(model: AdaptedModel) -> None:
 def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
     reshard(model)
+    model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
     for parameter in embeddings.waiting_parameters(model) if freezes else ():
         parameter.requires_grad_(False)

@@ -54,7 +54,7 @@ def get_peft_model(
         )  # fmt: skip
         if configs.is_peft(peft_config):
             _check_savable(made, adapter_name)
-    switching.train(made, adapter_name)
+    switching.train(made, adapter_name, not getattr(peft_config, "inference_mode", False))
     return made
 
 

@@ -17,7 +17,9 @@ from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.inject import set_class
 from adapterzoo.model import AdapterModelMixin, checkpointing, init
 from adapterzoo.model.hf.factory import blank
+from adapterzoo.model.hf.hosts import is_untrained
 from adapterzoo.model.peft import autocast, in_memory, switching
+from adapterzoo.model.state import parameters_of
 
 from . import checkpoints
 from .configs import PeftConfig, from_values
@@ -158,10 +160,12 @@ class PeftModel:
         Raises:
             UnknownNameError: an adapter is unknown.
         """
-        if inference_mode:
-            switching.activate(cast("Any", self), adapter_name, frozen=True)
+        names = switching.list_of(cast("Any", self), adapter_name)
+        own = (p for name in names for p in parameters_of(cast("Any", self), name))
+        # of a reference that a Trainer's loss compares with, nothing can be trained
+        if inference_mode or is_untrained(self, own):
+            switching.activate(cast("Any", self), names, frozen=True)
         else:
-            names = switching.list_of(cast("Any", self), adapter_name)
             switching.train(self, names if len(names) > 1 else names[0], thaws=True)
 
     @switching.also_named(adapter_names="adapter_name")

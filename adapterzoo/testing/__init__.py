@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.configs import AdapterConfig
 
 # importing a file registers its checks

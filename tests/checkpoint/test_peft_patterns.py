@@ -14,10 +14,10 @@ from adapterzoo.checkpoint.peft.patterns import (
     by_path,
     exactly,
     most_common,
-    short_names,
     values_at,
 )
 from adapterzoo.errors import CheckpointError
+from adapterzoo.expressions import short_names
 
 PATHS = [
     f"{stack}.layers.{i}.{part}"

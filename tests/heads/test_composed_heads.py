@@ -248,3 +248,45 @@ def test_a_composition_of_heads_is_saved_with_the_model(model, tmp_path):
     for one, other in zip(model(**inputs), again(**inputs), strict=True):
         torch.testing.assert_close(one.logits, other.logits)
     assert "heads" in json.loads((tmp_path / "config.json").read_text())["adapters"]
+
+
+@pytest.mark.parametrize("adapters", ["a", Parallel("a", "b"), BatchSplit("a", "b", batch_sizes=2)])
+def test_labels_of_several_heads_are_a_list_a_dict_or_one_tensor(model, adapters):
+    inputs = tiny_inputs("bert", batch=4)
+    first, second = torch.tensor([2, 0, 1, 1]), torch.tensor([0, 1, 1, 0])
+    setups = dict.fromkeys("xy", adapters) if adapters == "a" else {"x": "a", "y": "b"}
+    rows = dict.fromkeys("xy", slice(None))
+    if isinstance(adapters, BatchSplit):
+        rows = {"x": slice(0, 2), "y": slice(2, 4)}
+    expected = [
+        alone(model, inputs, setups[head], head, rows[head], labels=labels[rows[head]]).loss
+        for head, labels in (("x", first), ("y", second))
+    ]
+    model.set_active_adapters(adapters)
+    model.active_head = ["x", "y"]
+    for labels in ([first, second], (first, second), {"x": first, "y": second}):
+        found = [output.loss for output in model(**inputs, labels=labels).head_outputs]
+        torch.testing.assert_close(found, expected)
+    found = model(**inputs, labels=[first, None]).head_outputs
+    torch.testing.assert_close(found[0].loss, expected[0])
+    assert found[1].loss is None
+    both = model(**inputs, labels=second).head_outputs
+    assert [output.loss is None for output in both] == [False, False]
+    torch.testing.assert_close(both[1].loss, expected[1])
+    for wrong in ([first], [first, second, first], [0, 1], []):
+        with pytest.raises(ConfigError, match=r"'x', 'y'.*Write labels=.'x': torch.tensor"):
+            model(**inputs, labels=wrong)
+
+
+def test_a_list_of_labels_for_one_head_or_a_head_twice_is_refused_unless_it_fits(model):
+    inputs, labels = tiny_inputs("bert", batch=3), torch.tensor([2, 0, 1])
+    model.active_head = "x"
+    one = model(**inputs, labels=labels).loss
+    torch.testing.assert_close(model(**inputs, labels=[labels]).loss, one)
+    with pytest.raises(ConfigError, match="one tensor, or None, for each active head"):
+        model(**inputs, labels=[2, 0, 1])
+    model.set_active_adapters(Parallel("a", "b"))
+    model.active_head = ["x", "x"]
+    assert all(o.loss is not None for o in model(**inputs, labels=[labels, labels]).head_outputs)
+    with pytest.raises(ConfigError, match="more than once"):
+        model(**inputs, labels=[labels, labels + 0])

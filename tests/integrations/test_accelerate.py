@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, infer_auto_device_map
+from accelerate.utils.dataclasses import get_module_class_from_name
 from families import VOCABULARY, tiny_config
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+import adapterzoo
 from adapterzoo import AutoAdapterModel
 
 
@@ -99,3 +103,27 @@ def test_a_saved_state_goes_on_as_if_nothing_had_stopped(tmp_path):
     assert any(not torch.equal(whole[k], t) for k, t in bits(model).items())
     steps(accelerator, model, optimizer, data[2:])
     assert all(torch.equal(whole[key], tensor) for key, tensor in bits(model).items())
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["lora", "seq_bn[leave_out=[0]]", "seq_bn_inv", "loreft", "prefix_tuning", "prompt_tuning"],
+)
+def test_modules_keep_the_names_of_their_classes(method):
+    """By which accelerate finds blocks, for auto-wrap and for `device_map`."""
+    model = adapterzoo.init(AutoModelForCausalLM.from_config(tiny_config("llama")))
+    before = {path: type(module).__name__ for path, module in model.named_modules()}
+    sizes = {0: "60KB", "cpu": "10GB"}
+    no_split = list(model._no_split_modules)
+    model.add_adapter("a", method)
+    now = {path: type(module).__name__ for path, module in model.named_modules()}
+    assert now | before == now
+    for name in no_split:
+        found = get_module_class_from_name(model, name)
+        assert all(isinstance(block, found) for block in model.model.layers)
+        assert sum(isinstance(module, found) for module in model.modules()) == 2
+    placed = infer_auto_device_map(
+        model, sizes, no_split_module_classes=no_split, offload_buffers=True
+    )
+    inside = [path for path in placed if path.startswith("model.layers.")]
+    assert all(path.count(".") == 2 for path in inside), placed

@@ -17,6 +17,7 @@ from words import SENTENCES, plain, tokenizer
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel
+from adapterzoo.errors import StateError
 
 QUIET: dict[str, Any] = {
     "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True,
@@ -119,3 +120,44 @@ def test_the_base_model_is_the_reference_of_a_fresh_adapter(tmp_path):
     before = bits(start)
     changed = {n for n, p in models[1].items() if not torch.equal(p, before[n])}
     assert changed == {n for n, p in start.named_parameters() if p.requires_grad}
+
+
+def with_layers_before_the_output(tmp_path: Path) -> Any:
+    model = with_named_head(tmp_path)
+    model.add_causal_lm_head("style", layers=2)
+    model.train_adapter("style")
+    return model
+
+
+def with_a_copy_of_the_output(tmp_path: Path) -> Any:
+    model = adapterzoo.init(plain(AutoModelForCausalLM, "llama"))
+    model.add_adapter("style", "lora[modules_to_save=['lm_head']]")
+    model.train_adapter("style")
+    return model
+
+
+def with_an_inverse_before_the_output(tmp_path: Path) -> Any:
+    model = with_named_head(tmp_path)
+    model.add_adapter("inverse", "seq_bn_inv[reduction_factor=4]")
+    model.train_adapter("inverse")
+    return model
+
+
+def test_layers_that_the_loss_of_trl_leaves_out_are_refused_before_the_first_step(tmp_path):
+    """TRL reads the weight of the output layer, and calls neither the layer nor the head."""
+    for make, says in (
+        (with_layers_before_the_output, r"other layers of the active head.*layers=1"),
+        (with_a_copy_of_the_output, r"active adapters change there"),
+        (with_an_inverse_before_the_output, r"active adapters change there"),
+    ):
+        model = make(tmp_path)
+        before = bits(model)
+        with pytest.raises(StateError, match=says):
+            fine_tuned(model, tmp_path)
+        assert all(torch.equal(p, before[n]) for n, p in bits(model).items())
+    # as the messages say
+    model = with_named_head(tmp_path)
+    model.add_causal_lm_head("style", layers=1)
+    model.train_adapter("style")
+    losses = fine_tuned(model, tmp_path)
+    assert losses[-1] < losses[0]

@@ -142,6 +142,12 @@ def compose_cases(small=False):
             yield Case(backward, kind, made, "", wide)
         for made in dict.fromkeys(compose_triton.compose_backward_tile(*s, True) for s in shapes):
             yield Case(backward, kind, made, ", no gain", {**wide, **few}, none)
+        for alone, label in ((False, ", frozen b"), (True, ", no gain, frozen b")):
+            without = {**wide, "NEEDS_B": False, **(few if alone else {})}
+            for made in dict.fromkeys(
+                compose_triton.compose_backward_tile(*s, alone, needs_b=False) for s in shapes
+            ):
+                yield Case(backward, kind, made, label, without, none if alone else ())
         for made in dict.fromkeys(compose_triton.finish_tile(rank) for rank in (16, 32, 64)):
             yield Case(last, kind, made, "", {"NUMBERS": compose_triton._NUMBERS, "TELLS": False})
     flags = {"NEEDS_T": False, "NEEDS_B": False, "WIDE": False, "NUMBERS": 1, "HIDDEN": False}
@@ -287,6 +293,34 @@ def made_for(case, architecture, ones=False):
     )
 
 
+def exposed(ptx):
+    """How often a warp group may overwrite what another one still multiplies.
+
+    A wait that leaves products of matrix units running says nothing of those of the other warp
+    groups: an asynchronous copy that follows needs a barrier before it.
+    """
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"\$\w+:$", line)}
+    found = 0
+    for start, line in enumerate(lines):
+        if not re.search(r"wgmma\.wait_group\S* [1-9]", line):
+            continue
+        todo, seen, copies = [start + 1], set(), False
+        while todo:
+            i = todo.pop()
+            while i not in seen and i < len(lines) and "bar.sync" not in lines[i]:
+                seen.add(i)
+                copies = copies or ("cp.async.c" in lines[i] and "shared" in lines[i])
+                if to := re.search(r"\bbra\S*\s+(\$\w+)", lines[i]):
+                    todo.append(labels[to[1]])
+                    # a branch without a condition
+                    if not lines[i].startswith("@"):
+                        break
+                i += 1
+        found += copies
+    return found
+
+
 @dataclass
 class Reads:
     """How a kernel reads global memory, from its code in Triton's GPU dialect.
@@ -397,6 +431,7 @@ def compiled(case, architecture):
         "waiting": read.waiting,
         "buffers": read.buffers,
         "in flight": flying,
+        "exposed": exposed(made.asm["ptx"]) if tile.warps > 4 else 0,
     }
 
 
@@ -426,7 +461,12 @@ def table(rows):
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
     ]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, r.values()))} |" for r in rows), ""])
+    return "\n".join([*lines, *map(shown, rows), ""])
+
+
+def shown(row):
+    """A row of the page; what all kernels must be is not there."""
+    return f"| {' | '.join(str(v) for name, v in row.items() if name != 'exposed')} |"
 
 
 # in the order of the page

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from measured import Operations, kept, loss, near
+from measured import Operations, kept, loss, near, rounding
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
@@ -111,11 +111,16 @@ def test_dtypes_are_those_of_the_definition(outer, factor):
     index = [3, None, 0, 0, 2]
     y, x, a, b = drawn(index, (6,), outer=outer, factor=factor)
     out = grouped_low_rank(y, x, a, b, SCALING, Groups.of(index))
-    tolerance = 3 * max(TOLERANCE[outer], TOLERANCE[factor])
-    pairs = zip(results(out, y, x, a, b), truth(y, x, a, b, SCALING, index), strict=True)
-    for (got, expected), like in zip(pairs, (y, y, x, *a, *b), strict=True):
+    expected = truth(y, x, a, b, SCALING, index)
+    sizes = [v.abs() for v in (y, x, *a, *b)]
+    sizes = truth(
+        *sizes[:2], sizes[2 : 2 + len(a)], sizes[2 + len(a) :], [abs(s) for s in SCALING], index
+    )
+    tolerance = rounding(11 + 7 + max(RANKS) + 5 * 6, outer, factor)
+    found = zip(results(out, y, x, a, b), expected, sizes, (y, y, x, *a, *b), strict=True)
+    for got, wanted, size, like in found:
         assert got.dtype is like.dtype
-        near(got, expected, tolerance)
+        near(got, wanted, tolerance, size)
     assert torch.equal(out[1], y[1])
 
 

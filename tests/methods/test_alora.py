@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cached import CACHE
 from families import tiny_config
 from made import made
 from snapshots import same_bits, snapshot, stir
@@ -146,10 +147,10 @@ def test_each_family(family):
         if at:
             # the tokens before, and a call that has only those from there on
             with AdapterSetup(None):
-                before = model(ids[row : row + 1, :at], past_key_values=cache)
+                before = model(ids[row : row + 1, :at], **{CACHE: cache})
             close(found[row, : min(at, TOKENS)], before.logits[0])
         if at < TOKENS:
-            close(found[row, at:], model(ids[row : row + 1, at:], past_key_values=cache).logits[0])
+            close(found[row, at:], model(ids[row : row + 1, at:], **{CACHE: cache}).logits[0])
     with AdapterSetup("b"):
         assert not torch.allclose(found, model(ids).logits)
 
@@ -176,7 +177,7 @@ def test_the_cache_before_the_invocation_is_that_of_the_base(dtype):
     for setup in (None, "a"):
         model.set_active_adapters(setup)
         with torch.no_grad():
-            caches.append(model(ids, use_cache=True).past_key_values)
+            caches.append(model(ids, use_cache=True)[CACHE])
     for base, own in zip(caches[0].layers, caches[1].layers, strict=True):
         for row, each in enumerate(ids):
             at = start(each, [1] * TOKENS)
@@ -235,20 +236,20 @@ def test_a_chat_goes_on_from_the_cache_of_the_base(known):
     ids = rows("in the middle", "in the middle")
     at = start(ids[0], [1] * TOKENS)
     with torch.no_grad():
-        cache = model(ids[:, :known], past_key_values=DynamicCache()).past_key_values
+        cache = model(ids[:, :known], **{CACHE: DynamicCache()})[CACHE]
     model.set_active_adapters("a")
     found = model.generate(
-        ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **GREEDY
+        ids, **{CACHE: cache}, return_dict_in_generate=True, output_logits=True, **GREEDY
     )
     # what the base has computed stays; all other tokens from the invocation on are adapted
     plain = by_hooks(model, "a", found.sequences)
     with AdapterSetup(None):
-        cache = model(ids[:, :known], past_key_values=DynamicCache()).past_key_values
+        cache = model(ids[:, :known], **{CACHE: DynamicCache()})[CACHE]
     if known <= at:
         whole = plain(found.sequences).logits[:, TOKENS - 1 : -1]
         close_scores(torch.stack(found.logits, 1), whole)
     with AdapterSetup(None), torch.no_grad():
-        base = model(ids, past_key_values=cache).logits[:, -1]
+        base = model(ids, **{CACHE: cache}).logits[:, -1]
     assert not torch.allclose(found.logits[0], base.float())
 
 
@@ -261,14 +262,14 @@ def test_a_later_turn_has_its_own_invocation():
     said = turn.sequences
     ids = torch.cat([said, torch.tensor([[31, 32, 33, *CALL, 34]])], 1)
     got = model.generate(
-        ids, past_key_values=turn.past_key_values, return_dict_in_generate=True,
+        ids, **{CACHE: turn[CACHE]}, return_dict_in_generate=True,
         output_logits=True, **GREEDY,
     )  # fmt: skip
     # by hand: the cache of the first turn, then the base, then the adapter
-    cache = model(said[:, :-1], use_cache=True).past_key_values
+    cache = model(said[:, :-1], use_cache=True)[CACHE]
     with AdapterSetup(None):
-        model(ids[:, said.shape[1] - 1 : -4], past_key_values=cache)
-    last = model(ids[:, -4:], past_key_values=cache).logits[:, -1]
+        model(ids[:, said.shape[1] - 1 : -4], **{CACHE: cache})
+    last = model(ids[:, -4:], **{CACHE: cache}).logits[:, -1]
     close_scores(got.logits[0], last)
 
 
@@ -487,8 +488,8 @@ def embedded_generate(model, ids):
 
 
 def later(model, ids):
-    cache = model(ids, use_cache=True).past_key_values
-    model(ids[:, :1], past_key_values=cache)
+    cache = model(ids, use_cache=True)[CACHE]
+    model(ids[:, :1], **{CACHE: cache})
 
 
 def packed(model, ids):

@@ -5,6 +5,7 @@ What a gate does with the tokens that it reads is in the golden files and in the
 
 import pytest
 import torch
+from cached import CACHE
 from families import tiny_config
 from snapshots import refused, stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -113,9 +114,9 @@ def test_a_cache_of_an_earlier_call_does_not_tell_the_prompt():
     model = made("llama", CONFIGS["lora"] % "", auto=AutoModelForCausalLM)
     first = model(ids, use_cache=True)
     with pytest.raises(StateError, match=r"past_key_values.*model\.generate"):
-        model(ids[:, :1], past_key_values=first.past_key_values)
+        model(ids[:, :1], **{CACHE: first[CACHE]})
     both = made("llama", CONFIGS["lora"] % OF_ALL, auto=AutoModelForCausalLM)
-    both(ids[:, :1], past_key_values=both(ids, use_cache=True).past_key_values)
+    both(ids[:, :1], **{CACHE: both(ids, use_cache=True)[CACHE]})
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -447,7 +447,10 @@ def test_an_exclusion_that_matches_no_layer_is_said(exclude, missing):
     assert len(list(made.adapter_modules("a"))) == (2 if "value" in exclude else 4)
 
 
-@pytest.mark.parametrize("exclude", [["key"], "word_embeddings", r".*layer\.1\..*", "pooler.dense"])
+EXCLUDED = [["key"], ["word_embeddings"], r".*layer\.1\..*", "pooler.dense"]
+
+
+@pytest.mark.parametrize("exclude", EXCLUDED)
 def test_an_exclusion_of_what_is_not_targeted_is_fine(exclude):
     made = adapterzoo.init(model())
     made.add_adapter("a", LoRAConfig(exclude_modules=exclude))

@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+from cached import CACHE
 from families import tiny_config
 from snapshots import stir
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -409,9 +410,9 @@ def test_a_cache_goes_on():
     whole = hidden(model, input_ids=IDS)
     with torch.no_grad():
         first = model(input_ids=IDS[:, :4], use_cache=True)
-        assert first.past_key_values.get_seq_length() == 4 + P
+        assert first[CACHE].get_seq_length() == 4 + P
         second = model(
-            input_ids=IDS[:, 4:], past_key_values=first.past_key_values,
+            input_ids=IDS[:, 4:], **{CACHE: first[CACHE]},
             attention_mask=torch.ones(2, 6, dtype=torch.long),
         )  # fmt: skip
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole)
@@ -600,10 +601,10 @@ def test_masks_and_caches_that_do_not_fit_are_refused():
         model(input_ids=IDS, attention_mask=torch.ones(2, 9))
     model.set_active_adapters(None)
     with torch.no_grad():
-        cache = model(input_ids=IDS[:, :2], use_cache=True).past_key_values
+        cache = model(input_ids=IDS[:, :2], use_cache=True)[CACHE]
     model.set_active_adapters("a")
     with pytest.raises(StateError, match="made without it"):
-        model(input_ids=IDS[:, 2:], past_key_values=cache)
+        model(input_ids=IDS[:, 2:], **{CACHE: cache})
 
 
 def test_models_without_a_place_are_refused_by_name():

@@ -20,12 +20,14 @@ from adapterzoo.checkpoint.formats import ModelInfo, short
 from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.expressions import short_names
 from adapterzoo.fields import checks
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftSpelling
 
 from .config import CONFIG, TOKENS, PeftConfig
-from .patterns import exactly, short_names
+from .heads import class_in
+from .patterns import exactly
 
 _DELTA, _TABLE = "trainable_tokens_delta", "base_layer.weight"
 # of placements → PEFT's fields
@@ -99,10 +101,12 @@ def read(
         if path is None:
             continue
         if "modules_to_save" in can and _is_saved(layer, theirs.modules_to_save):
-            beside.copies.setdefault(path, {})[parameter] = _as(left.pop(key), path, info)
+            beside.copies.setdefault(path, {})[parameter] = _cast(left.pop(key), path, info)
         elif "bias" in can and theirs.bias != "none" and parameter == "bias":
-            beside.biases[path] = _as(left.pop(key), path, info)
+            beside.biases[path] = _cast(left.pop(key), path, info)
             beside.kind = "all" if theirs.bias == "all" else ADAPTED_BIASES
+    if beside.kind == "all":
+        beside.biases = _outside_of_task(theirs, info, find, sites) | beside.biases
     for path, (key, table) in tables.items():
         if path in beside.rows and _is_same(table, path, beside.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
@@ -113,6 +117,17 @@ def read(
         if any(torch.equal(rest[other], rest[key]) for other in tables_of_rows):
             del left[key]
     return beside, left
+
+
+def _outside_of_task(
+    theirs: PeftConfig, info: ModelInfo, find: Find, sites: Mapping[str, Site]
+) -> dict[str, Tensor]:
+    """Return the biases of layers that the file's class of models lacks, such as a pooler."""
+    if (task := class_in(theirs, info)) is None:
+        return {}
+    there = {find(path, sites) for path in info.modules(task)}
+    own = ((s.path, _own(s.path, "bias", info)) for s in info.anatomy.biases if s.path not in there)
+    return {path: bias.detach() for path, bias in own if bias is not None}
 
 
 def _start(spelling: PeftSpelling) -> str:
@@ -140,6 +155,12 @@ def _is_saved(layer: str, names: Sequence[str]) -> bool:
 
 def _own(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
+
+
+def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
+    """Return a copy of a layer's tensor in the dtype of the layer."""
+    own = _own(path, "weight", info)
+    return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
 def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:

@@ -85,7 +85,7 @@ def head_from(
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
     # PEFT's files have no labels: take those of the model
-    return info.from_static(_class_in(theirs, info), head, info.config().get("label2id"))
+    return info.from_static(_class_of_head(theirs, info), head, info.config().get("label2id"))
 
 
 def _is_saved(key: str, names: Iterable[str]) -> bool:
@@ -114,18 +114,23 @@ def _below(key: str, info: ModelInfo) -> str:
     return f"{info.prefix}.{below}" if info.prefix and first != info.prefix else below
 
 
-def _class_in(theirs: PeftConfig, info: ModelInfo) -> str:
-    if theirs.base_class is not None:
+def class_in(theirs: PeftConfig, info: ModelInfo) -> str | None:
+    """Return the class of models that a file belongs to; None if it does not say that."""
+    if theirs.base_class is not None or theirs.task_type is None:
         return theirs.base_class
+    return next(_classes(TASKS.get(theirs.task_type, {}), info), None)
+
+
+def _class_of_head(theirs: PeftConfig, info: ModelInfo) -> str:
     task = theirs.task_type
-    if task is None or task not in TASKS:
+    if theirs.base_class is None and (task is None or task not in TASKS):
         raise CheckpointError(
             f"the file has a head, and {CONFIG} says task_type={task!r}, so the "
             f"kind of the head is unknown; legal are {listing(TASKS)}. Write "
             f"{argument('with_head', False, 'load_adapter')}"
             f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
         )
-    return next(_classes(TASKS[task], info), task)
+    return class_in(theirs, info) or str(task)
 
 
 def _classes(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:

@@ -50,41 +50,6 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
     return found
 
 
-def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
-    """Return the shortest ends of paths that name the chosen ones and nothing else.
-
-    Args:
-        chosen: some of the paths.
-        everything: all paths that an end could name.
-
-    Returns:
-        Sorted; None if a chosen path is itself the end of another one.
-    """
-    counts: dict[str, int] = {}
-    for path in everything:
-        for end in _ends(path):
-            counts[end] = counts.get(end, 0) + 1
-    mine: dict[str, int] = {}
-    for path in chosen:
-        for end in _ends(path):
-            mine[end] = mine.get(end, 0) + 1
-    names = set()
-    for path in chosen:
-        own = [end for end in _ends(path) if mine[end] == counts.get(end)]
-        if not own:
-            return None
-        names.add(own[0])
-    return tuple(sorted(names))
-
-
-def _ends(path: str) -> Iterable[str]:
-    parts = path.split(".")
-    for start in range(len(parts) - 1, -1, -1):
-        # an end that begins with a block number is hard to read
-        if not start or not parts[start].isdigit():
-            yield ".".join(parts[start:])
-
-
 def exactly(paths: Iterable[str]) -> str:
     """Return a regular expression that matches exactly these paths."""
     return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"

@@ -22,12 +22,13 @@ from adapterzoo.checkpoint.places import shared_key
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, listing
+from adapterzoo.expressions import short_names
 from adapterzoo.fields import checks
 from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_readable
 
 from . import beside, parameters
 from .config import CONFIG, PeftConfig
-from .patterns import by_name, exactly, most_common, short_names, values_at
+from .patterns import by_name, exactly, most_common, values_at
 
 _LOG = logging.getLogger(__name__)
 # PEFT's keys do not have the adapter's name, those of other tools do

@@ -13,11 +13,12 @@ from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
+from adapterzoo.expressions import short_names
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from . import beside, parameters
 from .heads import TASKS, Task
-from .patterns import by_path, most_common, short_names
+from .patterns import by_path, most_common
 
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """

@@ -12,11 +12,12 @@ from torch import nn
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import InvertibleAdapter
-from adapterzoo.errors import ConfigError, SiteError, StateError
+from adapterzoo.errors import StateError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
 from adapterzoo.model import fusion
 from adapterzoo.model.fusion import FuseArgument
+from adapterzoo.model.peft import switching
 from adapterzoo.model.state import AdapterState, modules_of
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class NamesOfAdapters:
         return self.supports_adapter(AdapterMethod.prompt_tuning)
 
     def supports_adapter(self, type_or_config: str | AdapterConfig) -> bool:
-        """Return whether the model has places for an adapter, and its interface allows it.
+        """Return whether `add_adapter` takes a config: places, sizes, the model's interface.
 
         Args:
             type_or_config: a config, a config string, or one of the kinds of `AdapterMethod`.
@@ -86,16 +87,9 @@ class NamesOfAdapters:
         Raises:
             ConfigError: it is none of these.
         """
-        config = AdapterConfig.load(AdapterMethod.examples.get(type_or_config, type_or_config))
-        try:
-            if self.adapter_interface is not None:
-                self.adapter_interface.check_method(config)
-        except ConfigError:
-            return False
-        try:
-            return bool(config.placements(self.anatomy))
-        except SiteError:
-            return False
+        is_kind = isinstance(type_or_config, str)
+        found = AdapterMethod.examples.get(type_or_config) if is_kind else None
+        return switching.supports(self, type_or_config if found is None else found)
 
     @property
     def invertible_adapters(self) -> AdapterDict:

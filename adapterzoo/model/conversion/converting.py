@@ -39,7 +39,7 @@ class Change(NamedTuple):
     Attributes:
         path: of the module that holds it.
         parameter: its name there; None for the weight of a layer.
-        value: `[*experts, d_out, d_in]`, float64.
+        value: `[*experts, d_out, d_in]`, in the widest dtype.
         factors: A and B with B A = value; None: not known.
     """
 
@@ -89,7 +89,8 @@ class Foreign(NamedTuple):
 
     Attributes:
         method: its name there.
-        changes: key of each changed parameter → its change as the layer stores it, float64.
+        changes: key of each changed parameter → its change as the layer stores it, in the widest
+            dtype.
         inputs: arguments of a call.
         outputs: those of the call.
         are_given: whether the user gave the inputs.

@@ -49,7 +49,7 @@ def plain_outputs(model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
     finally:
         model.train(training)
     values = [t for key, t in found.items() if key != "loss" and isinstance(t, Tensor)]
-    return [t.double().cpu() for t in values if t.is_floating_point()]
+    return [t.cpu().double() for t in values if t.is_floating_point()]
 
 
 def difference(some: list[Tensor], others: list[Tensor]) -> float:

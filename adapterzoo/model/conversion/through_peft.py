@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from adapterzoo.contracts import widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 
 from .converting import Foreign
@@ -45,14 +46,16 @@ def changes_by_peft(
             f"there is no {_TENSORS} in {str(folder)!r}. Save the adapter again with PEFT."
         )
     base = copy.deepcopy(plain)
-    # float64, so that the difference of the weights is exact; a tied table by all its names
-    before = {key: p.detach().double() for key, p in plain.named_parameters(remove_duplicate=False)}
+    # so that the difference of the weights is exact
+    wide = widest(next(plain.parameters()).device)
+    # a tied table by all its names
+    before = {key: p.detach().to(wide) for key, p in plain.named_parameters(remove_duplicate=False)}
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             theirs = peft.PeftModel.from_pretrained(base, folder).eval()
             found = plain_outputs(theirs, inputs)
-            merged = theirs.double().merge_and_unload()
+            merged = theirs.to(wide).merge_and_unload()
     except AdapterZooError:
         raise
     # PEFT raises errors of every kind: for prompts, for layers that the model lacks, …
@@ -66,9 +69,9 @@ def changes_by_peft(
         ) from error
     after = dict(merged.named_parameters(remove_duplicate=False))
     changes = {
-        key: p.detach().double() - before[key]
+        key: p.detach().to(wide) - before[key]
         for key, p in after.items()
-        if key in before and not torch.equal(p.double(), before[key])
+        if key in before and not torch.equal(p.to(wide), before[key])
     }
     if not changes:
         raise CheckpointError(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
+from adapterzoo.anatomy import unwrapped
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
 from adapterzoo.configs import AdapterConfig, ConfigUnion
@@ -35,9 +36,8 @@ from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._patterns import matches
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
+from adapterzoo.runtime import HEAD
 
-# in plans: no path of the base model starts with it
-_HEAD = "head//"
 # the submodule of a layer that holds the copies of it
 _HELD = Contained.container
 
@@ -83,6 +83,7 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
 def _layers(
     module: nn.Module, path: str, shared: set[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
+    module = unwrapped(module)
     if isinstance(module, inject.AdapterDict) or id(module) in seen:
         return
     seen.add(id(module))
@@ -136,6 +137,7 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
     if all(member.get("modules_to_save") is None for member in config.members):
         return config, False
     output, head = output_path(model), [path for path, _ in _outside(model) if path]
+    base = [path for path, _ in plain_modules(model._backbone)]
     has_output, members = False, []
     for member in config.members:
         names = member.get("modules_to_save")
@@ -147,7 +149,7 @@ def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCo
                 f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
                 f"layer {output!r}. Leave one of them out."
             )
-        kept = tuple(name for name in listed if name not in mine)
+        kept = tuple(n for n in listed if n not in mine or any(matches(p, (n,)) for p in base))
         members.append(member.replace(modules_to_save=kept or None) if mine else member)
     if all(one is other for one, other in zip(members, config.members, strict=True)):
         return config, False
@@ -171,7 +173,7 @@ def output_path(model: AdaptedModel) -> str | None:
     output = model.get_output_embeddings()
     if output is None or model._backbone is cast("nn.Module", model):
         return None
-    return next((path for path, module in _outside(model) if module is output), None)
+    return next((path for path, module in _outside(model) if module is unwrapped(output)), None)
 
 
 def _outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -207,7 +209,7 @@ def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
     """
     taken = take(model, owner)
     for path, layer in layers.items():
-        inject.put(_layer(model, path), owner, layer, model._active, _HEAD + path)
+        inject.put(_layer(model, path), owner, layer, model._active, HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
     if layers or taken:
@@ -305,7 +307,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
     return {
-        _HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
+        HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
         for path in paths
     }
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from adapterzoo import inject
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
@@ -276,7 +277,7 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
     """Return what tied output layers add to the logits: a key, the tensor, and who holds it."""
     whole, table = cast("nn.Module", model), layer_of(model).weight
     tied = {
-        path: module
+        without_wrappers(path): module
         for path, module in whole.named_modules()
         if module._parameters.get("weight") is table and not isinstance(module, nn.Embedding)
     }
@@ -284,7 +285,7 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
     found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
     for path, module in whole.named_modules():
         for field, tensor in (*module._parameters.items(), *module._buffers.items()):
-            start = f"{path}." if path else ""
+            start = f"{own}." if (own := without_wrappers(path)) else ""
             beside = field == ADDED and any(each.startswith(start) for each in tied)
             if tensor is None or not (beside or id(tensor) in biases):
                 continue

@@ -17,7 +17,7 @@ from adapterzoo.errors import (
     listing,
     unknown_name,
 )
-from adapterzoo.heads import PredictionHead, head_types
+from adapterzoo.heads import PredictionHead, by_head, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
 
@@ -47,7 +47,7 @@ def forward(
     used = model._head_strategy.active_heads(head)
     _check_exit(model, used)
     _check_batch(model, model._head_strategy.chosen(head), batch_size(inputs) * times)
-    labels = _take_labels(model, inputs, used)
+    labels = _take_labels(model, inputs, used, model._head_strategy.chosen(head).names)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
     if _caller_of_base(used) is None:
@@ -146,10 +146,23 @@ def label_arguments() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _take_labels(model: Any, inputs: dict[str, Any], used: Heads) -> dict[str, Any]:
+def _by_head(given: dict[str, Any], used: Heads, names: tuple[str, ...]) -> None:
+    """Turn lists with a value for each active head into dicts, in place."""
+    # task classes take lists themselves, such as one dict for each image
+    if not used or any(head.calls_base for head in used.values()):
+        return
+    for argument in {n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)}:
+        if isinstance(given.get(argument), (list, tuple)):
+            given[argument] = by_head(argument, given[argument], names)
+
+
+def _take_labels(
+    model: Any, inputs: dict[str, Any], used: Heads, names: tuple[str, ...]
+) -> dict[str, Any]:
     """Remove the arguments of the heads from those of `forward`, and return them."""
     own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
     taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *COMMON) if n in inputs}
+    _by_head(taken, used, names)
     for argument, value in taken.items():
         # a misspelled name would leave a head untrained without an error
         for name in value if isinstance(value, Mapping) else ():
@@ -206,6 +219,8 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
+    used = model._head_strategy.active_heads(head)
+    _by_head(given, used, model._head_strategy.chosen(head).names)
     inputs = given.pop("inputs", None) or {n: given[n] for n in ("attention_mask", "input_ids")}
     return _answer(model, Base(model, outputs), head, return_dict, inputs, given)
 

@@ -91,7 +91,7 @@ def head_input(
     model: Any,
     pooling: Pooling | None,
     outputs: ModelOutput,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Mapping[str, Tensor] | None,
     input_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states and the mask for a head.
@@ -100,7 +100,8 @@ def head_input(
         model: that computed the outputs.
         pooling: of the head; decides what it reads.
         outputs: of the base model.
-        attention_mask: `[batch, tokens]`, or any other mask that the model takes.
+        attention_mask: `[batch, tokens]`, or any other mask that the model takes, such as one for
+            each kind of layer, which `generate` makes for a static cache.
         input_ids: the tokens of the hidden states; None if unknown.
 
     Raises:
@@ -124,7 +125,8 @@ def head_input(
     pad, eos = pad_and_eos(model)
     if mask is None and input_ids is not None and pad is not None and pooling != "mean":
         mask = input_ids != pad
-    if pooling == "eos" and input_ids is not None and eos:
+    is_one = mask is None or isinstance(mask, Tensor)
+    if pooling == "eos" and input_ids is not None and eos and is_one:
         ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
         real = torch.ones_like(ends) if mask is None else mask.to(ends.device, torch.bool)
         if real.shape == ends.shape:
@@ -133,18 +135,19 @@ def head_input(
             mask = ends.where(ends.any(dim=1, keepdim=True), real)
     fitting = _fitting(model, mask, hidden)
     if mask is not None and fitting is None:
+        shown = list(mask.shape) if isinstance(mask, Tensor) else "of each kind of layer"
         raise StateError(
-            f"pooling={pooling!r}: the mask {list(mask.shape)} does not say which of the "
+            f"pooling={pooling!r}: the mask {shown} does not say which of the "
             f"{hidden.shape[1]} hidden states {type(model.base_model).__name__} computed are "
             f"padding. Write {argument('pooling', 'cls')}{in_python(' when you add the head')}."
         )
     return hidden, fitting
 
 
-def _fitting(model: Any, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+def _fitting(model: Any, mask: object, hidden: Tensor) -> Tensor | None:
     """Return the mask of the tokens that have hidden states; None if it is unknown."""
     tokens = hidden.shape[1]
-    if mask is None or mask.dim() != 2:
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     if mask.shape[1] > tokens:
         # audio models shorten the sequence, and have a method of their own for the mask

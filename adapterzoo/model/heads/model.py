@@ -21,6 +21,7 @@ from adapterzoo.model.averaging import average_head
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoints
+from adapterzoo.model.hf.hosts import refuse_fused
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, store
@@ -85,9 +86,16 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         model, info = cast("Any", super()).from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
+        info["unexpected_keys"] = vars(model).pop("_unused_keys", info["unexpected_keys"])
         if pretrained_model_name_or_path is not None:
             static_checkpoints.keep_static_head(model, pretrained_model_name_or_path, info, hub)
+        static_checkpoints.report_unused(model, info)
         return (model, info) if wants_info else model
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Leave what the base model does not use out of transformers' report: a head may use it."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        self._unused_keys, loading_info.unexpected_keys = loading_info.unexpected_keys, set()
 
     # --- find and activate ---
 
@@ -350,9 +358,16 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Ignore what transformers derives from the class name; the heads decide."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the last layer of the first active language modeling head, None without one."""
+        """Return the last layer of the first active language modeling head, None without one.
+
+        Raises:
+            StateError: TRL's fused head would leave out other layers of the head.
+        """
         head = self._language_modeling_head()
-        return None if head is None else head.output_embeddings
+        output = None if head is None else head.output_embeddings
+        if output is not None:
+            refuse_fused(self, output, head)
+        return output
 
     @names_call
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:

@@ -14,6 +14,7 @@ from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, part
 from adapterzoo.errors import StateError, listing
 from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
 from adapterzoo.inject.building import plain_modules
+from adapterzoo.model.hf.hosts import gives_loss
 from adapterzoo.model.hf.info import Tasks
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
 from adapterzoo.model.hf.towers import refuse_unreadable
@@ -142,7 +143,7 @@ class NamedHeads(HeadStrategy):
 
     def missing_loss(self) -> str | None:
         """Return a hint where no head is active."""
-        if self.model._active.heads.names:
+        if self.model._active.heads.names or gives_loss(self.model.backbone_class):
             return None
         return (
             f"; there are {listing(self.model.heads)}. Write add_classification_head('my_task') "
@@ -244,7 +245,7 @@ class NamedHeads(HeadStrategy):
         heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
         fits = store.own_tensors(self.model, empty)
-        fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
+        fit.check_fit(type(self.model).__name__, fit.converted(tensors, fits), fits, None)
         head = store.built(self.model, config)
         refuse_unreadable(self.model, head)
         if asked.dtype is not None:

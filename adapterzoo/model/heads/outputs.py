@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
+from adapterzoo.caches import CACHES
+
 _SEQ2SEQ = "Seq2Seq"
 
 
@@ -101,6 +103,6 @@ def _output_class(name: str, outputs: ModelOutput) -> tuple[Any, tuple[str, ...]
         variants.append(f"{name}WithCrossAttentions")
     if outputs.get("router_logits") is not None:
         variants.append(f"Moe{name}WithPast")
-    if "past_key_values" in outputs:
+    if any(field in CACHES for field in outputs):
         variants.append(f"{name}WithPast")
     return _CLASSES[next((variant for variant in variants if variant in _CLASSES), name)]

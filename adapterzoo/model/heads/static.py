@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.generic import find_labels
 
 from adapterzoo import inject
 from adapterzoo.checkpoint import fit
@@ -22,6 +21,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.hf.hosts import gives_loss
 from adapterzoo.model.hf.info import Tasks, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
@@ -87,7 +87,7 @@ class StaticHead(HeadStrategy):
 
     def missing_loss(self) -> str | None:
         """Return a hint where the class takes no labels."""
-        if find_labels(type(self.model)):
+        if gives_loss(type(self.model)):
             return None
         return ". Write AutoAdapterModel.from_pretrained(…), which has named heads."
 
@@ -216,7 +216,7 @@ class StaticHead(HeadStrategy):
         if name is None:
             # the original may get another output layer
             fits = mine | {key: rest[key] for key in rest.keys() & tensors.keys()}
-            fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
+            fit.check_fit(type(self.model).__name__, fit.converted(tensors, fits), fits, None)
             return lambda: fit.fill(self.model, tensors)
         output = copies.output_tensors(self.model)
         # a copy may still have the values of the original
@@ -228,7 +228,7 @@ class StaticHead(HeadStrategy):
             rest = {key: t for key, t in rest.items() if key not in output}
         _refuse_shared({**copies.rest_of(self.model), **rest}, tensors, self.model)
         tensors = {key: t for key, t in tensors.items() if key not in rest or key in mine}
-        fit.check_fit(type(self.model).__name__, tensors, mine, asked.dtype)
+        fit.check_fit(type(self.model).__name__, fit.converted(tensors, mine), mine, None)
         layers = copies.made(self.model, own_output)
         for path, layer in layers.items():
             inside = f"{path}."

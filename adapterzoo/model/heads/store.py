@@ -22,6 +22,7 @@ from adapterzoo.heads import HeadConfig, PredictionHead, head_types
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.continuous_batching import refuse_while_batching
+from adapterzoo.model.hf.hosts import refuse_trained
 from adapterzoo.model.hf.towers import refuse_unreadable
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS
@@ -236,7 +237,7 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
 
 def delete(model: Any, name: str) -> None:
     """Delete a head; no other head becomes active."""
-    find(model, name)
+    refuse_trained(model, name, find(model, name).parameters())
     refuse_if_sharded(model, "Write model.active_head = None.")
     drop_biases(model, name)
     del model.heads[name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site, input_embeddings_of
+from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
 from adapterzoo.checkpoint.digest import digest
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
@@ -86,7 +86,7 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
         )
     shared = embedding._parameters["weight"]
     return tuple(
-        path
+        without_wrappers(path)
         for path, module in model._backbone.named_modules()
         if isinstance(module, nn.Embedding) and module._parameters["weight"] is shared
     )

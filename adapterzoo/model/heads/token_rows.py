@@ -12,14 +12,13 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo import inject
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.composition import Step, compile_rows
 from adapterzoo.configs import Placement
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._token_rows import ROWS, TokenRows
 from adapterzoo.model.state import AdaptedModel, modules_of
-
-# in plans, as for copies of a head: no path of the base model starts with it
-_OUTPUT = "head//"
+from adapterzoo.runtime import HEAD
 
 
 def paths_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
@@ -48,11 +47,11 @@ def _outputs(model: AdaptedModel) -> Iterator[tuple[str, nn.Module, tuple[str, .
     tables: dict[int, list[str]] = {}
     for path, module in model._backbone.named_modules():
         if isinstance(module, nn.Embedding):
-            tables.setdefault(id(module._parameters["weight"]), []).append(path)
+            tables.setdefault(id(module._parameters["weight"]), []).append(without_wrappers(path))
     for path, module in cast("nn.Module", model).named_modules():
         weight = module._parameters.get("weight")
         if isinstance(module, nn.Linear) and (paths := tables.get(id(weight))):
-            yield path, module, tuple(paths)
+            yield without_wrappers(path), module, tuple(paths)
 
 
 def update(model: AdaptedModel) -> bool:
@@ -80,7 +79,7 @@ def update(model: AdaptedModel) -> bool:
             inject.take(old, name)
     for (path, name), (layer, rows) in wanted.items():
         if name not in _held(layer):
-            inject.put(layer, name, rows, model._active, _OUTPUT + path)
+            inject.put(layer, name, rows, model._active, HEAD + path)
     before, state.outputs = state.outputs, tuple(wanted)
     return before != state.outputs
 
@@ -127,7 +126,7 @@ def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> d
         present = {name: module for name, module in held.items() if name in acting}
         step = compile_rows(parts, present, present.__getitem__)
         if step is not None:
-            found[_OUTPUT + path] = step
+            found[HEAD + path] = step
     return found
 
 

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+from packaging.version import Version
+from transformers import __version__ as _installed
+from transformers.integrations import peft as _peft
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import folders, formats
-from adapterzoo.errors import CheckpointError, HubError, in_python
+from adapterzoo.errors import CheckpointError, HubError, in_python, listing
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# what `hub.resolve` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,24 @@ class AdapterFolder:
     revision: str | None
 
 
+def _with_subfolder(search: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Decorate transformers' search for an adapter: in a folder, it looks in `subfolder`, too."""
+
+    @functools.wraps(search)
+    def searching(model_id: Any, **options: Any) -> str | None:
+        if options.get("subfolder") and Path(model_id).is_dir():
+            inner = Path(model_id, options.pop("subfolder"))
+            return search(os.fspath(inner), **options) if inner.is_dir() else None
+        return search(model_id, **options)
+
+    return searching
+
+
+# with PEFT installed, a model that is loaded would get the adapter beside it, whatever is asked
+if Version(_installed) < Version("5.24"):
+    _peft.find_adapter_config_file = _with_subfolder(_peft.find_adapter_config_file)
+
+
 def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     """Return the adapter that a path leads to; None if a model is there, or nothing.
 
@@ -47,7 +66,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         options: its other arguments.
 
     Raises:
-        CheckpointError: the adapter does not name its base model.
+        CheckpointError: the adapter does not name its base model, or sub-folders hold adapters.
     """
     if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
         return None
@@ -60,6 +79,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     with folders.reading(folder):
         format = formats.of(folder, "adapter")
         if format is None:
+            _refuse_several(folder)
             return None
         base = formats.formats[format].base(folder)
     if base.name is None:
@@ -73,6 +93,24 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         )
     name = None if folder == Path(path) else os.fspath(path)
     return AdapterFolder(folder, name, base.name, base.revision)
+
+
+def _refuse_several(folder: Path) -> None:
+    """Refuse a folder whose sub-folders hold adapters, as `AdapterTrainer` writes them."""
+    found = {sub: formats.of(sub, "adapter") for sub in sorted(folder.iterdir()) if sub.is_dir()}
+    first = next((sub for sub, format in found.items() if format is not None), None)
+    if first is None:
+        return
+    base = formats.formats[cast("str", found[first])].base(first).name or "base"
+    names = listing(sub.name for sub, format in found.items() if format is not None)
+    python = (
+        f"model = AutoAdapterModel.from_pretrained({base!r}), and "
+        f"model.load_adapter({os.fspath(first)!r})"
+    )
+    raise CheckpointError(
+        f"{os.fspath(folder)!r} holds no model, but adapters in sub-folders: {names}. Write "
+        f"{in_python(python, '--model with their base model')}."
+    )
 
 
 def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:

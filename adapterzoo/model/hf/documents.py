@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from adapterzoo.checkpoint import formats
+from torch import Tensor, nn
+
+from adapterzoo.checkpoint import base_sample, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import ConfigError, argument
+from adapterzoo.inject.building import plain_modules
+from adapterzoo.inject.quantized import is_quantized
 from adapterzoo.model import sharding
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, token_table
 from adapterzoo.names import check_name
 
 from .info import info_of
+
+_LOG = logging.getLogger(__name__)
+
+BASE = "base"
+"""The key of the sample of the base model's weights."""
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -75,6 +85,42 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
         "model_name": info.model_name,
         "hidden_size": info.hidden_size,
     }
+
+
+def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return the base model's weights that this process has as plain numbers, by key.
+
+    Merging changes none of them. Of a quantized model the vectors are left out: some methods of
+    quantization scale them.
+    """
+    replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
+    found: dict[str, Tensor] = {}
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    for path, module in plain_modules(model._backbone):
+        if is_quantized(module):
+            quantized = True
+            continue
+        own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
+        for name, tensor in own.items():
+            # those of sharded models are of other classes, or empty
+            plain = type(tensor) in (nn.Parameter, Tensor) and type(tensor.data) is Tensor
+            if plain and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+                found[f"{path}.{name}"] = tensor
+    if replaced and (table := token_table(model)) is not None:
+        found = {k: t for k, t in found.items() if t is not table.weight}
+    return {k: t for k, t in found.items() if t.dim() > 1} if quantized else found
+
+
+def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
+    """Warn if a checkpoint's adapter was trained on other weights of the base model."""
+    kept = stored.metadata.get(BASE)
+    if kept and base_sample.is_other(kept, base_weights(model)):
+        trained_on = stored.metadata.get("model_name")
+        _LOG.warning(
+            "load_adapter: the adapter %r was trained on other weights of the base model%s than "
+            "this model has, so its outputs differ from those of its training.",
+            name, f" ({trained_on!r})" if trained_on else "",
+        )  # fmt: skip
 
 
 def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:

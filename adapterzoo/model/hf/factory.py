@@ -28,7 +28,7 @@ from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import plugin
 from .config_entry import restore
-from .generation import GeneratesWithAdapters
+from .generation import GeneratesWithAdapters, counting
 from .pipelines import enter_pipelines
 from .task_classes import HeadTypes
 from .towers import feature_names
@@ -102,6 +102,8 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
     }
     generates = (GeneratesWithAdapters,) if "generate" in dir(cls) else ()
     made = type(cls.__name__, (*generates, AdapterModelMixin, cls), members)
+    if generates:
+        counting(made)
 
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
         memo: dict[int, Any] = {}
@@ -162,6 +164,7 @@ def _make_named(
     made = type(name, (*bases, family), members)
     if generating is not None:
         _borrow_generation(made, generating)
+        counting(made)
     enter_pipelines(name, generating is not None)
     return made
 
@@ -240,7 +243,7 @@ def with_rows(
             return plain(model, *given, **named)
 
     # Trainer hands on the columns of a dataset that it sees here
-    cast("Any", method).__signature__ = _showing(plain, "task_ids")
+    cast("Any", method).__signature__ = _showing(plain, "adapter_names", "task_ids")
     return method
 
 
@@ -250,7 +253,6 @@ def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
     for name in feature_names(cls):
         plain = getattr(cls, name)
         found[name] = with_rows(plain, on_base, one_head=True)
-        found[name].__signature__ = _showing(plain, "adapter_names", "task_ids")
     return found
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
+from transformers import GenerationMixin
+
+from adapterzoo.anatomy.names import below
+from adapterzoo.caches import CACHES, cached_tokens
+from adapterzoo.call import Generation
 from adapterzoo.errors import StateError, listing, names_call
+from adapterzoo.inject import positions_of
 from adapterzoo.inject.positions import check_positions
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
@@ -42,8 +50,11 @@ class GeneratesWithAdapters:
             UnknownNameError: an adapter is unknown.
         """
         model: Any = self
-        prompt = args[0] if args else kwargs.get("inputs")
-        given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
+        given = _given(model, args, kwargs)
+        context = model._active.call
+        if context.generation is not None and _option(model, given, "is_assistant"):
+            # drafts of a sequence, whose prompt is known
+            return cast("Any", super()).generate(*args, **kwargs)
         if batches.starts(model, adapter_names, task_ids):
             copies = _sequences(kwargs, model.generation_config)
             plan, times = batches.plan_of_call(
@@ -56,10 +67,28 @@ class GeneratesWithAdapters:
             with model._active.overridden(plan):
                 return self.generate(*args, **kwargs)
         model._head_strategy.check_generation(kwargs)
-        _check_added_tokens(model, given)
+        assistant = _option(model, given, "assistant_model")
+        drafting = [model] if assistant is None else [model, assistant]
+        drafting = [each for each in drafting if isinstance(each, GeneratesWithAdapters)]
+        for each in drafting:
+            _check_added_tokens(each, given)
         _check_positions(model, given)
-        with model._active.call.generating(given):
+        with ExitStack() as records:
+            for each in {id(each): each for each in drafting}.values():
+                record = _record(each, given if each is model else {})
+                records.enter_context(each._active.call.generating(record))
             return cast("Any", super()).generate(*args, **kwargs)
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the length of the prompt, which transformers passes here, and go on as it does."""
+        generation = cast("Any", self)._active.call.generation
+        tokens = kwargs.get("input_ids_length")
+        if generation is not None and tokens is not None:
+            is_draft = getattr(kwargs.get("generation_config"), "is_assistant", False)
+            # each round of drafts has those that were accepted before
+            if not is_draft or generation.tokens is None:
+                generation.start(tokens)
+        return cast("Any", super())._prepare_generated_length(*args, **kwargs)
 
     @names_call
     def generate_batch(
@@ -98,8 +127,67 @@ class GeneratesWithAdapters:
         return manager
 
 
+def counting(cls: Any) -> None:
+    """Let the class note how many tokens each call of `generate` goes up to.
+
+    `prepare_inputs_for_generation` gets them all, with the candidates of assisted decoding. It
+    keeps its signature, which `generate` inspects.
+
+    Args:
+        cls: a class whose first base is `GeneratesWithAdapters`.
+    """
+    plain = cls.prepare_inputs_for_generation
+
+    @functools.wraps(plain)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generation = self._active.call.generation
+        if generation is not None:
+            ids = args[0] if args else next(iter(kwargs.values()))
+            name = "attention_mask"
+            if self.config.is_encoder_decoder:
+                name = "decoder_attention_mask"
+            generation.step(ids.shape[1], kwargs.get(name))
+        return plain(self, *args, **kwargs)
+
+    cls.prepare_inputs_for_generation = prepare_inputs_for_generation
+
+
+def _given(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` by name, the prompt by its own."""
+    names = positions_of(GenerationMixin.generate)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    prompt = given.pop("inputs", None)
+    return given if prompt is None else {model.main_input_name: prompt, **given}
+
+
+def _record(model: Any, given: Mapping[str, Any]) -> Generation:
+    """Return the record of a `generate`.
+
+    Args:
+        model: that it runs.
+        given: its arguments, by name.
+    """
+    stacks = model._active.plan.stacks
+    if not stacks:
+        return Generation()
+    anatomy = anatomy_of(model)
+    tokens = anatomy.tokens
+    lists = dict.fromkeys(block.stack for block in anatomy.blocks)
+    if model.config.is_encoder_decoder:
+        writing = dict.fromkeys(b.stack for b in anatomy.blocks if any(s.cross for s in b.sites))
+    else:
+        writing = {path: None for path in lists if tokens and below(path, tokens.stack)}
+    # the innermost model around the blocks records their calls
+    paths = {max((p for p in stacks if below(path, p)), key=len) for path in writing or lists}
+    filled = next((name for name in CACHES if given.get(name) is not None), "")
+    partial = filled if cached_tokens(given) != 0 else ""
+    names = (*_GUESSING, "prefill_chunk_size")
+    guesses = tuple(name for name in names if _option(model, given, name) is not None)
+    return Generation(paths or stacks, given, partial, guesses)
+
+
 # options that count the tokens of the cache, which include tokens that adapters add
-_COUNTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+_GUESSING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _GROWING = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
 
@@ -112,11 +200,10 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
     prompts = model._active.plan.prompts
     if prompts is None or prompts.tokens.is_encoder:
         return
-    asked = [name for name in _COUNTING if _option(model, given, name) is not None]
+    asked = [name for name in _GUESSING if _option(model, given, name) is not None]
     if _option(model, given, "cache_implementation") not in _GROWING:
         asked.append("cache_implementation")
-    cache = given.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
+    if cached_tokens(given):
         asked.append("past_key_values")
     if asked:
         raise StateError(

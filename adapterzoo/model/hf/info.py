@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Mapping
@@ -9,15 +10,16 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
+from adapterzoo.anatomy import without_wrappers
 from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
-from adapterzoo.inject.building import plain_state
+from adapterzoo.inject.building import layer_at, plain_state
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
@@ -179,8 +181,8 @@ class Tasks:
         """
         fields = task_heads.other_fields(self._model.config, saved or {})
         try:
-            pooler = self._has_pooler()
-            config, own, _ = self.named(architecture, tensors, label2id, pooler, fields)
+            pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
+            config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
@@ -188,6 +190,41 @@ class Tasks:
                 f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
             ) from error
         return {"config": config}, own
+
+    def _whole(self, architecture: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all tensors of a static head of which a file has a part.
+
+        PEFT saves the last layers of a head. The others come from the checkpoint of the model,
+        and belong to a head here.
+
+        Raises:
+            InexpressibleError: no head has them.
+        """
+        cls: Any = getattr(transformers, architecture, None)
+        if cls is None or not is_task(architecture):
+            return dict(tensors)
+        config = copy.deepcopy(self._model.config)
+        # other attention implementations do not support the meta device
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            needed = head_tensors(cls(config))
+        there = {id(t) for key, t in needed.items() if key in tensors}
+        lacking = [key for key, t in needed.items() if id(t) not in there]
+        if not lacking:
+            return dict(tensors)
+        strategy, found = self._model._head_strategy, dict[str, Tensor]()
+        for name in strategy.names():
+            record = strategy.record(name)
+            for kind in (architecture, *(config.architectures or ())):
+                with contextlib.suppress(CheckpointError):
+                    whole = self.write(kind, record.document, record.tensors)
+                    found = {k: t.detach() for k, t in whole.items() if k in lacking} | found
+        lost = [k for k in lacking if k not in found or found[k].shape != needed[k].shape]
+        if lost:
+            raise InexpressibleError(
+                f"{architecture}: the file lacks {listing(lost)}, and so do the heads of this model"
+            )
+        return {**found, **tensors}
 
     def write(
         self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -312,8 +349,8 @@ def _tensor_of(model: Any, key: str) -> Tensor | None:
     if name in merged:
         return cast("Tensor", merged[name])
     try:
-        module: nn.Module = model.get_submodule(path)
-    except AttributeError:
+        module = layer_at(model, path)
+    except KeyError:
         return None
     found = module._parameters.get(name)
     return module._buffers.get(name) if found is None else found
@@ -337,6 +374,7 @@ def _task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
     dicts: tuple[str, ...] = ()
     # a container comes before the modules in it
     for path, module in model.named_modules():
+        path = without_wrappers(path)
         if isinstance(module, AdapterDict):
             dicts = (*dicts, f"{path}.")
         elif path and not path.startswith(dicts):

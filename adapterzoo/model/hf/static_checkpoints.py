@@ -12,10 +12,10 @@ from typing import Any
 import safetensors
 import torch
 from torch import Tensor
-from transformers import utils
+from transformers import PreTrainedModel, utils
 from transformers.utils.hub import cached_file
 
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
 
@@ -84,6 +84,21 @@ def keep_static_head(
     info["unexpected_keys"] = type(info["unexpected_keys"])(
         key for key in info["unexpected_keys"] if key not in used
     )
+
+
+def report_unused(model: Any, info: Mapping[str, Any]) -> None:
+    """Log which weights of a checkpoint neither the base model nor a head uses.
+
+    Args:
+        model: loaded from the checkpoint.
+        info: of transformers, without the keys of the head.
+    """
+    if unused := sorted(info["unexpected_keys"]):
+        # as transformers' own report, which its verbosity and filters reach
+        utils.logging.get_logger(PreTrainedModel.__module__).warning(
+            f"{type(model).__name__}: the checkpoint has weights that the model does not use: "
+            f"{listing(unused)}."
+        )
 
 
 def _leftover_tensors(

@@ -9,11 +9,13 @@ from typing import Any, cast
 
 from adapterzoo.anatomy import Site
 from adapterzoo.checkpoint.peft.heads import task_of
-from adapterzoo.checkpoint.peft.patterns import exactly, short_names
+from adapterzoo.checkpoint.peft.patterns import exactly
 from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
+from adapterzoo.expressions import short_names
 from adapterzoo.fields import FLAG
+from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.copies import layers_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
@@ -23,12 +25,6 @@ from adapterzoo.spelling import PeftSpelling, peft_spellings
 from .experts import with_experts
 
 _ALL_LINEAR = "all-linear"
-# fields with names of layers
-_NAMING = {
-    "target_modules", "target_parameters", "exclude_modules", "modules_to_save", "rank_pattern",
-    "alpha_pattern",
-}  # fmt: skip
-
 # names of heads that PEFT adds to a config by itself, whether the model has them or not
 _ADDED = {"classifier", "score", "qa_outputs"}
 
@@ -81,20 +77,24 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
         )
     fields = {name: value for name, value in values.items() if name in own}
     given = fields.get("target_modules")
-    for name in fields.keys() & _NAMING:
-        fields[name] = _below_base(model, fields[name], spelling.of_norms)
-    if saved := fields.get("modules_to_save"):
-        fields["modules_to_save"] = _within_words(model, saved)
-    # of the names of embeddings; a list holds numbers
-    if isinstance(rows := fields.get("trainable_token_indices"), Mapping):
-        fields["trainable_token_indices"] = _below_base(model, rows, of_norms=False)
+    if given == _ALL_LINEAR:
+        linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
+        paths = [site.path for site in linear if site.role != "lm_head"]
+        fields["target_modules"] = _named(paths, _layers(model))
     if spelling.of_parameters:
         fields = with_experts(model, fields, given, base_prefix(model), spelling)
+    numbers = fields.get("layers_to_transform")
+    stacks = fields.pop("layers_pattern", None) if numbers is not None else None
+    if stacks:
+        fields["layers_to_transform"] = None
     made = {**arguments.implied, **translated(spelling.config, fields)}
-    found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
+    made_config = cast("AdapterConfig", cast("Any", spelling.config)(**made))
+    found = made_config.below(base_prefix(model), model.anatomy)
     targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
     if "target_modules" in found.field_names() and not any(targets):
         found = _whole_layers(model, arguments, found)
+    if stacks:
+        found = _in_stacks(model, found, stacks, numbers)
     is_frozen = values.get("inference_mode", False)
     FLAG(arguments.class_name, "inference_mode", is_frozen, False)
     return FromPeft(found, is_frozen)
@@ -143,7 +143,7 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
     if not names or not _are_names(names) or model._head_strategy.is_named:
         return names
     head = layers_of(model)
-    base = [path for path, _ in model._backbone.named_modules()]
+    base = [path for path, _ in plain_modules(model._backbone)]
     in_head = {
         n
         for n in names
@@ -158,65 +158,10 @@ def _without_head(model: AdaptedModel, names: Any) -> Any:
     return kept or None
 
 
-def _below_base(model: AdaptedModel, value: Any, of_norms: bool) -> Any:
-    """Return names of layers in a model as names below its base model.
-
-    Values of other types, and what is not an expression, are returned for our fields to refuse.
-
-    Args:
-        model: with the layers.
-        value: of the field.
-        of_norms: whether the names are of norms; otherwise they are of layers with a weight matrix.
-    """
-    prefix = base_prefix(model)
-    if isinstance(value, Mapping):
-        if not _are_names([*value]):
-            return value
-        return {_without(prefix, key): number for key, number in value.items()}
-    if value == _ALL_LINEAR:
-        linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
-        return _named([site.path for site in linear if site.role != "lm_head"], _layers(model))
-    if isinstance(value, str):
-        if not _is_expression(value):
-            return value
-        paths = [s.path for s in model.anatomy.others] if of_norms else _layers(model)
-        found = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
-        return _named(found, paths) if found else value
-    return sorted(_without(prefix, name) for name in value) if _are_names(value) else value
-
-
-def _within_words(model: AdaptedModel, names: Any) -> Any:
-    """Return names with the paths that PEFT takes for them too: it compares ends within words."""
-    if not _are_names(names):
-        return names
-    layers = [site.path.split(".") for site in (*model.anatomy, *model.anatomy.others)]
-    paths = dict.fromkeys(
-        ".".join(parts[:end]) for parts in layers for end in range(1, len(parts) + 1)
-    )
-    whole = {path for path in paths if any(f".{path}".endswith(f".{name}") for name in names)}
-    return [*names, *(path for path in paths if path.endswith(tuple(names)) and path not in whole)]
-
-
 def _are_names(value: Any) -> bool:
     """Return whether a value is a collection of names."""
     listed = isinstance(value, (list, tuple, set, frozenset))
     return listed and all(isinstance(name, str) for name in value)
-
-
-def _is_expression(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-def _without(prefix: str, name: str) -> str:
-    """Return a name or expression without what precedes the base model's paths."""
-    for start in (f"^{re.escape(prefix)}", f"^{prefix}", prefix):
-        if prefix and isinstance(name, str) and name.startswith(start):
-            return ("^" if start.startswith("^") else "") + name.removeprefix(start)
-    return name
 
 
 def _layers(model: AdaptedModel) -> list[str]:
@@ -229,6 +174,29 @@ def _named(paths: Iterable[str], every: Iterable[str]) -> str | list[str]:
     chosen = list(dict.fromkeys(paths))
     names = short_names(chosen, dict.fromkeys(every))
     return exactly(chosen) if names is None else list(names)
+
+
+def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers: Any) -> Any:
+    """Return a config that names its layers with these numbers in `layers_pattern`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names, prefix = [stacks] if isinstance(stacks, str) else [*stacks], base_prefix(model)
+    wanted = {numbers} if isinstance(numbers, int) else {*numbers}
+    paths = [placement.site.path for placement in config.placements(model.anatomy)]
+    kept = []
+    for path in paths:
+        tried = (re.match(rf"(?:^|.*?\.){n}\.(\d+)\.", f"{prefix}{path}.") for n in names)
+        found = next((match for match in tried if match), None)
+        kept += [path] if found and int(found[1]) in wanted else []
+    if not kept:
+        raise ConfigError(
+            f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: no layer is in such a "
+            f"block. Stacks of this model: {listing(model.anatomy.stacks)}. Write the last name of "
+            f"one."
+        )
+    return config.replace(target_modules=_named(kept, _layers(model)))
 
 
 def _whole_layers(

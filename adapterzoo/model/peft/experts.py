@@ -31,7 +31,7 @@ def with_experts(
 
     Args:
         model: to which the adapter will be added.
-        fields: of PEFT's config, with names below the base model.
+        fields: of PEFT's config.
         targets: `target_modules` as the user gave it.
         prefix: of the base model's paths in expressions.
         spelling: of the method.
@@ -56,7 +56,8 @@ def with_experts(
         elif len(layers) > 1:
             doubled[rf".*\.{re.escape(parameter)}"] = len(layers)
     taken = {layer for layers in former.values() for layer in layers}
-    kept = _without(model, fields["target_modules"], taken)
+    start = "" if targets == _ALL_LINEAR else prefix
+    kept = _without(model, fields["target_modules"], taken, start)
     given = fields.get("target_parameters") or ()
     return {
         **fields,
@@ -72,12 +73,12 @@ def with_experts(
     }
 
 
-def _without(model: AdaptedModel, targets: Any, taken: set[str]) -> Any:
-    """Return names below the base model, or an expression, without layers of some names."""
+def _without(model: AdaptedModel, targets: Any, taken: set[str], prefix: str) -> Any:
+    """Return names, or an expression for paths with the prefix, without layers of some names."""
     if not isinstance(targets, str):
-        return [name for name in targets if name.rpartition(".")[2] not in taken]
+        return sorted(name for name in targets if name.rpartition(".")[2] not in taken)
     layers = [s.path for s in model.anatomy if s.parameter is None]
-    own = [path for path in layers if re.fullmatch(targets, path)]
+    own = [path for path in layers if re.fullmatch(targets, f"{prefix}{path}")]
     return exactly(left) if (left := [p for p in own if p.rpartition(".")[2] not in taken]) else []
 
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from adapterzoo.arguments import one_of
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, SiteError, StateError, listing
 from adapterzoo.model import adapters, merging, training
 from adapterzoo.model.activation import make_plan, set_active
 from adapterzoo.model.sharding import size_of
@@ -49,6 +49,21 @@ def add(
             parameter.requires_grad_(False)
 
 
+def supports(model: Any, config: Any) -> bool:
+    """Return whether `add` takes a config of ours or of PEFT.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not configs.is_peft(config):
+        return adapters.supports(model, AdapterConfig.load(config))
+    try:
+        found = configs.read(model, config).config
+    except (ConfigError, SiteError):
+        return False
+    return adapters.supports(model, found)
+
+
 def either_order(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate `add_adapter`: let it take arguments as PEFT and transformers have them.
 
@@ -72,7 +87,7 @@ def either_order(function: Callable[P, T]) -> Callable[P, T]:
         given = kwargs.pop("adapter_name", None)
         name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
         result = call(self, name, config, *args[1:], **kwargs)
-        train(self, name)
+        train(self, name, thaws=not config.inference_mode)
         return result
 
     return cast("Callable[P, T]", add_adapter)
@@ -134,7 +149,7 @@ def activate(model: AdaptedModel, names: str | Sequence[str], frozen: bool) -> N
 def loaded(model: Any, name: str, is_trainable: bool) -> None:
     """Let an adapter that was loaded be trained, or not."""
     if is_trainable and len(model._adapter_state.records) == 1:
-        train(model, name)
+        train(model, name, thaws=True)
     else:
         _require_grad(model, name, is_trainable)
 

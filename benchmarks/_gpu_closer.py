@@ -1,4 +1,4 @@
-"""The first thirty minutes on a GPU: what is right, what is fast, and where the time goes."""
+"""A closer look at the kernels on a GPU: what a compiler does, and where the time goes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def sanitized(bench: Bench) -> Iterator[Row]:
         title = f"compute-sanitizer, {check}"
         if not bench.wants(title):
             continue
-        script = [sys.executable, str(HERE / "_gpu_warm.py"), "once"]
+        script = [sys.executable, str(HERE / "_gpu_once.py")]
         if bench.is_dry:
             command = [*script, "dry"]
         elif Path(tool).exists():
@@ -167,18 +167,16 @@ def _watched(command: list[str], seconds: float) -> tuple[int | None, str]:
 def sweep(bench: Bench) -> Iterator[Row]:
     """Each kernel against cuBLAS, as it is and at other numbers of programs and stages."""
     for kernel in KERNELS:
-        if kernel.name in bench.wrong:
-            continue
         ranks = [r for r in bench.plan.sweep_ranks if r <= max(*kernel.ranks, *kernel.timed)]
         for rank in ranks if len(kernel.aligned) > 1 else kernel.timed:
             width = bench.plan.kernel_width
-            rows = width if kernel.name == "row_norm" else bench.plan.kernel_rows
+            rows = width if kernel.name.startswith("row_norm") else bench.plan.kernel_rows
             if kernel.name == "rotate" and width % rank:
                 continue
             shape = Shape(rows, width, width, rank)
             for passes in (1, 2) if kernel.grads else (1,):
                 figure = title_of(kernel, shape, passes)
-                if bench.wants(figure):
+                if bench.wants(figure, (kernel.name,)):
                     yield _swept(bench, kernel, shape, passes, figure)
 
 
@@ -244,12 +242,12 @@ def settings(programs: int, stages: int) -> Iterator[None]:
 def backwards(bench: Bench) -> Iterator[Row]:
     """What a backward launches, and which launch takes most of its time."""
     for kernel in KERNELS:
-        if not kernel.grads or kernel.name in bench.wrong:
+        if not kernel.grads:
             continue
         width = bench.plan.kernel_width
         shape = Shape(bench.plan.kernel_rows, width, width, kernel.timed[0])
         figure = title_of(kernel, shape, 2)
-        if bench.wants(figure):
+        if bench.wants(figure, (kernel.name,)):
             run = runs_alone(bench, kernel, shape, 2, "triton")[0]["kernel"][0]
             yield _profiled(bench, figure, run)
 
@@ -297,7 +295,7 @@ def sites(bench: Bench) -> Iterator[Row]:
     base = None
     for method in (None, *_site_methods()):
         figure = f"{method.title if method else 'the layer alone'}, {rows} × {d_in} → {d_out}"
-        if not bench.wants(figure):
+        if not bench.wants(figure, method.kernels if method else ()):
             continue
         base = model_of(bench, d_in, d_out) if base is None else base
         model = base if method is None else method.put(base, TARGET)
@@ -315,7 +313,7 @@ def decode(bench: Bench) -> Iterator[Row]:
     for rows in bench.plan.few:
         for method in _site_methods():
             figure = f"{method.title}, {rows} × 1 tokens, {d_in} → {d_out}"
-            if bench.wants(figure):
+            if bench.wants(figure, method.kernels):
                 base = model_of(bench, d_in, d_out) if base is None else base
                 yield _decoded(bench, base, method, rows, figure)
 

@@ -1,0 +1,77 @@
+"""Weights that several layers of a model share, made each layer's own for good."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from adapterzoo.errors import StateError
+
+_FLAG = "tie_word_embeddings"
+
+
+@contextlib.contextmanager
+def untied(model: Any) -> Iterator[None]:
+    """Give each layer a weight of its own, and let the config say so; undone if the block fails.
+
+    Args:
+        model: of transformers.
+
+    Raises:
+        StateError: the config cannot say it without changing what the model computes.
+    """
+    _check(model)
+    configs = _configs(model.config)
+    models = [m for m in model.modules() if "all_tied_weights_keys" in vars(m)]
+    before = [(m, m.all_tied_weights_keys) for m in models]
+    flags = [(config, getattr(config, _FLAG)) for config in configs]
+    seen: set[int] = set()
+    shared: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None and id(own) in seen:
+                shared.append((module, name, own))
+            seen.add(id(own))
+    try:
+        for module, name, own in shared:
+            module._parameters[name] = nn.Parameter(own.detach().clone(), own.requires_grad)
+        for config in configs:
+            setattr(config, _FLAG, False)
+        for each in models:
+            each.all_tied_weights_keys = {}
+        yield
+    except BaseException:
+        for module, name, own in shared:
+            module._parameters[name] = own
+        for config, flag in flags:
+            setattr(config, _FLAG, flag)
+        for each, keys in before:
+            each.all_tied_weights_keys = keys
+        raise
+
+
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config and those in it, as far as they say whether embeddings are tied."""
+    parts = [config, *(v for v in vars(config).values() if isinstance(v, PreTrainedConfig))]
+    return [part for part in parts if hasattr(part, _FLAG)]
+
+
+def _check(model: Any) -> None:
+    twin = copy.deepcopy(model.config)
+    for part in _configs(twin):
+        setattr(part, _FLAG, False)
+    again = type(twin).from_dict(twin.to_dict())
+    forwards = [vars(c).get("forward") for m in model.modules() for c in type(m).__mro__
+                if isinstance(m, PreTrainedModel)]  # fmt: skip
+    codes = [code for f in forwards if (code := getattr(f, "__code__", None)) is not None]
+    if again.to_dict() != twin.to_dict() or any(_FLAG in code.co_names for code in codes):
+        raise StateError(
+            f"a {type(model).__name__} computes something else with {_FLAG}=False, which the "
+            f"merged model needs: layers with a shared weight would differ. Keep the adapter "
+            f"active instead."
+        )
