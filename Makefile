@@ -4,6 +4,8 @@
 # make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page
 # make docs         builds the site offline into build/docs/html; make links checks its links
 # make readme       runs the code of the README with only the declared dependencies
+# make newest       the README and the tests of methods and model with the newest versions of all
+#                   but torch; make oldest: with the oldest that are supported; ARGS=--part: fewer tests
 # make notebooks    runs the notebooks from top to bottom and saves their outputs
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
 # make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
@@ -37,7 +39,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
-	docs links tests sweeps coverage devices architectures frames exact peft-files fuzz mutants format clean
+	newest oldest docs links tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -60,6 +62,11 @@ readme: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m venv build/readme/venv
 	build/readme/venv/bin/python $(PIP) install --no-compile -c $(CONSTRAINTS) '$(TORCH)' build/readme/*.whl
 	$(BIN)/python tests/run_readme.py build/readme/venv/bin/python
+
+newest oldest: export OMP_NUM_THREADS = 1
+newest oldest: export HF_HUB_OFFLINE = 1
+newest oldest: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/run_versions.py $@ --workers $(WORKERS) $(ARGS)
 
 notebooks: export OMP_NUM_THREADS = 1
 notebooks: $(VENV)/.docs-$(KEY)
@@ -109,8 +116,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes with many threads each slow each other down tenfold, so one thread each
-tests sweeps coverage devices architectures frames exact peft-files fuzz: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices architectures frames exact peft-files fuzz: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -127,6 +134,15 @@ fuzz: $(VENV)/.test-$(KEY)
 # writes the table that tests/test_devices.py checks
 devices: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/devices_table.py
+
+# writes the table that tests/test_calls.py checks; ARGS="llama t5" runs these models only
+calls: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/calls_table.py $(ARGS)
+
+# writes the page that tests/test_merged_sites.py checks, for the model types that it does not have;
+# ARGS="--types bert" runs these, ARGS=--again all, which takes half an hour of one core
+merging: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/merged_table.py $(ARGS)
 
 # writes the table that tests/test_anatomy.py and tests/test_architectures.py check;
 # ARGS="--types bert" runs that row only, ARGS=--stale those that a new method at linear layers takes

@@ -272,13 +272,8 @@ class RecordedCall:
         if generation is None:
             return tokens if self.cached else 0
         if generation.tokens is not None:
-            if self._new is None:
-                raise StateError(
-                    f"generate(): the model was called on {tokens} tokens outside of the sequence "
-                    f"that is generated, and an active adapter reads the prompt of the sequence. "
-                    f"Leave out guidance_scale and other options that need such calls."
-                )
-            return self._new
+            self.check_sequence()
+            return self._new or 0
         # a model with a `generate` of its own
         if asked := [*generation.guesses, *filter(None, [generation.partial])]:
             raise StateError(
@@ -288,6 +283,20 @@ class RecordedCall:
         if self.cached:
             return tokens
         return max(tokens - generation.first.setdefault(self.path, tokens), 0)
+
+    def check_sequence(self) -> None:
+        """Check that the call is one of the sequence that `generate` generates.
+
+        Raises:
+            StateError: it is not.
+        """
+        generation = self.generation
+        if generation is not None and generation.tokens is not None and self._new is None:
+            raise StateError(
+                "generate(): the model was called on tokens outside of the sequence that is "
+                "generated, and an active adapter reads the prompt of the sequence. Leave out "
+                "guidance_scale and other options that need such calls."
+            )
 
     @property
     def outermost(self) -> Mapping[str, Any]:
@@ -484,6 +493,7 @@ class LayerStackCall(StackCall):
         """Return a tensor of the prompt; see `StackCall.remembered`."""
         if self._stack.generation is None:
             return compute()
+        self._stack.check_sequence()
         kept = self._stack.generation.tensors
         if owner not in kept:
             kept[owner] = compute()

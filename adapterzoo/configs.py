@@ -38,7 +38,7 @@ architectures: Registry[Any] = Registry("architecture", "its config class", fill
 config_strings: Registry[Any] = Registry("config string", filled_by=METHODS)
 """The short names that users write → functions that make the configs."""
 
-change_forms: Registry[Any] = Registry("method for conversions", filled_by=METHODS)
+change_forms: Registry[Any] = Registry("conversion method", filled_by=METHODS)
 """The method → the config class whose adapters can make any change of a weight.
 
 The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its

@@ -25,9 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 from .errors import ConfigError, FieldError, listing
 
-if TYPE_CHECKING:
-    from .anatomy import Anatomy
-
 _T = TypeVar("_T")
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -61,13 +58,13 @@ class Check(metaclass=ABCMeta):
         """Return a legal value to suggest instead."""
         return default
 
-    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+    def below(self, value: Any, prefix: str, anatomy: Any) -> Any:
         """Return a legal value with names of layers as names below the base model.
 
         Args:
             value: with names and expressions for the paths in the whole model, as PEFT reads them.
             prefix: what precedes the paths of the base model, such as "model.".
-            anatomy: of the base model.
+            anatomy: `Anatomy` of the base model.
         """
         return value
 

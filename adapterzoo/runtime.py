@@ -248,6 +248,7 @@ class CallContext:
         shared_input: the adapters of the running module whose layers read one input.
         reads: running calls of modules that read changed parameters, innermost last, each with
             the parameters that it has built.
+        running: layers whose own forward runs, if others read their parameters too.
         stacks: running calls of encoders and decoders, innermost last.
         generation: of the running `generate`.
         prefixes: of running attentions, innermost last.
@@ -266,6 +267,7 @@ class CallContext:
         self.captures: dict[str, Tensor] = {}
         self.shared_input: SharedInput | None = None
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
+        self.running: list[object] = []
 
     @property
     def stack(self) -> RecordedCall:

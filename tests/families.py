@@ -83,6 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # for single tests
 OTHERS = {
+    "marian": {**_BART, "pad_token_id": 98},
     "bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4},
     "umt5": _T5,
 }

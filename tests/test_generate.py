@@ -92,6 +92,18 @@ def test_the_adapter_reaches_generation():
     assert not torch.equal(tokens(model, inputs), plain)
 
 
+def test_a_static_cache_has_a_mask_for_each_kind_of_layer():
+    config = tiny_config("gemma3_text")
+    config.layer_types = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(config).double().eval()
+    model.add_causal_lm_head("h")
+    model.active_head = "h"
+    inputs = prompt("gemma3_text")
+    plain = tokens(model, inputs, use_cache=False)
+    assert torch.equal(tokens(model, inputs, cache_implementation="static"), plain)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from .layouts import is_known_fusion, parts_of
 from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
+from .reads import marked, unused_of, uses_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
 from .tokens import tokens_of
@@ -38,6 +39,8 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     tree = Tree(model, roles)
     blocks: list[Block] = []
     templates: dict[tuple[object, ...], Block] = {}
+    shared = shared_tables_of(tree)
+    uses = uses_of(tree) | dict.fromkeys(unused_of(tree, shared), ((), False))
     for stack in _stacks(tree):
         for branch in _branches(tree, stack):
             layers = tuple(_layers(branch, Row()))
@@ -47,9 +50,11 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
             key = (stack, branch.signature, layers)
             if key not in templates:
                 templates[key] = _read(branch, stack)
-            blocks.append(_planted(templates[key], branch.path, len(blocks)))
+            block = _planted(templates[key], branch.path, len(blocks))
+            sites, parts = (tuple(marked(s, uses) for s in of) for of in (block.sites, block.parts))
+            blocks.append(dataclasses.replace(block, sites=sites, parts=parts))
     inside = {layer for block in blocks for site in block.sites for layer in _covered(site)}
-    outside = tuple(_outside(tree, inside))
+    outside = tuple(marked(site, uses) for site in _outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else "no block with attention"
     if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
@@ -59,10 +64,14 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     tokens = tokens_of(tree, blocks)
     ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, rotary, tokens
     others = other_layers_of(tree, blocks, inside | {site.path for site in outside})
+    others = tuple(marked(site, uses) for site in others)
     covered = inside | {layer for site in outside for layer in _covered(site)}
     parameters = parameters_of(tree, blocks, covered)
     biases, odd = biases_of(tree, blocks)
-    rest = others, parameters, biases, odd, shared_tables_of(tree), own_table_of(tree)
+    encoders = nn.TransformerEncoder, nn.TransformerEncoderLayer
+    fused = tuple(path for path, module in tree.modules.items() if isinstance(module, encoders))
+    biases = tuple(marked(site, uses) for site in biases)
+    rest = others, parameters, biases, odd, shared, own_table_of(tree), fused
     return Anatomy(tuple(blocks), outside, reason, *ways_in, *rest)
 
 

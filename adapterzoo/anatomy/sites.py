@@ -95,6 +95,8 @@ class Site:
         says_transposed: whether the module itself says that its parameters are transposed.
         heads: attention sites only: number of heads of keys and values.
         head_widths: attention sites only: features of a key and of a value in one head.
+        read: names of the layer's parameters that the model reads outside of calls of the layer.
+        is_called: whether the model calls the layer, and it is a function of its first input.
     """
 
     path: str
@@ -120,11 +122,23 @@ class Site:
     says_transposed: bool = False
     heads: int = 0
     head_widths: tuple[int, int] = (0, 0)
+    read: tuple[str, ...] = ()
+    is_called: bool = True
 
     @property
     def name(self) -> str:
         """Path of the layer, or of the parameter that is adapted."""
         return self.path if self.parameter is None else f"{self.path}.{self.parameter}"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model calls the layer or reads its parameters."""
+        return self.is_called or bool(self.read)
+
+    @property
+    def is_only_read(self) -> bool:
+        """Whether the model computes with the weight, and an adapter gets no input."""
+        return self.parameter is not None or not self.is_called
 
     @property
     def shared_input(self) -> str | None:
@@ -264,6 +278,7 @@ class Anatomy:
         odd_biases: paths of other modules with a bias.
         shared_tables: paths of embeddings that share one weight.
         own_table: path of the model's own table of tokens; None if it has none.
+        fused: paths of torch's encoders and their layers, which may call none of what they hold.
     """
 
     blocks: tuple[Block, ...]
@@ -283,6 +298,7 @@ class Anatomy:
     odd_biases: tuple[str, ...] = ()
     shared_tables: tuple[tuple[str, ...], ...] = ()
     own_table: str | None = None
+    fused: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         """Yield every whole site: those of the blocks, then those outside."""

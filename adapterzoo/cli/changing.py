@@ -27,7 +27,7 @@ def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
 
     if value not in change_forms:
         raise click.BadParameter(
-            f"{value!r} is neither a format ({listing(FORMATS)}) nor a method for conversions "
+            f"{value!r} is neither a format ({listing(FORMATS)}) nor a conversion method "
             f"({listing(change_forms)})."
         )
     return value

@@ -202,7 +202,7 @@ class Adapter(Contained, ABC):
 
     Attributes:
         reads_call: whether `forward` uses `base.call`.
-        reads_ids: whether it needs the token ids of whole sequences (`base.call.after`).
+        reads_prompt: whether it depends on the prompt of each sequence: its ids, ends or mean.
         shared_key: leads `base.shared` to the module that its layers share; None if they share
             nothing.
         is_replica: whether it is one of DataParallel, which reads another copy of that module.
@@ -221,7 +221,7 @@ class Adapter(Contained, ABC):
     at_embedding: bool = False
     stands_alone: ClassVar[bool] = False
     reads_call: bool = False
-    reads_ids: bool = False
+    reads_prompt: bool = False
     shared_key: SharedKey | None = None
     is_replica: bool = False
 

@@ -37,10 +37,12 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
     ]
     if wrong or len(set(label2id.values())) != len(label2id):
         what = wrong[0] if wrong else "a number occurs twice"
+        legal = ", ".join(f"{i}: 'label_{i}'" for i in range(min(count, 3)))
+        legal += ", …" * (count > 3)
         raise ConfigError(
             f"{kind}(label2id=…): {what}; with {count} labels each number from "
             f"0 to {count - 1} occurs at most once. "
-            f"Write id2label={{0: 'a', …, {count - 1}: 'z'}}."
+            f"Write id2label={{{legal}}}."
         )
     return dict(label2id)
 

@@ -30,6 +30,7 @@ from adapterzoo.runtime import ActiveState
 
 from .adapted import (
     Adapted,
+    Shown,
     base_of,
     below_wrappers,
     discard,
@@ -52,8 +53,9 @@ from .containers import (
 )
 from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
+from .fused import call_layers
 from .languages import AdaptedLanguages
-from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
+from .parts import ExpertAdapters, FusedAdapters, changed, is_additive, mergeable
 from .positions import AdaptedPositions
 from .stacks import AdaptedStack, recorded
 from .views import matrix, put_slice, stores_transposed, take_slice
@@ -66,7 +68,9 @@ __all__ = [
     "adapters_of",
     "base_of",
     "below_wrappers",
+    "call_layers",
     "capture_input",
+    "changed",
     "changes",
     "check_put",
     "close_entry",
@@ -103,6 +107,8 @@ def put(
     active: ActiveState,
     path: str,
     overwritten: bool = False,
+    read: tuple[str, ...] = (),
+    is_called: bool = True,
 ) -> None:
     """Add the adapter to the layer; it is inactive until activated.
 
@@ -113,6 +119,8 @@ def put(
         active: the model's.
         path: of the layer, as plans name it.
         overwritten: whether the model writes into the layer's output in place.
+        read: names of parameters that the model reads outside of calls of the layer.
+        is_called: whether the adapter acts in calls of the layer; otherwise in reads only.
 
     Raises:
         DuplicateNameError: the layer has an adapter of this name.
@@ -125,7 +133,8 @@ def put(
             f"first, or another name."
         )
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
-    swap(layer, active, path, parameters, kind=_kind_for(adapter))
+    shown = Shown(read, is_called)
+    swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
     cast("Adapted", layer)._link.overwritten |= overwritten
     hold(layer, name, adapter.train(layer.training))
 

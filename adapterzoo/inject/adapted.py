@@ -12,19 +12,20 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
-from adapterzoo.contracts import BaseLayer, compute_dtype, is_hooked
+from adapterzoo.contracts import WeightAdapter, compute_dtype, is_hooked
 from adapterzoo.kernels.mode import is_few
 from adapterzoo.runtime import ActiveState, SharedInput
 
 from .containers import adapters_of
-from .parts import ExpertAdapters
+from .parts import ExpertAdapters, changed
+from .quantized import is_quantized
 from .views import LayerCall, matrix, own, stores_transposed
 
 
@@ -53,12 +54,30 @@ def acting(layer: nn.Module, site: BoundStep) -> tuple[Step, Mapping[str, Any]]:
     return site.step, adapters_of(layer) if adapters is None else adapters
 
 
+class Shown(NamedTuple):
+    """The parameters that a model reads outside of calls of their layer.
+
+    Attributes:
+        names: of the parameters.
+        is_called: whether the adapters act in calls of the layer too, which then reads the
+            untouched parameters.
+    """
+
+    names: tuple[str, ...] = ()
+    is_called: bool = True
+
+
+_CALLED = Shown()
+
+
 class Adapted(nn.Module):
     """Mixed into the class of a layer that has adapters, or of a module that helps such layers."""
 
     _link: _Link
     # names of the parameters that adapters change, if the layer computes with parameters
     _read: tuple[str, ...] = ()
+    # names of those that the model reads outside of the layer's calls, if it does
+    _shown: Shown = _CALLED
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
 
@@ -159,7 +178,7 @@ class Adapted(nn.Module):
         """Pickle by the layer's own class: loading creates the subclass again."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         kind = _kind_of(self)
-        return _blank, (plain_class(self), self._read, kind), state
+        return _blank, (plain_class(self), self._read, kind, self._shown), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they need the active state of the replicating thread
@@ -195,8 +214,21 @@ def below_wrappers(layer: Any) -> Adapted:
 
 def plain_class(layer: nn.Module) -> type[nn.Module]:
     """Return the layer's class without adapters."""
-    mro = type(layer).__mro__
+    mro = [cls for cls in type(layer).__mro__ if cls is not _Untouched]
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
+
+
+class _Untouched(nn.Module):
+    """Between `Adapted` and the class of a layer that the model calls and whose weight it reads."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, which reads the untouched parameters."""
+        running = cast("Adapted", self)._link.active.call.running
+        running.append(self)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            running.pop()
 
 
 def base_of(
@@ -205,7 +237,7 @@ def base_of(
     bias: Tensor | None = None,
     active: ActiveState | None = None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
-) -> BaseLayer:
+) -> LayerCall:
     """Return the layer as passed to its adapters, outside a forward.
 
     Args:
@@ -217,7 +249,10 @@ def base_of(
     """
     if active is None and isinstance(layer, Adapted):
         active = layer._link.active
-    plain = functools.partial(plain_class(layer).forward, layer)
+    if isinstance(layer, Adapted):
+        plain = functools.partial(super(Adapted, layer).forward)
+    else:
+        plain = functools.partial(type(layer).forward, layer)
     base = LayerCall(layer, plain, context=None if active is None else active.call)
     base.shown = weight
     base.shown_bias = bias
@@ -231,6 +266,7 @@ def swap(
     path: str,
     parameters: tuple[str, ...] = (),
     kind: type[Adapted] | None = None,
+    shown: Shown = _CALLED,
 ) -> None:
     """Give a layer the class for adapters; update the settings of a layer that has it.
 
@@ -240,15 +276,16 @@ def swap(
         path: of the layer, as plans name it.
         parameters: names of those that adapters change.
         kind: the mixin of its class, if not just `Adapted`.
+        shown: those that the model reads outside of calls of the layer.
     """
     if not isinstance(layer, Adapted):
-        set_class(layer, _adapted_class(type(layer), parameters, kind))
+        set_class(layer, _adapted_class(type(layer), parameters, kind, shown))
         cast("Adapted", layer)._link = _Link(active, path)
         return
-    read = (*layer._read, *(p for p in parameters if p not in layer._read))
-    kind = kind or _kind_of(layer)
-    if (read, kind) != (layer._read, _kind_of(layer)):
-        set_class(layer, _adapted_class(plain_class(layer), read, kind))
+    own = (*layer._read, *(p for p in parameters if p not in layer._read))
+    facts = own, kind or _kind_of(layer), shown if shown.names else layer._shown
+    if facts != (layer._read, _kind_of(layer), layer._shown):
+        set_class(layer, _adapted_class(plain_class(layer), *facts))
 
 
 def restore(layer: Adapted) -> None:
@@ -296,9 +333,11 @@ class _AdaptedType(type):
     FSDP's auto-wrap takes the class of the first layer of a name, and wraps its instances.
     """
 
+    _plain: type[nn.Module]
+
     def __instancecheck__(cls, instance: object) -> bool:
         """Return whether it is an instance of the class without adapters."""
-        return isinstance(instance, cls.__mro__[cls.__mro__.index(Adapted) + 1])
+        return isinstance(instance, cls._plain)
 
 
 # one subclass for each class of layers, so that equal layers share a class
@@ -306,24 +345,33 @@ _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
 
 def _adapted_class(
-    cls: type[nn.Module], parameters: tuple[str, ...], kind: type[Adapted] | None = None
+    cls: type[nn.Module],
+    parameters: tuple[str, ...],
+    kind: type[Adapted] | None = None,
+    shown: Shown = _CALLED,
 ) -> type[Adapted]:
-    key = (cls, parameters, kind)
+    key = (cls, parameters, kind, shown)
     if key not in _classes:
         members: dict[str, Any] = {
             "_read": parameters,
+            "_shown": shown,
+            "_plain": cls,
             "_positions": positions_of(cls.forward),
             # libraries look for layers by the name of their class
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
-        for parameter in parameters:
+        for parameter in dict.fromkeys((*parameters, *shown.names)):
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),
                 functools.partial(_set, parameter=parameter),
             )
         own = kind or Adapted
         bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
+        if shown.names and (shown.is_called or kind is not None):
+            bases = (*bases[:-1], _Untouched, cls)
+        elif shown.names:
+            members["forward"] = _plainly
         # a whole model has a metaclass of its own, and stands alone
         meta: Any = _AdaptedType if type(cls) is type else type(cls)
         made = meta(cls.__name__, bases, members | own.members(cls))
@@ -331,13 +379,20 @@ def _adapted_class(
     return _classes[key]
 
 
+def _plainly(layer: Adapted, *args: Any, **kwargs: Any) -> Any:
+    """Run the own forward of a layer whose adapters act where its parameters are read."""
+    return super(Adapted, layer).forward(*args, **kwargs)
+
+
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
-    """Return a parameter that its layer reads, with the change of active adapters; or None."""
+    """Return a parameter that a module reads, with the change of active adapters; or None."""
     plain = own(layer, parameter)
     link = layer._link
     active = link.active
     site = active.plan.sites.get(link.path)
     if site is None or plain is None:
+        return plain
+    if parameter not in layer._read and (layer in active.call.running or is_quantized(layer)):
         return plain
     reads = active.call.reads
     if not reads or reads[-1][0] is not layer:
@@ -352,19 +407,27 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
 
 def _build(layer: Adapted, parameter: str, plain: Tensor, site: BoundStep) -> Tensor:
     """Return a parameter with the change of a site's adapters, in the layer's layout."""
-    own_weight = matrix(layer, parameter)
-    base = base_of(layer, own_weight)
+    transposed = stores_transposed(layer, parameter)
+    base, value = base_of(layer), plain
+    if parameter in layer._read:
+        # it may be packed
+        base.shown = matrix(layer, parameter)
+        value = base.shown.mT if transposed else base.shown
     step, adapters = acting(layer, site)
-    # the sum of all changes is rounded once
-    w = own_weight.to(compute_dtype(own_weight.dtype))
 
-    def change(name: str, w: Tensor) -> Tensor:
+    def change(name: str, value: Tensor) -> Tensor:
         adapter = adapters[name]
-        return adapter.changed(parameter, w, base) if isinstance(adapter, ExpertAdapters) else w
+        if isinstance(adapter, ExpertAdapters):
+            acts = parameter in adapter._modules
+        else:
+            # others act in the layer's calls only
+            acts = isinstance(adapter, WeightAdapter) and parameter in layer._shown.names
+        return changed(adapter, parameter, value, base, transposed) if acts else value
 
-    w = fold(step, w, change).to(plain.dtype)
+    # the sum of all changes is rounded once
+    value = fold(step, value.to(compute_dtype(value.dtype)), change).to(plain.dtype)
     # restore the memory layout too: with another one, products differ in the last bit
-    return w.mT.contiguous() if stores_transposed(layer, parameter) else w
+    return value.contiguous() if transposed else value
 
 
 def _set(layer: Adapted, value: object, parameter: str) -> None:
@@ -373,7 +436,10 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
 
 
 def _blank(
-    cls: type[nn.Module], parameters: tuple[str, ...], kind: type[Adapted] | None
+    cls: type[nn.Module],
+    parameters: tuple[str, ...],
+    kind: type[Adapted] | None,
+    shown: Shown = _CALLED,
 ) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, kind)
+    adapted = _adapted_class(cls, parameters, kind, shown)
     return adapted.__new__(adapted)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.averaging import Combination
 from adapterzoo.composition import Nested
-from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter, can_batch
+from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, WeightAdapter, can_batch
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import SharedInput
 
@@ -198,6 +198,33 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
         f"a {type(adapter).__name__} adapter is not a change of a weight and cannot be merged. "
         f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
     )
+
+
+def changed(
+    adapter: nn.Module, parameter: str, value: Tensor, base: BaseLayer, transposed: bool
+) -> Tensor:
+    """Return a parameter of a layer with an adapter's change, as the layer stores it.
+
+    Args:
+        adapter: of the layer.
+        parameter: its name.
+        value: so far, float32 or float64, as the layer stores it; zeros for a missing bias.
+        base: the layer; `base.parameters` are its untouched ones.
+        transposed: whether the layer stores the parameter as `[*experts, d_in, d_out]`.
+
+    Raises:
+        StateError: the adapter is not a change of a weight.
+    """
+    if isinstance(adapter, CopyAdapter):
+        return adapter.parameter(parameter, value, base)
+    if parameter == "bias" and not isinstance(adapter, ExpertAdapters):
+        return mergeable(adapter).bias(value, base)
+    w = value.mT if transposed else value
+    if isinstance(adapter, ExpertAdapters):
+        w = adapter.changed(parameter, w, base)
+    else:
+        w = mergeable(adapter).weight(w, base)
+    return w.mT if transposed else w
 
 
 def _common_container(adapters: Sequence[Adapter]) -> str:

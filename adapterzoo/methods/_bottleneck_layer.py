@@ -107,6 +107,7 @@ class BottleneckLayer(FusibleAdapter):
         if config.use_gating:
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call = self.gate.reads_call
+            self.reads_prompt = self.gate.reads_sequence
         # the final sum multiplies by a number without an extra operation
         self.factor = 1.0
         if isinstance(config.scaling, str):

@@ -38,6 +38,7 @@ class Gate(nn.Module):
         weight: `[count, d_in]`.
         bias: `[count]`.
         reads_call: whether it needs to know which tokens are real.
+        reads_sequence: whether it is a mean over tokens.
         is_cross: whether its site is in cross-attention.
         reads_encoder: whether its input is the encoder's output, as at the keys of cross-attention.
         decided: an identity that each result passes through, for `OutputRecorder`.
@@ -66,7 +67,8 @@ class Gate(nn.Module):
         self.weight = drawn((count, site.d_in), normal(0.02, source), device, dtype)
         self.bias = drawn((count,), constant(0.0), device, dtype)
         # an expert's tokens form no sequence, so each has its own gate
-        self.reads_call = convention != "adapterhub" and not site.is_routed
+        self.reads_sequence = not site.is_routed
+        self.reads_call = convention != "adapterhub" and self.reads_sequence
         self.is_cross = site.cross
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()

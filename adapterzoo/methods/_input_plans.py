@@ -45,9 +45,9 @@ def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
     """
     sites = [placement.site for placement in config.placements(anatomy)]
     for site in sites:
-        if site.output_slice is not None or site.parameter is not None or site.kind == "embedding":
+        if site.output_slice is not None or site.is_only_read or site.kind == "embedding":
             instead = f"target_modules={[site.path.rpartition('.')[2]]!r}, or leave the layer out"
-            if site.parameter is not None:
+            if site.is_only_read:
                 instead = "init_weights='lora', or leave the parameter out"
             raise ConfigError(
                 f"init_weights={config.init_weights!r} at {site.name!r}: it is for whole linear "

@@ -113,7 +113,7 @@ def _check_model(shown: str, tokens: Sequence[int], anatomy: Anatomy) -> None:
 
 def _check_site(shown: str, site: Site, anatomy: Anatomy) -> None:
     stack = "" if anatomy.tokens is None else anatomy.tokens.stack
-    if site.parameter is not None or site.is_routed or site.experts:
+    if site.is_only_read or site.is_routed or site.experts:
         why = "gets tokens of several rows, as experts do"
     elif site.role == "lm_head" or not below(site.path, stack):
         why = f"is outside of the model that reads the tokens, {stack or 'the base model'!r}"

@@ -70,7 +70,7 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         self.scaling = config.scaling_at(site.name)
         self.dropout = config.dropout
         self.looks_up = self.at_embedding = site.kind == "embedding"
-        if config.dropout and (self.looks_up or site.parameter):
+        if config.dropout and (self.looks_up or site.is_only_read):
             what = "reads token numbers" if self.looks_up else "computes with its parameters"
             raise ConfigError(
                 f"{type(config).__name__}(dropout={config.dropout}) at {site.path!r}: the module "

@@ -86,21 +86,22 @@ def _read_layer(layer: PeftLayer) -> Fields:
             f"rank {rank}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
             f"in adapter_config.json."
         )
-    init = fields["init_lora_weights"]
+    init, site = fields["init_lora_weights"], layer.site
+    drops = site.is_called and site.kind != "embedding"
     return {
         **{name: fields[name] for name in _SAME if name in fields},
         **({"init_weights": init} if init in REPRODUCED else {}),
         "r": rank,
         "alpha": fields["lora_alpha"],
-        # embeddings have no dropout
-        "dropout": 0.0 if layer.site.kind == "embedding" else fields["lora_dropout"],
+        # embeddings and layers that are only read have no dropout
+        "dropout": fields["lora_dropout"] if drops else 0.0,
     }
 
 
 def unsayable(placement: Placement) -> str | None:
     """Return why PEFT's format cannot express an adapter."""
     config, site = placement.config, placement.site
-    if site.parameter is not None and "." in site.parameter:
+    if not site.is_called or (site.parameter is not None and "." in site.parameter):
         return f"an adapter at {site.name!r}, and PEFT's would not act: no module there is called"
     if config.to_dict().get("use_gating"):
         return f"{type(config).__name__}(use_gating=True), and PEFT's LoRA has no gate"

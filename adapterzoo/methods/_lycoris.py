@@ -97,11 +97,11 @@ class Lycoris(WeightAdapter):
         self.d_in, self.d_out = site.d_in, site.d_out
         dropouts = f"rank_dropout={self.rank_dropout}, module_dropout={self.module_dropout}"
         drops = bool(self.rank_dropout or self.module_dropout)
-        if site.kind == "embedding" or (drops and site.parameter):
+        if site.kind == "embedding" or (drops and site.is_only_read):
             why = (
                 "the module computes with its parameters, merged or not. Write rank_dropout=0.0, "
                 "module_dropout=0.0."
-                if site.parameter
+                if site.is_only_read
                 else f"the method cannot adapt an embedding. Write exclude_modules=[{site.path!r}]."
             )
             raise ConfigError(f"{type(config).__name__}({dropouts}) at {site.path!r}: {why}")

@@ -23,15 +23,17 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
         SiteError: a name matches no layer.
     """
     if wanted == ALL_LINEAR:
-        return [site for site in anatomy.linears() if site.layer >= 0]
-    sites = [site for site in anatomy if site.parameter is None]
+        return [site for site in anatomy.linears() if site.layer >= 0 and site.is_called]
+    sites = [site for site in anatomy if site.parameter is None and site.is_used]
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:
+        idle = [site.path for site in anatomy if not site.is_used and matches(site.path, wanted)]
+        why = f" ({listing(idle)} only holds the table of others)" if idle else ""
         raise SiteError(
             f"{config}(target_modules={wanted!r}): no layer matches "
-            f"{listing(missing) if matching else repr(wanted)}. Names of layers in this model: "
-            f"{names_of(sites)}. Write some of them, or target_modules='all-linear'."
+            f"{listing(missing) if matching else repr(wanted)}{why}. Names of layers in this "
+            f"model: {names_of(sites)}. Write some of them, or target_modules='all-linear'."
         )
     return matching
 
@@ -50,7 +52,8 @@ def parameters_named(
     Raises:
         SiteError: a name matches no parameter, or the weight of one of the layers.
     """
-    weights, call = anatomy.weights(), f"{config}(target_parameters={[*wanted]!r})"
+    weights = {name: site for name, site in anatomy.weights().items() if site.is_used}
+    call = f"{config}(target_parameters={[*wanted]!r})"
     missing = [n for n in wanted if not any(matches(name, (n,)) for name in weights)]
     if missing:
         known = {".".join(n.split(".")[-2:]) for n, site in weights.items() if site.parameter}

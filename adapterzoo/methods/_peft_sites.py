@@ -18,6 +18,8 @@ def unsayable(placement: Placement, config: str, why: str) -> str | None:
         why: what PEFT lacks at a Conv1D, such as "PEFT has no BOFT".
     """
     site = placement.site
+    if not site.is_called:
+        return f"an adapter at {site.path!r}, and PEFT's would not act: no module there is called"
     if site.parameter is not None:
         return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
     if site.transposed:

@@ -148,7 +148,7 @@ class Projected(WeightAdapter):
         """
         super().__init__()
         self.dense = config.convention == "adapterhub"
-        if site.kind == "embedding" or (site.parameter and (self.dense or config.dropout)):
+        if site.kind == "embedding" or (site.is_only_read and (self.dense or config.dropout)):
             plain = "" if site.kind == "embedding" else "convention='paper', dropout=0.0, or "
             what = "a parameter of its module" if plain else "an embedding"
             raise ConfigError(

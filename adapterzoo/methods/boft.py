@@ -97,10 +97,10 @@ class BOFT(Rotating):
         """
         super().__init__()
         self.dropout = config.boft_dropout
-        if site.kind == "embedding" or (self.dropout and site.parameter):
+        if site.kind == "embedding" or (self.dropout and site.is_only_read):
             lookup = "an embedding reads token numbers, so it has no features to rotate. Write "
             shared = "the module computes with its parameters, merged or not. Write boft_dropout=0"
-            why = f"{shared}." if site.parameter else f"{lookup}exclude_modules=[{site.path!r}]."
+            why = f"{shared}." if site.is_only_read else f"{lookup}exclude_modules=[{site.path!r}]."
             raise ConfigError(f"BOFTConfig(boft_dropout={self.dropout}) at {site.path!r}: {why}")
         b, m = config.block_size_at(site), config.boft_n_butterfly_factor
         lead = (site.experts,) if site.experts else ()

@@ -95,7 +95,7 @@ class LoRA(Started):
             ConfigError: the site cannot have the bias, the gate or the dropout.
         """
         super().__init__(config, site, device, dtype)
-        if (site.parameter or self.looks_up) and (config.use_gating or config.lora_bias):
+        if (site.is_only_read or self.looks_up) and (config.use_gating or config.lora_bias):
             raise ConfigError(
                 f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
                 f"{site.path!r}: only its weight can be adapted. Write False for both."
@@ -104,12 +104,13 @@ class LoRA(Started):
         bias = drawn((site.d_out,), constant(0.0), device, dtype) if config.lora_bias else None
         self.lora_B_bias = bias
         self.invocation = config.invocation
-        self.reads_call = self.reads_ids = self.invocation is not None
+        self.reads_call = self.reads_prompt = self.invocation is not None
         self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
+            self.reads_prompt |= self.gate.reads_sequence
         self._is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
         self._is_uniform = self._is_plain and not (self.looks_up or self.invocation)
 
@@ -181,8 +182,8 @@ class LoRA(Started):
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""
-        if self.reads_ids or self.gate is not None:
-            name = "alora_invocation_tokens=[…]" if self.reads_ids else "use_gating=True"
+        if self.invocation is not None or self.gate is not None:
+            name = "alora_invocation_tokens=[…]" if self.invocation else "use_gating=True"
             raise StateError(f"{name} depends on its input. Keep it active instead.")
         return self.added(w)
 

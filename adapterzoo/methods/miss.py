@@ -86,9 +86,9 @@ class Miss(SharedInputAdapter, WeightAdapter):
         """
         super().__init__()
         self.dropout = config.miss_dropout
-        if site.kind == "embedding" or (self.dropout and site.parameter):
-            what = "computes with its parameters" if site.parameter else "reads token numbers"
-            hint = "miss_dropout=0.0" if site.parameter else f"exclude_modules=[{site.path!r}]"
+        if site.kind == "embedding" or (self.dropout and site.is_only_read):
+            what = "computes with its parameters" if site.is_only_read else "reads token numbers"
+            hint = "miss_dropout=0.0" if site.is_only_read else f"exclude_modules=[{site.path!r}]"
             raise ConfigError(
                 f"MissConfig(miss_dropout={self.dropout}) at {site.path!r}: the module {what}, so "
                 f"there are no features on the way to D. Write {hint}."

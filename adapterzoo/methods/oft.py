@@ -100,7 +100,7 @@ class OFT(Rotating):
         super().__init__()
         self.dropout = config.module_dropout
         self.looks_up = site.kind == "embedding"
-        if self.dropout and site.parameter:
+        if self.dropout and site.is_only_read:
             raise ConfigError(
                 f"OFTConfig(module_dropout={self.dropout}) at {site.path!r}: the module computes "
                 f"with its parameters, merged or not. Write module_dropout=0.0."

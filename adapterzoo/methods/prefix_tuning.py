@@ -171,6 +171,7 @@ class PrefixTuning(AttentionAdapter):
             count = 1 if config.shared_gating else 2
             self.gate = Gate(site, config.convention, source, device, dtype, count)
             self.reads_call = self.gate.reads_call
+            self.reads_prompt = self.gate.reads_sequence
 
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
         """Return keys and values `[rows or 1, heads, P, width]`. `x` `[rows, tokens, d_model]`."""

@@ -136,7 +136,7 @@ class DiReftConfig(ReftConfig):
 class Reft(Adapter):
     """The edit of a block's output; `units` has "0" for the prefix or both ends, "1" otherwise."""
 
-    container, reads_call = "refts", True
+    container, reads_call, reads_prompt = "refts", True, True
 
     def __init__(
         self, config: ReftConfig, site: Site, device: torch.device, dtype: torch.dtype

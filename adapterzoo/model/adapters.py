@@ -299,8 +299,11 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for path, adapter in modules.items():
         if path:
             layer = inject.place_at(backbone, path, active)
-            overwritten = any(placement.site.overwritten for placement in record.places[path])
-            inject.put(layer, name, adapter, active, path, overwritten)
+            sites = [placement.site for placement in record.places[path]]
+            overwritten = any(site.overwritten for site in sites)
+            read = next((site.read for site in sites if site.read), ())
+            is_called = all(site.is_called for site in sites)
+            inject.put(layer, name, adapter, active, path, overwritten, read, is_called)
         else:
             inject.put_shared(backbone, name, adapter, active)
     for key in keys.values():
@@ -309,6 +312,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         inject.capture_input(layer_at(backbone, source), reader, name, active, source)
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
+    for path in model.anatomy.fused:
+        inject.call_layers(layer_at(backbone, path), name, active, path)
     for path, stack in stacks_of(model):
         guards.put(stack, active)
         if record.reads_calls:
@@ -348,7 +353,8 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     model._active.forget(name)
     state.plans.clear()
     shared = ((around, around) for around in record.shared_inputs)
-    for source, reader in (*record.sources(), *shared):
+    fused = ((path, path) for path in model.anatomy.fused)
+    for source, reader in (*record.sources(), *shared, *fused):
         inject.release_input(layer_at(backbone, source), reader, name)
     for path in record.places:
         if path:

@@ -59,17 +59,18 @@ def average(
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
+    shown = listing(names, limit=len(names))
     if with_tables := [each for each in names if tables_of(model, each)]:
         raise CompositionError(
             f"{listing(with_tables)} has trained embeddings, and tables of tokens are not "
-            f"averaged. Write set_active_adapters(Average('a', 'b'))."
+            f"averaged. Write set_active_adapters(Average({shown}))."
         )
     kinds = dict.fromkeys(config.architecture for config in configs)
     if len(kinds) > 1:
         raise CompositionError(
             f"the adapters are of the methods {', '.join(kinds)}, which have no parameters in "
-            f"common. Write set_active_adapters(Average('a', 'b')), or the names of adapters of "
-            f"one method."
+            f"common. Write set_active_adapters(Average({shown})), or the names of adapters of one "
+            f"method."
         )
     config = type(configs[0]).combined(configs, strategy, model.anatomy)
     record = _combined(model, config, names, own, strategy, options.get("seed"))

@@ -142,7 +142,7 @@ def make(
             if path in paths and not isinstance(module, FusibleAdapter):
                 raise ConfigError(
                     f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
-                    f"outputs of bottlenecks. Write add_adapter({name!r}, 'seq_bn')."
+                    f"outputs of bottlenecks. Write add_adapter('another_name', 'seq_bn')."
                 )
     text = text_config(model.config)
     inherited = getattr(text, "attention_probs_dropout_prob", 0.0)

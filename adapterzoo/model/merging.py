@@ -238,7 +238,7 @@ def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
 
     Rows of a table that act in all of these layers do not.
     """
-    if model._head_strategy.is_named or any(token_rows.paths_of(model, name) for name in added):
+    if any(token_rows.paths_of(model, name) for name in added):
         return False
     try:
         _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
@@ -287,20 +287,15 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         transposed = inject.stores_transposed(layer, parameter)
         original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
         base = inject.base_of(layer, original, bias, kept=kept)
-        w = original.to(compute_dtype(original.dtype))
+        w = stored.to(compute_dtype(stored.dtype))
         for adapter in adapters:
-            if isinstance(adapter, inject.ExpertAdapters):
-                w = adapter.changed(parameter, w, base)
-            elif isinstance(adapter, CopyAdapter):
-                stored_w = adapter.parameter(parameter, w.mT if transposed else w, base)
-                w = stored_w.mT if transposed else stored_w
-            else:
-                w = inject.mergeable(adapter).weight(w, base)
+            w = inject.changed(adapter, parameter, w, base, transposed)
         target = cast("Tensor", layer._parameters[parameter])
-        _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
+        _fill(target, w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and (original.dim() == 2 or bias is not None):
             # adapters of a parameter do not change the bias, of which there is no copy
-            b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
+            b = torch.zeros_like(original[:, 0]) if bias is None else bias
+            b = b.to(w.dtype)
             own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
             _write_bias(own_bias, path, adapters, base, b)
 

@@ -121,3 +121,11 @@ def test_nothing_is_switched_under_a_manager_that_runs(model):
             m.add_request(PROMPTS[0], adapter_names=[A])
     model.set_active_adapters(B)
     assert batched(model) == alone(model)
+
+
+@pytest.mark.parametrize("config", ["loreft", "lora[use_gating=True]",
+                                    "seq_bn[use_gating=True,convention='adapterhub']"])  # fmt: skip
+def test_adapters_that_read_a_prompt_are_refused(model, config):
+    model.add_adapter("batching-c", config, set_active=True)
+    with pytest.raises(StateError, match=r"reads the prompt of each sequence.*generate\(…\)"):
+        batched(model)

@@ -339,3 +339,85 @@ def test_heads_without_a_class_are_refused(tiny):
     model.active_head = ["a", "t"]
     with pytest.raises(StateError, match=r"'a', 't' are active.*model\.active_head = 'a'"):
         model.merge_and_unload()
+
+
+# --- weights that several layers share ---
+
+TABLES = {
+    "lora": ("llama", LoRAConfig(target_modules=["embed_tokens", "q_proj"])),
+    "lora of gpt2": ("gpt2", LoRAConfig(target_modules=["wte"])),
+    "lora in one stack": ("bart", LoRAConfig(target_modules=["encoder.embed_tokens", "fc1"])),
+    "dora": ("llama", "dora[target_modules=['embed_tokens']]"),
+    "ia3": ("llama", "ia3[target_modules=['embed_tokens'],feedforward_modules=[]]"),
+    "a copy of the output layer": (
+        "llama", LoRAConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+}  # fmt: skip
+TIED = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel",
+        "bart": "BartForConditionalGeneration", "t5": "T5ForConditionalGeneration"}  # fmt: skip
+
+
+def tied(family):
+    config = tiny_config(family)
+    config.tie_word_embeddings = True
+    torch.manual_seed(2)
+    model = getattr(transformers, TIED[family])(config).eval()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return adapterzoo.init(model)
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_at_a_shared_table_each_layer_gets_its_own_weight(case, tmp_path):
+    family, config = TABLES[case]
+    model = tied(family)
+    model.add_adapter("a", config, set_active=True)
+    stir(model, "a")
+    for path, layer in model.named_modules():
+        if path.endswith("lm_head") and "lm_head" in str(config):
+            for name, parameter in layer.named_parameters():
+                if ".a." in f".{name}":
+                    torch.nn.init.normal_(parameter)
+    right = output(model)
+    with refused(model, StateError, "merging would change", "Keep the adapter active"):
+        model.merge_adapter("a")
+    merged = model.merge_and_unload(["a"])
+    close(output(merged), right)
+    assert not merged.config.tie_word_embeddings
+    own = [id(p) for m in merged.modules() for p in m._parameters.values() if p is not None]
+    assert len(own) == len({*own})
+    close(output(reloaded(merged, tmp_path)), right)
+
+
+@pytest.mark.parametrize("case", [case for case in TABLES if "output layer" not in case])
+def test_so_does_each_layer_of_a_model_with_named_heads(case, tmp_path):
+    family, config = TABLES[case]
+    plain_class = getattr(transformers, TIED[family])
+    tied(family).save_pretrained(tmp_path / "base")
+    model = AutoAdapterModel.from_pretrained(tmp_path / "base").eval()
+    model.add_adapter("a", config, set_active=True)
+    stir(model, "a")
+    right = output(model)
+    merged = model.merge_and_unload(["a"])
+    assert type(merged) is plain_class
+    close(output(merged.eval()), right)
+    close(output(reloaded(merged, tmp_path / "merged")), right)
+    assert same_bits(output(model), right)
+
+
+def test_a_class_that_computes_otherwise_without_the_tie_keeps_it():
+    model = tied("t5")
+    model.add_adapter("a", LoRAConfig(target_modules=["shared", "q"]), set_active=True)
+    stir(model, "a")
+    with refused(model, StateError, "tie_word_embeddings=False", "Keep the adapter active"):
+        model.merge_and_unload(["a"])
+
+
+def test_an_error_ties_the_layers_again():
+    model = tied("llama")
+    model.add_adapter("a", LoRAConfig(target_modules=["embed_tokens"]), set_active=True)
+    stir(model, "a")
+    dict(model.adapter_modules("a"))["embed_tokens"].lora_B.data.fill_(float("nan"))
+    with pytest.raises(StateError, match="is not finite"):
+        model.merge_and_unload(["a"])
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings
+    assert model.all_tied_weights_keys

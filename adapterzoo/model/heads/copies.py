@@ -361,7 +361,7 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
         if any(weight is parameter for parameter in own_parameters(model._backbone)):
             raise StateError(
                 f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
-                f"tied to its embeddings, which merging would change. Keep the adapter active."
+                f"tied to its embeddings, and merging would change both. Keep the adapter active."
             )
 
 

@@ -169,10 +169,10 @@ class NamedHeads(HeadStrategy):
 
     def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
         """Return a new model of a class of transformers; this one stays as it is."""
-        head = head_to_keep(self.model, architecture)
         twin = copy.deepcopy(self.model)
         change(twin)
-        return as_plain(twin, *head)
+        # shared weights may have been given to each layer
+        return as_plain(twin, *head_to_keep(twin, architecture))
 
     # --- files ---
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adapterzoo.composition import Composition
-from adapterzoo.configs import MultiTaskConfig
+from adapterzoo.configs import MultiTaskConfig, architectures
 from adapterzoo.errors import ConfigError, FieldError, StateError, listing
 from adapterzoo.model.activation import refuse_merged, refuse_overridden, replan
 from adapterzoo.model.sharding import refuse_if_sharded
@@ -115,9 +115,10 @@ def share(
     configs = [model._adapter_state.find(each).config for each in names]
     wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
     if wrong:
+        sharing = [name for name, c in architectures.items() if issubclass(c, MultiTaskConfig)]
         raise FieldError(
             f"{wrong[0]!r} is of {type(configs[names.index(wrong[0])]).__name__}, whose adapters "
-            f"share no parameters. Add it with a MultiTaskConfig: there, tasks share parameters."
+            f"share no parameters. Add adapters of a method whose tasks do: {listing(sharing)}."
         )
     first = names[0] if reference is None else reference
     if first not in names:

@@ -78,7 +78,7 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
 
     Raises:
         StateError: an `AdapterSetup` is active here, or the composition divides the batch, adds
-            tokens to it or needs the ids of whole sequences.
+            tokens to it or reads the prompt of each sequence.
     """
     active = model._active
     held = active.held
@@ -103,11 +103,11 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         )
     for name in () if plan.setup is None else plan.setup.flatten():
         parts = (part for _, adapter in modules_of(model, name) for part in adapter.modules())
-        if any(isinstance(part, Adapter) and part.reads_ids for part in parts):
+        if any(isinstance(part, Adapter) and part.reads_prompt for part in parts):
             raise StateError(
-                f"{name!r} acts only after alora_invocation_tokens, and continuous batching packs "
-                f"requests into one row, in which they cannot be told apart. Write generate(…), or "
-                f"set_active_adapters('a') with another adapter."
+                f"{name!r} reads the prompt of each sequence (gates, the positions of ReFT, "
+                f"alora_invocation_tokens), and continuous batching packs requests into one row. "
+                f"Write generate(…), or set_active_adapters('a') with another adapter."
             )
 
 
