@@ -102,12 +102,10 @@ def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
             continue
         own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
         for name, tensor in own.items():
-            if tensor is None:
+            if tensor is None or tensor.is_meta:
                 continue
-            plain = type(tensor) in (nn.Parameter, Tensor) and type(tensor.data) is Tensor
-            plain |= sharding.is_sharded(tensor)
-            size = sharding.size_of(tensor)
-            if plain and tensor.is_floating_point() and size and not tensor.is_meta:
+            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
+            if plain and tensor.is_floating_point() and sharding.size_of(tensor):
                 found[f"{path}.{name}"] = tensor
     if replaced and (table := token_table(model)) is not None:
         found = {k: t for k, t in found.items() if t is not table.weight}
