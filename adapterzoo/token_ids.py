@@ -112,7 +112,7 @@ class CallIds:
         if not call.cached and cached_tokens(self._given) is not None:
             return starts
         # the first tokens of the sequence, which may have the invocation, are unknown
-        return _found(starts, sequence) + call.cached
+        return _found(starts, sequence) + int(call.cached)
 
     def _prompt_starts(
         self, sequence: tuple[int, ...], rows: int, tokens: int, call: Any

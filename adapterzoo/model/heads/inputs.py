@@ -128,7 +128,9 @@ def head_input(
     is_one = mask is None or isinstance(mask, Tensor)
     if pooling == "eos" and input_ids is not None and eos and is_one:
         ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
-        real = torch.ones_like(ends) if mask is None else mask.to(ends.device, torch.bool)
+        real = torch.ones_like(ends)
+        if isinstance(mask, Tensor):
+            real = mask.to(ends.device, torch.bool)
         if real.shape == ends.shape:
             ends = ends & real
             # a truncated sequence has no end token: use its last token

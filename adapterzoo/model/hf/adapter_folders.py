@@ -55,7 +55,8 @@ def _with_subfolder(search: Callable[..., str | None]) -> Callable[..., str | No
 
 # with PEFT installed, a model that is loaded would get the adapter beside it, whatever is asked
 if Version(_installed) < Version("5.24"):
-    _peft.find_adapter_config_file = _with_subfolder(_peft.find_adapter_config_file)
+    _module: Any = _peft
+    _module.find_adapter_config_file = _with_subfolder(_module.find_adapter_config_file)
 
 
 def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
