@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 from .errors import ConfigError, FieldError, listing
 
-
 _T = TypeVar("_T")
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
