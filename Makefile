@@ -4,6 +4,8 @@
 # make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page
 # make docs         builds the site offline into build/docs/html; make links checks its links
 # make readme       runs the code of the README with only the declared dependencies
+# make newest       the README and the tests of methods and model with the newest versions of all
+#                   but torch; make oldest: with the oldest that are supported; ARGS=--part: fewer tests
 # make notebooks    runs the notebooks from top to bottom and saves their outputs
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
 # make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
@@ -37,7 +39,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench growth bench-gpu test sweep lint types floors figures \
-	docs links tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz mutants format clean
+	newest oldest docs links tests sweeps coverage devices calls merging architectures frames exact peft-files fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -60,6 +62,11 @@ readme: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m venv build/readme/venv
 	build/readme/venv/bin/python $(PIP) install --no-compile -c $(CONSTRAINTS) '$(TORCH)' build/readme/*.whl
 	$(BIN)/python tests/run_readme.py build/readme/venv/bin/python
+
+newest oldest: export OMP_NUM_THREADS = 1
+newest oldest: export HF_HUB_OFFLINE = 1
+newest oldest: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/run_versions.py $@ --workers $(WORKERS) $(ARGS)
 
 notebooks: export OMP_NUM_THREADS = 1
 notebooks: $(VENV)/.docs-$(KEY)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -465,7 +465,7 @@ class LayerStackCall(StackCall):
         """Return the bounds of packed sequences, `[sequences + 1]`; None if none are packed."""
         own = next((b for n in BOUNDS if (b := self._own.get(n)) is not None), None)
         if own is not None:
-            return own.long()
+            return cast("Tensor", own.long())
         stack = self._stack
         shape = x.shape[:-1] if x.is_floating_point() else x.shape
         return stack.bounds if math.prod(shape) == stack.size else None

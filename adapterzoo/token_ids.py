@@ -8,7 +8,7 @@ whose keys and values are in the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch.nn.functional import pad
 from .caches import cached_tokens
 from .errors import StateError, listing
 from .masks import has_values, packed
-
-if TYPE_CHECKING:
-    from .call import Generation, RecordedCall
 
 # the start of the sequence in a row that does not have it
 _NEVER = 1 << 62
@@ -67,9 +64,7 @@ class CallIds:
         self._given = given
         self._found: dict[tuple[int, ...], Tensor] = {}
 
-    def after(
-        self, sequence: tuple[int, ...], rows: int, tokens: int, call: RecordedCall
-    ) -> Tensor:
+    def after(self, sequence: tuple[int, ...], rows: int, tokens: int, call: Any) -> Tensor:
         """Return which tokens are at or after the last occurrence of a sequence.
 
         Computed once in each call. In `generate` only the prompt is searched.
@@ -78,7 +73,7 @@ class CallIds:
             sequence: the sequence of tokens.
             rows: of a call without ids.
             tokens: the same.
-            call: the call.
+            call: the `RecordedCall` that has these ids.
 
         Returns:
             `[rows, tokens]` bool, false in rows without the sequence.
@@ -104,7 +99,7 @@ class CallIds:
             self._found[sequence] = steps >= starts  # [rows, tokens]
         return self._found[sequence]
 
-    def _starts(self, sequence: tuple[int, ...], call: RecordedCall) -> Tensor:
+    def _starts(self, sequence: tuple[int, ...], call: Any) -> Tensor:
         """Return where the sequence begins in each row of a call outside of `generate`."""
         if self.ids is None:
             raise StateError(_no_ids(sequence))
@@ -120,11 +115,12 @@ class CallIds:
         return _found(starts, sequence) + call.cached
 
     def _prompt_starts(
-        self, sequence: tuple[int, ...], rows: int, tokens: int, call: RecordedCall
+        self, sequence: tuple[int, ...], rows: int, tokens: int, call: Any
     ) -> Tensor:
         """Return where the sequence begins in each row of the prompt of `generate`."""
-        generation = cast("Generation", call.generation)
-        prompt, given, own = generation.ids, generation.ids.ids, self.ids
+        generation = call.generation
+        prompt: PromptIds = generation.ids
+        given, own = prompt.ids, self.ids
         # of the prompt, up to the end of the call
         read = call.cached + tokens - call.later(tokens)
         masks = [self._given.get("attention_mask"), generation.mask]

@@ -129,7 +129,7 @@ class AdapterTrainer(Trainer):
 
     @property
     def _adapted(self) -> AdapterModelMixin:
-        return cast("AdapterModelMixin", unwrapped(self.model))
+        return cast("AdapterModelMixin", unwrapped(cast("nn.Module", self.model)))
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the active named heads; none for a model with a static head."""

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import transformers
+from cached import CACHE
 from transformers import GenerationConfig, GenerationMixin, modeling_outputs
 from transformers.utils.generic import TransformersKwargs
 
 import adapterzoo
 from adapterzoo.caches import CACHES
-from adapterzoo.model.hf.generation import _COUNTING
 
 # argument → the fewest model types that have it: half of what transformers 5.24 has
 ARGUMENTS = {
@@ -54,9 +54,14 @@ ALTERNATIVES = {
 # passed from call to call without being an argument of its own
 PASSED_ON = ("cu_seq_lens_q", "is_causal", "num_items_in_batch")
 # keywords of attention functions → the fewest model types that pass them
-OF_ATTENTION = {"position_bias": 5, "sliding_window": 50}
+OF_ATTENTION = {"position_bias": 5, "sliding_window": 20}
 FIELDS = ("cross_attentions", "encoder_last_hidden_state", "last_hidden_state", "logits",
           "pooler_output", "router_logits")  # fmt: skip
+# arguments of `generate`, which may be fields of its config
+OPTIONS = ("assistant_early_exit", "assistant_model", "max_length", "max_new_tokens", "num_beams",
+           "num_return_sequences", "prefill_chunk_size", "prompt_lookup_num_tokens")  # fmt: skip
+# methods of models that generate, which the package overrides → arguments that they pass by name
+OVERRIDDEN = {"_prepare_generated_length": ("generation_config", "input_ids_length")}
 # not of transformers: arguments of torch, of old versions and of adapterzoo itself
 OTHERS = frozenset((
     "adapter_kwargs", "alpha", "batch1", "batch2", "beta", "cache_position", "generation_config",
@@ -119,6 +124,7 @@ def test_each_name_that_is_read_is_in_a_table():
     paths = [*(root / n for n in FILES), *chain(*((root / n).rglob("*.py") for n in ROOMS))]
     read = {name for path in paths for name in read_in(path.read_text(encoding="utf-8"))}
     known = {*ARGUMENTS, *PASSED_ON, *OF_ATTENTION, *FIELDS, *OTHERS}
+    known |= {name for names in OVERRIDDEN.values() for name in names}
     known |= {name for names, _ in ALTERNATIVES.values() for name in names}
     assert sorted(read - known) == []
     assert sorted({*ARGUMENTS, *OF_ATTENTION, *FIELDS, *OTHERS} - read) == []
@@ -163,18 +169,24 @@ def test_outputs_have_these_fields():
 
 def test_generate_takes_these_options():
     options = {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig())}
-    read = (
-        *_COUNTING,
-        "cache_implementation",
-        "max_new_tokens",
-        "max_length",
-        "num_beams",
-        "num_return_sequences",
+    path = Path(adapterzoo.__file__).parent / "model" / "hf" / "generation.py"
+    source = path.read_text(encoding="utf-8")
+    read = {*re.findall(r'_option\(\w+, \w+, "(\w+)"\)', source), *OPTIONS}
+    assert sorted(name for name in OPTIONS if f'"{name}"' not in source) == []
+    assert sorted(read - options) == []
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_generate_calls_what_is_overridden(name):
+    method = getattr(GenerationMixin, name)
+    assert set(OVERRIDDEN[name]) <= inspect.signature(method).parameters.keys()
+    called = inspect.getsource(GenerationMixin.generate).partition(f"self.{name}(")[2]
+    assert all(
+        f"{argument}=" in called.partition("\n        )")[0] for argument in OVERRIDDEN[name]
     )
-    assert [name for name in read if name not in options] == []
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "position_ids", "cache"])
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids", CACHE])
 def test_a_renamed_argument_is_found(name, monkeypatch):
     """The check bites: a version that renames an argument fails it."""
     read = Path.read_text

@@ -114,17 +114,24 @@ def trains_and_is_saved(build, rank, folder):
             torch.testing.assert_close(two[key], value, rtol=0, atol=1e-5)
 
     names = [*model.adapters_config]
-    for call, hint in (
-        (lambda: model.add_adapter("c", "lora"), "deepspeed.initialize"),
-        (lambda: model.delete_adapter("b"), "deepspeed.initialize"),
-        (lambda: model.load_adapter(folder / "one after" / "a"), "deepspeed.initialize"),
-        (lambda: model.merge_adapter("a"), "deepspeed.initialize"),
-        (lambda: model.resize_token_embeddings(120), "deepspeed.initialize"),
-        (lambda: model.average_adapter("c", ["a", "a"]), "deepspeed.initialize"),
-        (lambda: model.save_adapter(folder / "peft", "a", format="peft"), "format='native'"),
-        (lambda: model.get_adapter_state_dict("a"), "save_adapter"),
+    own = (
+        [lambda: model.delete_adapter_fusion("a,b")]
+        if is_named
+        else [
+            lambda: model.delete_adapter("b"),
+            lambda: model.merge_adapter("a"),
+            lambda: model.average_adapter("c", ["b", "b"]),
+        ]
+    )
+    for call in (
+        *own,
+        lambda: model.add_adapter("c", "lora"),
+        lambda: model.load_adapter(folder / "one after" / "a", load_as="c"),
+        lambda: model.resize_token_embeddings(120),
+        lambda: model.save_adapter(folder / "peft", "a", format="peft", with_head=False),
+        lambda: model.get_adapter_state_dict("a"),
     ):
-        refused(StateError, call, "2 processes, and ZeRO", hint)
+        refused(StateError, call, "sharded over 2 processes, and ZeRO keeps")
     check([*model.adapters_config] == names, "not refused before a change")
     check(not (folder / "peft").exists(), "refused after a file was written")
     engine.eval()

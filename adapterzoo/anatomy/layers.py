@@ -7,12 +7,17 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .names import below, joined
 from .norms import NORM_CLASS
 from .sites import Block, Kind, Site
 from .tokens import input_embeddings_of
 from .tree import Tree
+
+# convolutions; torch's recurrent layers, which compute with a list of their weights, taken once;
+# and parts from which a weight is computed
+_OPAQUE = _ConvNd, nn.RNNBase, ParametrizationList
 
 
 def other_layers_of(
@@ -42,8 +47,7 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
     """
     found = []
     for path, module in tree.modules.items():
-        # torch's recurrent layers compute with a list of their weights, taken once
-        if not path or path in listed or isinstance(module, (_ConvNd, nn.RNNBase)):
+        if not path or path in listed or isinstance(module, _OPAQUE):
             continue
         for name, own in module._parameters.items():
             if own is None or own.dim() not in (2, 3) or not own.is_floating_point():
@@ -68,7 +72,9 @@ def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tu
         if not (norm or conv or is_linear) or _is_read(tree, path):
             others.append(path)
             continue
-        found.append(_site(path, "layer" if conv else "output", module, blocks))
+        # some norms of images are of channels, as convolutions are
+        spatial = conv or getattr(module, "data_format", None) == "channels_first"
+        found.append(_site(path, "layer" if spatial else "output", module, blocks))
     return tuple(found), tuple(others)
 
 

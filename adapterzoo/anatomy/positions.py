@@ -49,8 +49,8 @@ def positions_of(
             continue
         stack = _stack_of(path, stacks)
         if takes and _ROTARY in type(module).__name__:
-            # towers may share one beside them
-            rotary |= {s for s in stacks if below(s, parent(path))}
+            # several stacks may share one, or each attention has its own
+            rotary |= {s for s in stacks if below(s, parent(path)) or below(path, s)}
         is_table = isinstance(module, nn.Embedding)
         if stack is None or (is_table and takes) or not (is_table or takes):
             reason = f"{path!r}, a {type(module).__name__}, counts the tokens itself"

@@ -15,7 +15,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -60,13 +60,13 @@ def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
         around, _, child = path.rpartition(".")
         while around and isinstance(tree.modules.get(around), _LISTS):
             around, _, child = around.rpartition(".")
-        owner: Any = tree.modules.get(around)
+        owner = tree.modules.get(around)
         if not own or not path or owner is None:
             continue
         if isinstance(module, nn.Embedding) and not _only_looks_up(module):
             found[path] = ("weight",), False
             continue
-        use = _use(type(owner), child)
+        use = _use(cast("Any", type(owner)), child)
         read = tuple(name for name in own if name in use.attributes)
         if use.attributes.issubset(own):
             is_called = use.is_called or not read
@@ -116,7 +116,7 @@ def _touches(cls: type[Any], name: str) -> bool:
 
 
 @functools.cache
-def _use(cls: type[Any], child: str) -> Use:
+def _use(cls: Any, child: str) -> Use:
     """Return how the methods of a class use a child."""
     found = [attribute for name, attribute in _all_accesses(cls, child) if name == child]
     return Use(frozenset(name for name in found if name), None in found)

@@ -36,18 +36,26 @@ def sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     Args:
         tensors: of the base model by key, unquantized and on this process.
     """
-    kinds: tuple[list[str], list[str]] = [], []
-    for key in sorted(tensors):
-        kinds[tensors[key].dim() > 1].append(key)
-    # spread over the model; a tensor is listed twice where there are few
-    chosen = dict.fromkeys(
-        keys[i * len(keys) // _TENSORS] for keys in kinds if keys for i in range(_TENSORS)
-    )
-    values = _values([tensors[key] for key in chosen])
+    keys = chosen({key: tensor.dim() for key, tensor in tensors.items()})
+    values = _values([tensors[key] for key in keys])
     return {
         key: [list(tensors[key].shape), struct.pack(_FORMAT, *each).hex()]
-        for key, each in zip(chosen, values, strict=True)
+        for key, each in zip(keys, values, strict=True)
     }
+
+
+def chosen(dims: Mapping[str, int]) -> list[str]:
+    """Return the keys of the tensors that a sample has; of these alone, all.
+
+    Args:
+        dims: key of a tensor → how many dimensions it has.
+    """
+    kinds: tuple[list[str], list[str]] = [], []
+    for key in sorted(dims):
+        kinds[dims[key] > 1].append(key)
+    # spread over the model; a tensor is listed twice where there are few
+    spread = (keys[i * len(keys) // _TENSORS] for keys in kinds if keys for i in range(_TENSORS))
+    return [*dict.fromkeys(spread)]
 
 
 def is_other(kept: object, tensors: Mapping[str, Tensor]) -> bool:

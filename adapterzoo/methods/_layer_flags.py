@@ -18,13 +18,16 @@ MATRICES: dict[Role, str] = {"query": "q", "key": "k", "value": "v"}
 
 
 def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> AdapterConfig:
-    """Return the config with the feed-forward layers that a file has tensors for.
+    """Return the config with the layers that a file has tensors for.
 
-    In some families `adapters` calls the first layer the output and the last one intermediate, and
-    some releases adapt the gate, so the keys decide.
+    In some families `adapters` calls the first layer the output and the last one intermediate, or
+    leaves out cross-attention, and some releases adapt the gate, so the keys decide.
     """
     config = cast("TargetedConfig", config)
     roles = {site.role for site in sites}
+    crossing = {p.site.path for p in config.placements(anatomy) if p.site.cross}
+    if crossing and sites and not any(site.cross for site in sites):
+        config = config.replace(exclude_modules=tuple(sorted(crossing)))
     first, last = config.intermediate_lora, config.output_lora
     if first != last and roles & {"mlp_in", "mlp_out"} == {"mlp_out" if first else "mlp_in"}:
         return config.replace(intermediate_lora=last, output_lora=first)

@@ -28,10 +28,12 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:
+        idle = [site.path for site in anatomy if not site.is_used and matches(site.path, wanted)]
+        why = f" ({listing(idle)} only holds the table of others)" if idle else ""
         raise SiteError(
-            f"{config}(target_modules={wanted!r}): no layer that the model calls matches "
-            f"{listing(missing) if matching else repr(wanted)}. Names of layers in this model: "
-            f"{names_of(sites)}. Write some of them, or target_modules='all-linear'."
+            f"{config}(target_modules={wanted!r}): no layer matches "
+            f"{listing(missing) if matching else repr(wanted)}{why}. Names of layers in this "
+            f"model: {names_of(sites)}. Write some of them, or target_modules='all-linear'."
         )
     return matching
 

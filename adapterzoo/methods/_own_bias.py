@@ -74,7 +74,7 @@ class OwnBias(WeightAdapter):
             dtype: of the layer.
         """
         super().__init__()
-        # the output of a convolution is [batch, d_out, *places]
+        # the output of a convolution, or a norm of channels, is [batch, d_out, *places]
         self.is_spatial = site.kind == "layer"
         self.own = nn.Parameter(torch.zeros(site.d_out, device=device, dtype=dtype))
 
@@ -91,7 +91,10 @@ class OwnBias(WeightAdapter):
             return y
         change = self.own - base.bias  # [d_out]
         if self.is_spatial:
-            change = change.view(-1, *(1 for _ in base.weight.shape[2:]))  # [d_out, *ones]
+            # a convolution may have no batch
+            weight = base.parameters.get("weight")
+            like = y if weight is None or weight.dim() < 3 else weight
+            change = change.view(-1, *(1 for _ in like.shape[2:]))  # [d_out, *ones]
         return y + change.to(y.dtype)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adapterzoo import hub
 from adapterzoo.arguments import one_of
-from adapterzoo.checkpoint import base_sample, fit, folders, formats
+from adapterzoo.checkpoint import fit, folders, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter
@@ -100,7 +100,7 @@ def checkpoint_of(
         head_name = strategy.name_with(name)
         head = strategy.record(head_name, alone=head_name != name, short=format == "native")
     base = {}
-    if format == "native" and (sampled := base_sample.sample(documents.base_weights(model))):
+    if format == "native" and (sampled := documents.sample_of_base(model)):
         base[documents.BASE] = sampled
     document = {
         **documents.provenance(model, name),

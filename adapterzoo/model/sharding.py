@@ -93,6 +93,20 @@ def peft_layer(model: nn.Module) -> str | None:
     return next((path for path, m in model.named_modules() if isinstance(m, kinds)), None)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this process has only a part of a tensor."""
+    if not _may_be_sharded():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor) or _is_partitioned(tensor)
+
+
+def dim_of(tensor: Tensor) -> int:
+    """Return how many dimensions the whole tensor has."""
+    return len(cast("Any", tensor).ds_shape) if _is_partitioned(tensor) else tensor.dim()
+
+
 def size_of(parameter: Tensor) -> int:
     """Return how many numbers a parameter has over all processes, when unpacked."""
     if _is_partitioned(parameter):
@@ -118,10 +132,19 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     outside = (child for child in model.children() if child is not model._backbone)
     every = (*modules, *outside, *(table for table in tables if table is not None))
     parameters = dict.fromkeys(p for module in every for p in module.parameters())
-    # a model with such parameters has imported it
-    zero = sys.modules["deepspeed"].zero
-    with zero.GatheredParameters([p for p in parameters if _is_partitioned(p)]):
+    with _partitioned(parameters):
         yield
+
+
+def _partitioned(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which those of these tensors that ZeRO has partitioned are whole."""
+    # those that are whole already must not be gathered again
+    own = [t for t in tensors if _is_partitioned(t) and t.numel() != size_of(t)]
+    if not own:
+        return contextlib.nullcontext()
+    # a model with such parameters has imported it
+    gather: Any = sys.modules["deepspeed"].zero.GatheredParameters
+    return cast("contextlib.AbstractContextManager[Any]", gather(own))
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,13 +161,16 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from torch.distributed.tensor import DTensor
 
     def whole(tensor: Tensor) -> Tensor:
+        if _is_partitioned(tensor):
+            return tensor.detach().clone()
         if not isinstance(tensor, DTensor):
             return tensor
         # CPUOffloadPolicy keeps the parts where the process group may not reach them
         there = cast("Any", tensor.detach().to(tensor.device_mesh.device_type))
         return cast("Tensor", there.full_tensor())
 
-    return {key: whole(tensor) for key, tensor in tensors.items()}
+    with _partitioned(tensors.values()):
+        return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
 def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) -> None:

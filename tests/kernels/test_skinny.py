@@ -33,6 +33,13 @@ def test_values_are_those_of_float64(rank, layout):
         near(of_rows, x.T @ t, rounding(len(x), torch.float32), x.abs().T @ t.abs())
 
 
+def test_a_term_that_is_left_out_is_seen():
+    x, a = drawn(3)
+    short = project(x[:, 1:].float(), a[:, 1:].float())
+    with pytest.raises(AssertionError):
+        near(short, x @ a.T, rounding(x.shape[1], torch.float32), x.abs() @ a.abs().T)
+
+
 @pytest.mark.parametrize("rank", [3, _FEW_COLUMNS])
 def test_gradients_and_their_gradients(rank):
     x, a = (v.requires_grad_() for v in drawn(rank, 5, 4))

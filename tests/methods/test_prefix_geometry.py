@@ -23,7 +23,7 @@ CONFIGS = {
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
 # in the Gemmas, a window of 16 moves during generation
 GENERATORS = ("gpt2", "llama", "gemma2", "gemma3_text", "bloom", *ENCODER_DECODERS)
-TOKENS, NEW, PADDING = 12, 8, 3
+TOKENS, NEW, PADDING = 12, 6, 3
 
 
 def made(family, auto=AutoModel, attention=None, **configs):
@@ -71,8 +71,11 @@ def close(found, expected, model):
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("family", GENERATORS)
+STATIC = [(f, "flat") for f in GENERATORS]
+STATIC += [(f, c) for f in ("gpt2", "gemma3_text", "t5") for c in CONFIGS if c != "flat"]
+
+
+@pytest.mark.parametrize(("family", "config"), STATIC)
 def test_a_static_cache_changes_nothing(family, config):
     model = generating(family, CONFIGS[config])
     expected = written(model, prompt(), use_cache=False)
@@ -97,7 +100,7 @@ def test_a_static_cache_with_a_window_that_hides_the_prefix_is_refused(family):
 
 
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "t5", "mt5", "umt5"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "t5", "umt5"])
 def test_a_padded_prompt_is_the_prompt_alone(family, cache):
     model = generating(family, FLAT)
     how = {"use_cache": False} if cache is None else {"cache_implementation": cache}
@@ -124,7 +127,7 @@ SETUPS = {"one": "a", "a stack": Stack("a", "b"), "rows": BatchSplit("b", "a", b
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("positions", ["kept", "shifted"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_rotary_positions_start_at_the_first_real_token(family, positions, setup):
     """A call with a mask and without position_ids, as in classification."""
     config = FLAT.replace(positions=positions)

@@ -283,6 +283,8 @@ EJECTED = {
 @pytest.mark.parametrize("family", EJECTED)
 @pytest.mark.parametrize("format", ["native", "adapterhub"])
 def test_an_ejected_prefix_computes_the_same_and_is_saved_as_flat(family, format, tmp_path):
+    if not has_sdpa(family):
+        pytest.skip(f"this version of transformers computes the attention of {family} inline")
     config = tiny_config(family)
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(config).double().eval()

@@ -37,6 +37,7 @@ class Layout:
         entry: path of the module with the entry's tensors, if not the model or its encoder.
         locations: location to the one in its files, of tensors that the model keeps by location.
         is_base: whether such a model has no base model in 4.57, even where it has one today.
+        crosses: whether layers of cross-attention have adapters.
     """
 
     sublayers: Mapping[SubLayerKind, str]
@@ -46,6 +47,7 @@ class Layout:
     entry: str = ""
     locations: Mapping[str, str] = field(default_factory=dict)
     is_base: bool = False
+    crosses: bool = True
 
 
 _HUNG_IN = Layout(
@@ -97,7 +99,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "electra": _BERT,
     "gemma2": _HUNG_IN,
     "gemma3_text": _HUNG_IN,
-    "gpt2": _HUNG_IN,
+    "gpt2": Layout(_HUNG_IN.sublayers, crosses=False),
     "gptj": _HUNG_IN,
     "llama": _LLAMA,
     "mbart": _HUNG_IN,
@@ -247,7 +249,8 @@ def _name_in(block: Block, container: Container, place: Place, layout: Layout) -
         sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
         return name_of_sublayer(block, sub, layout)
     if container.at == "layer":
-        return name_of_layer(block, place.placement.site, layout)
+        site = place.placement.site
+        return name_of_layer(block, site, layout) if layout.crosses or not site.cross else None
     if container.at == "block":
         return f"{_block_path(block, layout)}.{container.below}"
     cross = place.placement.site.cross

@@ -277,7 +277,7 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
     """Return what tied output layers add to the logits: a key, the tensor, and who holds it."""
     whole, table = cast("nn.Module", model), layer_of(model).weight
     tied = {
-        without_wrappers(path): module
+        path: module
         for path, module in whole.named_modules()
         if module._parameters.get("weight") is table and not isinstance(module, nn.Embedding)
     }
@@ -285,13 +285,13 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
     found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
     for path, module in whole.named_modules():
         for field, tensor in (*module._parameters.items(), *module._buffers.items()):
-            start = f"{own}." if (own := without_wrappers(path)) else ""
+            start = f"{path}." if path else ""
             beside = field == ADDED and any(each.startswith(start) for each in tied)
             if tensor is None or not (beside or id(tensor) in biases):
                 continue
             holder: Any = module._parameters if field in module._parameters else module._buffers
             # a name of a parameter has no dots
-            key = f"{start}{field}".replace(".", "/")
+            key = without_wrappers(f"{start}{field}").replace(".", "/")
             found.setdefault(id(tensor), (key, tensor, []))[2].append((holder, field))
     return list(found.values())
 

@@ -105,8 +105,8 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         parts = (part for _, adapter in modules_of(model, name) for part in adapter.modules())
         if any(isinstance(part, Adapter) and part.reads_prompt for part in parts):
             raise StateError(
-                f"{name!r} reads the prompt of each sequence (gates, the positions of ReFT, "
-                f"alora_invocation_tokens), and continuous batching packs requests into one row. "
+                f"{name!r} reads the prompt of each sequence (a gate, the positions that it edits, "
+                f"or alora_invocation_tokens), and continuous batching packs requests into a row. "
                 f"Write generate(…), or set_active_adapters('a') with another adapter."
             )
 

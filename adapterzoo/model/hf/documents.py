@@ -88,7 +88,7 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
 
 
 def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the base model's weights that this process has as plain numbers, by key.
+    """Return the base model's weights that are plain numbers, perhaps sharded, by key.
 
     Merging changes none of them. Of a quantized model the vectors are left out: some methods of
     quantization scale them.
@@ -102,14 +102,21 @@ def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
             continue
         own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
         for name, tensor in own.items():
-            # those of sharded models are of other classes, or empty
-            if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta:
+            if tensor is None or tensor.is_meta:
                 continue
-            if tensor.is_floating_point() and tensor.numel():
+            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
+            if plain and tensor.is_floating_point() and sharding.size_of(tensor):
                 found[f"{path}.{name}"] = tensor
     if replaced and (table := token_table(model)) is not None:
         found = {k: t for k, t in found.items() if t is not table.weight}
-    return {k: t for k, t in found.items() if t.dim() > 1} if quantized else found
+    return {k: t for k, t in found.items() if sharding.dim_of(t) > 1} if quantized else found
+
+
+def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
+    """Return a sample of the base model's weights; a collective call if they are sharded."""
+    tensors = base_weights(model)
+    keys = base_sample.chosen({key: sharding.dim_of(tensor) for key, tensor in tensors.items()})
+    return base_sample.sample(sharding.gathered({key: tensors[key] for key in keys}))
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:

@@ -374,11 +374,12 @@ def _task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
     dicts: tuple[str, ...] = ()
     # a container comes before the modules in it
     for path, module in model.named_modules():
-        path = without_wrappers(path)
         if isinstance(module, AdapterDict):
             dicts = (*dicts, f"{path}.")
         elif path and not path.startswith(dicts):
             kept = module._parameters | module._buffers
             skipped = module._non_persistent_buffers_set
-            found[path] = tuple(n for n, t in kept.items() if t is not None and n not in skipped)
+            found[without_wrappers(path)] = tuple(
+                n for n, t in kept.items() if t is not None and n not in skipped
+            )
     return found
