@@ -102,7 +102,8 @@ def set_of(output: str) -> set[str]:
 @needs_fork
 def test_registries_are_complete_whichever_module_is_imported_first(tmp_path):
     own = [f"adapterzoo.{name}" for name in PATHS]
-    complete(sorted({*modules("*.py"), *modules("*/__init__.py"), *own}), tmp_path)
+    rooms = ("configs", "spelling", "peft", "testing", "cli", "checkpoint", "hub", "anatomy")
+    complete([*own, *(f"adapterzoo.{room}" for room in rooms)], tmp_path)
 
 
 @pytest.mark.sweep
