@@ -2,7 +2,8 @@
 
 Mamba's block computes `self.dt_proj.weight @ x` and never calls `dt_proj`; CLIP's embeddings call
 their table of positions, or interpolate its weight. The source of the module's methods tells which.
-Embeddings that do more than look up rows (BART's positions, Inkling's norm) read their own weight.
+Embeddings that do more than look up rows (BART's positions, Inkling's norm) and linear layers that
+do more than multiply (Llama 4's router) read their own weight.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _FACTS = frozenset(
 # methods that hand a table on, or tie it, and compute nothing
 _INPUT = "get_input_embeddings"
 _ASIDE = re.compile(r"__init__|_?tie_weights|_?(get|set|resize)_(input|output|token)_embeddings")
+# linear layers that return something else than a product
+_MORE = re.compile("Router|GroupedLinear")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -63,7 +66,7 @@ def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
         owner = tree.modules.get(around)
         if not own or not path or owner is None:
             continue
-        if isinstance(module, nn.Embedding) and not _only_looks_up(module):
+        if _computes_more(module):
             found[path] = ("weight",), False
             continue
         use = _use(cast("Any", type(owner)), child)
@@ -103,11 +106,16 @@ def marked(site: Site, uses: Mapping[str, tuple[tuple[str, ...], bool]]) -> Site
     return dataclasses.replace(site, read=read, is_called=is_called)
 
 
-def _only_looks_up(table: nn.Embedding) -> bool:
-    """Return whether the output is the rows of the input's numbers, perhaps times `embed_scale`."""
-    cls = next(each for each in _classes(type(table)) if "forward" in vars(each))
-    takes = inspect.signature(cls.forward).parameters
-    return cls is nn.Embedding or (len(takes) == 2 and hasattr(table, "embed_scale"))
+def _computes_more(layer: nn.Module) -> bool:
+    """Return whether a layer does more than look up rows, times `embed_scale`, or multiply.
+
+    Other linear layers with a forward of their own (Falcon's, quantized ones) only multiply.
+    """
+    cls = next((each for each in _classes(type(layer)) if "forward" in vars(each)), nn.Module)
+    if isinstance(layer, nn.Embedding):
+        takes = inspect.signature(cls.forward).parameters
+        return cls is not nn.Embedding and not (len(takes) == 2 and hasattr(layer, "embed_scale"))
+    return isinstance(layer, nn.Linear) and _MORE.search(cls.__name__) is not None
 
 
 def _touches(cls: type[Any], name: str) -> bool:
