@@ -229,7 +229,7 @@ def test_the_first_fifteen_minutes_are_two_calls_that_fill_every_section(tmp_pat
     }
     assert f"not complete: {', '.join(SECOND)}. To go on, add --continue" in done.stdout
     # killed while it wrote rows: those that are missing come again, the others stay
-    cut = before["sections"][FIRST.index("models")]
+    cut = before["sections"][FIRST.index("layers")]
     missing = cut["rows"].pop()
     cut["state"] = "running"
     path.write_text(json.dumps(before), encoding="utf-8")
