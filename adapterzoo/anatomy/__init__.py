@@ -25,13 +25,14 @@ from .sites import (
 )
 from .token_input import TokenInput
 from .tokens import input_embeddings_of, token_site, usual_joins, why_no_token_site
-from .tree import unwrapped, without_wrappers
+from .tree import WRAPPED, unwrapped, without_wrappers
 
 __all__ = [
     "ATTENTION_ROLES",
     "ENTRY",
     "MLP_ROLES",
     "ROLES",
+    "WRAPPED",
     "Anatomy",
     "Block",
     "Kind",

@@ -15,7 +15,7 @@ from .sites import Role
 
 _FSDP1 = "_fsdp_wrapped_module"
 # children inside a module that replaces them: of torch.compile, checkpoint_wrapper and FSDP1
-_WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", _FSDP1))
+WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", _FSDP1))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -24,20 +24,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
     Raises:
         StateError: FSDP1 has wrapped it, and holds pieces of its parameters.
     """
-    while not _WRAPPED.isdisjoint(module._modules):
+    while not WRAPPED.isdisjoint(module._modules):
         if _FSDP1 in module._modules:
             raise StateError(
                 "FullyShardedDataParallel wraps a part of the model, and its parameters are empty "
                 "or pieces of others. Write fully_shard(model) instead, and with Trainer "
                 "fsdp_config={'version': 2}."
             )
-        module = next(m for n, m in module._modules.items() if m is not None and n in _WRAPPED)
+        module = next(m for n, m in module._modules.items() if m is not None and n in WRAPPED)
     return module
 
 
 def without_wrappers(path: str) -> str:
     """Return a path without the steps of wrappers of torch."""
-    return ".".join(step for step in path.split(".") if step not in _WRAPPED)
+    return ".".join(step for step in path.split(".") if step not in WRAPPED)
 
 
 class Tree:

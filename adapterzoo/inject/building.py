@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import ENTRY, Site, part_names, unwrapped
+from adapterzoo.anatomy import ENTRY, WRAPPED, Site, part_names, unwrapped
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
@@ -196,17 +196,16 @@ def plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
     """Yield a module and those below with their paths; adapters are not among them.
 
     Unlike `named_modules`, it takes as long with 100 adapters as with one, and yields a module that
-    has two paths twice.
+    has two paths twice. Wrappers of torch come before what they wrap, with the same path.
 
     Args:
         module: of the model.
         path: of the module.
     """
-    module = unwrapped(module)
     yield path, module
-    for name, child in module._modules.items():
+    for n, child in module._modules.items():
         if child is not None and not isinstance(child, AdapterDict):
-            yield from plain_modules(child, f"{path}.{name}" if path else name)
+            yield from plain_modules(child, path if n in WRAPPED else f"{path}.{n}" if path else n)
 
 
 def plain_state(module: nn.Module, path: str = "") -> dict[str, Tensor]:

@@ -125,7 +125,8 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
         model: with adapters.
         modules: of adapters, in the same order in all processes.
     """
-    if not any(_is_partitioned(parameter) for parameter in model.parameters()):
+    is_partitioned = _may_be_sharded() and any(map(_is_partitioned, model.parameters()))
+    if not is_partitioned:
         yield
         return
     tables = (model.get_input_embeddings(), model.get_output_embeddings())

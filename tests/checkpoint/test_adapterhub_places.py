@@ -106,10 +106,13 @@ def beit(model, at, inverse):
 def gptj(model, at, inverse):
     x = inverse(model.wte(IDS))
     steps = torch.arange(IDS.shape[1])[None]
+    places = {"position_ids": steps}
+    if hasattr(model, "rotary_emb"):
+        places = {"position_embeddings": model.rotary_emb(x, position_ids=steps)}
     mask = torch.full((IDS.shape[1],) * 2, -torch.inf, dtype=x.dtype).triu(1)[None, None]
     for i, layer in enumerate(model.h):
         normed = layer.ln_1(x)
-        attended = layer.attn(normed, attention_mask=mask, position_ids=steps)[0]
+        attended = layer.attn(normed, attention_mask=mask, **places)[0]
         fed = layer.mlp(normed)
         x = at(i, "mh_adapter", attended, x, None)
         x = at(i, "output_adapter", fed, x, None)

@@ -87,7 +87,7 @@ def test_init_refuses_a_model_with_layers_of_peft():
     wrapped = peft.get_peft_model(plain(), lora())
     inside = wrapped.get_base_model()
     integrated = plain()
-    integrated.add_adapter(lora(), adapter_name="x")
+    peft.inject_adapter_in_model(lora(), integrated, "x")
     for model in (wrapped, inside, integrated):
         kind = type(model)
         with pytest.raises(StateError, match=r"PEFT has wrapped.*load_adapter\('folder'\)"):

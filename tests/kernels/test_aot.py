@@ -36,7 +36,7 @@ CACHED = ("finish", "compose, dropout", "compose, mixed, dropout")
 # of each operator: configurations, those with products of 64 rows, those without products
 COUNTS = {
     "low_rank": (90, 54, 0),
-    "compose": (252 + 7 * 12, 96, 66),
+    "compose": (312, 120, 66),
     "row_norm": (126, 0, 0),
     "rotate": (63, 30, 0),
     "cayley_fold": (90, 3, 15),

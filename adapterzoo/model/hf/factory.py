@@ -283,14 +283,29 @@ def _borrow_generation(made: type, generating: type) -> None:
         if not isinstance(member, types.FunctionType) or name.startswith("__"):
             continue
         if name in dir(GenerationMixin) or name == "prepare_decoder_input_ids_from_labels":
-            code, closure = member.__code__, member.__closure__ or ()
-            cells = tuple(
-                types.CellType(made) if free == "__class__" else cell
-                for free, cell in zip(code.co_freevars, closure, strict=True)
-            )
-            bound = types.FunctionType(code, member.__globals__, name, member.__defaults__, cells)
-            bound.__kwdefaults__ = member.__kwdefaults__
-            setattr(made, name, bound)
+            setattr(made, name, _of_class(made, member))
+
+
+def _of_class(made: type, function: types.FunctionType) -> types.FunctionType:
+    """Return a function whose `super()` refers to a class; decorators around it stay."""
+    code, closure = function.__code__, function.__closure__ or ()
+    inner = getattr(function, "__wrapped__", None)
+    own = None if inner is None else _of_class(made, inner)
+    cells = []
+    for free, cell in zip(code.co_freevars, closure, strict=True):
+        if free == "__class__":
+            cell = types.CellType(made)
+        elif own is not None and cell.cell_contents is inner:
+            cell = types.CellType(own)
+        cells.append(cell)
+    bound = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    bound.__kwdefaults__ = function.__kwdefaults__
+    vars(bound).update(vars(function))
+    if own is not None:
+        vars(bound)["__wrapped__"] = own
+    return bound
 
 
 def _with_signature(
