@@ -21,6 +21,7 @@ from transformers import (
 import adapterzoo
 from adapterzoo import LoRAConfig
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.testing._models import seeded
 
 PAGE = tables.PAGE.read_text(encoding="utf-8")
 COMMITTED = tables.read(PAGE)
@@ -129,6 +130,37 @@ def test_copies_and_biases_of_layers_that_are_read_act_and_merge():
     assert all(
         type(m).__module__.startswith(("torch", "transformers")) for m in model.layers.modules()
     )
+
+
+@torch.no_grad()
+def test_a_matrix_named_bias_is_merged():
+    plain, inputs = tables.exact(tiny_model("convbert"))
+    name = "encoder.layer.0.attention.self.key_conv_attn_layer"
+    model: Any = adapterzoo.init(copy.deepcopy(plain))
+    config = LoRAConfig(r=2, alpha=2, target_parameters=[f"{name}.bias"])
+    model.add_adapter("a", config, set_active=True)
+    stirred(model)
+    factors = [p for n, p in model.named_parameters() if ".a." in n]  # A [2, 1], B [d_out, 2]
+    plain.get_submodule(name).bias += factors[1] @ factors[0]
+    expected = seeded(plain, inputs)[0]
+    torch.testing.assert_close(seeded(model, inputs)[0], expected)
+    model.merge_adapter("a")
+    torch.testing.assert_close(seeded(model, inputs)[0], expected)
+
+
+@torch.no_grad()
+def test_the_bias_of_a_norm_of_channels_is_added_to_channels():
+    plain, inputs = tables.exact(tiny_model("squeezebert"))
+    model: Any = adapterzoo.init(copy.deepcopy(plain))
+    config = LoRAConfig(target_modules=["pooler.dense"], bias="all")
+    model.add_adapter("a", config, set_active=True)
+    stirred(model)
+    own = dict(model.named_parameters())
+    for name, p in plain.named_parameters():
+        if name.endswith("bias"):
+            p.copy_(own.get(f"{name.removesuffix('bias')}adapters.a.own", p))
+    expected = seeded(plain, inputs).last_hidden_state
+    torch.testing.assert_close(seeded(model, inputs).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("field", ["dropout=0.1", "use_gating=True", "lora_bias=True"])
