@@ -297,7 +297,7 @@ def restore(layer: Adapted) -> None:
 
 def without_kind(layer: Adapted) -> None:
     """Take the mixin of a kind out of a layer's class; what `Adapted` does stays."""
-    set_class(layer, _adapted_class(plain_class(layer), layer._read))
+    set_class(layer, _adapted_class(plain_class(layer), layer._read, shown=layer._shown))
 
 
 def discard(layer: Adapted) -> None:
