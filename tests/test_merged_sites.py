@@ -296,6 +296,19 @@ PADDING = torch.zeros(3, 7, dtype=torch.bool)
 PADDING[1, 4:] = True
 
 
+@torch.no_grad()
+def test_an_invertible_adapter_acts_before_torchs_encoder():
+    model = adapterzoo.init(Encoder(PreTrainedConfig()).double().eval())
+    model.add_adapter("a", "seq_bn_inv", set_active=True)
+    before = model.eval()(X)
+    for name, parameter in model.named_parameters():
+        if name.startswith("invertible_adapters."):
+            parameter.add_(0.1)
+    assert (model(X) - before).abs().max() > 1e-3
+    model.delete_adapter("a")
+    assert [*dict(model.named_modules())] == [*dict(Encoder(PreTrainedConfig()).named_modules())]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize(
