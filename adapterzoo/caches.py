@@ -11,18 +11,13 @@ CACHES = ("cache", "past_key_values", "cache_params")
 """A model's argument for the keys, values and states of earlier tokens: one of these names."""
 
 
-def cache_of(given: Mapping[str, Any]) -> Any:
-    """Return the cache of earlier tokens among the arguments of a call; None if there is none."""
-    return next((c for name in CACHES if (c := given.get(name)) is not None), None)
-
-
 def cached_tokens(given: Mapping[str, Any]) -> int | None:
     """Return the number of tokens in the cache among the arguments of a call, 0 without a cache.
 
     Returns:
         None if the cache is a state that does not count its tokens, as Mamba's.
     """
-    cache = cache_of(given)
+    cache = next((c for name in CACHES if (c := given.get(name)) is not None), None)
     if cache is None:
         return 0
     linear = getattr(cache, "is_linear", ())

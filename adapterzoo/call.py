@@ -458,7 +458,7 @@ class LayerStackCall(StackCall):
     def _refuse_part(self, why: str) -> None:
         raise StateError(
             f"generate(): with {why} the model gets the prompt in parts, and an active adapter "
-            f"reads it as a whole, as gates and the last positions of ReFT do. Leave it out."
+            f"needs all of it, for a mean or its last tokens. Leave it out."
         )
 
     def _bounds(self, x: Tensor) -> Tensor | None:

@@ -60,11 +60,11 @@ def run(
             now = time.monotonic()
             while waiting and len(running) < together and now < until:
                 job = waiting.pop(0)
-                ours, theirs = context.Pipe(duplex=False)
-                process: Any = context.Process(target=_work, args=(job, theirs))  # type: ignore[attr-defined]
+                receiver, sender = context.Pipe(duplex=False)
+                process: Any = context.Process(target=_work, args=(job, sender))  # type: ignore[attr-defined]
                 process.start()
-                theirs.close()
-                running[ours] = job, process
+                sender.close()
+                running[receiver] = job, process
             if now >= until:
                 yield from ((job, Ended("no time left for it", True)) for job in waiting)
                 waiting.clear()
@@ -99,7 +99,7 @@ def _work(job: Job, pipe: Connection) -> None:
         for found in job.run():
             pipe.send(found)
         pipe.send(Ended())
-    except Exception:  # noqa: BLE001  the parent is told of any
+    except Exception:  # noqa: BLE001  the parent reports any
         pipe.send(Ended(traceback.format_exc()))
 
 

@@ -273,7 +273,8 @@ def _run(section: Section, bench: Bench, report: Report, context: BaseContext) -
             part.rows.append(found)
             if section.jobs is not None:
                 print(
-                    f"{time.monotonic() - begun:6.1f} s  {found.figure}: {_told(found)}", flush=True
+                    f"{time.monotonic() - begun:6.1f} s  {found.figure}: {_shown(found)}",
+                    flush=True,
                 )
         elif isinstance(found, list):
             part.skipped += found
@@ -296,7 +297,7 @@ def _place(row: Row, jobs: list[Job]) -> int:
     return names.index(row.figure) if row.figure in names else -1
 
 
-def _told(row: Row) -> str:
+def _shown(row: Row) -> str:
     return "; ".join(str(cell) for cell in row.cells.values())[:300]
 
 

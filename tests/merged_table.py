@@ -188,11 +188,11 @@ def unknown(tiny: TinyModel) -> list[str]:
 
 # --- the page ---
 
-_HEAD = """# Merged and unmerged adapters, for every model type of transformers {version}
+_HEAD = """# Merged and unmerged adapters, on model types of transformers {version}
 
 Written by `make merging`; tests run a part of it again and check its numbers.
 
-- model types: {types}
+- model types: {types}; [{others} others](#not-in-the-table) are not in the table
 - cells: {cells}
 - right: {right}
 - refused: {refused}
@@ -215,13 +215,21 @@ experts and routers, `roles` LoRA at the parts of fused layers, `ln_tuning` at a
 | {columns} | model types |
 | {rule} | --- |
 """
+_LEFT_OUT = """
+## Not in the table
+
+Merging has not been compared on these model types.
+
+"""
+_NOT_RUN = "not run"
 
 
-def render(found: Mapping[str, Cells], version: str) -> str:
+def render(found: Mapping[str, Cells], others: Mapping[str, str], version: str) -> str:
     """Return the page: types with equal cells share a row.
 
     Args:
         found: cells by model type.
+        others: other model types → why there are no cells.
         version: of transformers.
     """
     columns = [*next(iter(found.values()))]
@@ -230,12 +238,18 @@ def render(found: Mapping[str, Cells], version: str) -> str:
         rows.setdefault(tuple(found[name].values()), []).append(name)
     count = collections.Counter(c.partition(" ")[0] for row in found.values() for c in row.values())
     head = _HEAD.format(
-        types=len(found), cells=count.total(), right=count[RIGHT], refused=count[REFUSED],
+        types=len(found), others=len(others), cells=count.total(), right=count[RIGHT],
+        refused=count[REFUSED],
         absent=count[ABSENT], wrong=count[WRONG], share=SHARE, version=version,
         columns=" | ".join(columns), rule=" | ".join("---" for _ in columns),
     )  # fmt: skip
     ordered = sorted(rows.items(), key=lambda row: (-len(row[1]), row[1]))
-    return head + "".join(f"| {' | '.join([*c, ', '.join(names)])} |\n" for c, names in ordered)
+    table = "".join(f"| {' | '.join([*c, ', '.join(names)])} |\n" for c, names in ordered)
+    reasons: dict[str, list[str]] = {}
+    for name in sorted(others):
+        reasons.setdefault(others[name], []).append(name)
+    rest = "".join(f"- {why}: {', '.join(reasons[why])}\n" for why in sorted(reasons))
+    return head + table + (_LEFT_OUT + rest if rest else "")
 
 
 def read(page: str) -> dict[str, Cells]:
@@ -251,8 +265,15 @@ def read(page: str) -> dict[str, Cells]:
     }
 
 
-def _of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells, list[str]]]:
-    """Yield the cells of types of which there is a tiny model, and what anatomy has wrong."""
+def left_out(page: str) -> dict[str, str]:
+    """Return the model types without cells on a page → why."""
+    lines = page.partition(_LEFT_OUT)[2].splitlines()
+    reasons = (line.removeprefix("- ").rpartition(": ") for line in lines)
+    return {name: why for why, _, names in reasons for name in names.split(", ")}
+
+
+def _of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells | str, list[str]]]:
+    """Yield the cells of each type, or why there are none, and what anatomy has wrong."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise _Late
@@ -263,10 +284,13 @@ def _of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells, list[str
         try:
             tiny = tiny_model(name)
             yield name, cells(tiny), unknown(tiny)
-        except NoTinyModelError:
-            continue
-        except (_Late, RuntimeError) as error:
-            sys.stderr.write(f"{name}: {type(error).__name__} {error}\n")
+        except NoTinyModelError as error:
+            yield name, f"no tiny model ({error})", []
+        except _Late:
+            yield name, f"takes more than {SECONDS} seconds", []
+        except RuntimeError as error:
+            sys.stderr.write(f"{name}: {error}\n")
+            yield name, "ends with a RuntimeError", []
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -284,15 +308,24 @@ def main(arguments: Sequence[str]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[str, Cells] = {}
+    others = dict.fromkeys(MODEL_MAPPING_NAMES, _NOT_RUN)
     if PAGE.exists() and not chosen.again:
-        found = read(PAGE.read_text(encoding="utf-8"))
+        page = PAGE.read_text(encoding="utf-8")
+        found = read(page)
+        others |= left_out(page)
+    others = {name: why for name, why in others.items() if name not in found}
     every = (name for name in sorted(MODEL_MAPPING_NAMES) if name not in found)
     failed = False
     for name, row, strange in _of_types(chosen.types or every):
-        found[name] = row
+        wrong = []
+        if isinstance(row, str):
+            others[name] = row
+        else:
+            found[name] = row
+            others.pop(name, None)
+            wrong = [f"{column}: {text}" for column, text in row.items() if text.startswith(WRONG)]
         # what has run is kept if the command is stopped
-        PAGE.write_text(render(found, transformers.__version__), encoding="utf-8")
-        wrong = [f"{column}: {text}" for column, text in row.items() if text.startswith(WRONG)]
+        PAGE.write_text(render(found, others, transformers.__version__), encoding="utf-8")
         failed |= bool(wrong or strange)
         sys.stderr.write("".join(f"{name}: {text}\n" for text in [*wrong, *strange]))
     return int(failed)

@@ -17,10 +17,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import adapterzoo
 from adapterzoo import LoRAConfig
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.testing._models import seeded
 
 PAGE = tables.PAGE.read_text(encoding="utf-8")
 COMMITTED = tables.read(PAGE)
@@ -54,9 +56,15 @@ def test_the_cover_has_every_column():
 
 def test_the_page_is_what_is_rendered_of_its_cells_and_none_is_wrong():
     version = PAGE.splitlines()[0].rpartition(" ")[2]
-    assert tables.render(COMMITTED, version) == PAGE, "docs/merged-sites.md: write `make merging`"
+    rendered = tables.render(COMMITTED, tables.left_out(PAGE), version)
+    assert rendered == PAGE, "docs/merged-sites.md: write `make merging`"
     texts = {text for row in COMMITTED.values() for text in row.values()}
     assert texts == {tables.RIGHT, tables.REFUSED, tables.ABSENT}
+
+
+@same_version
+def test_each_model_type_is_in_the_table_or_has_a_reason():
+    assert sorted([*COMMITTED, *tables.left_out(PAGE)]) == sorted(MODEL_MAPPING_NAMES)
 
 
 def test_a_wrong_merge_is_seen(monkeypatch):
@@ -129,6 +137,37 @@ def test_copies_and_biases_of_layers_that_are_read_act_and_merge():
     assert all(
         type(m).__module__.startswith(("torch", "transformers")) for m in model.layers.modules()
     )
+
+
+@torch.no_grad()
+def test_a_matrix_named_bias_is_merged():
+    plain, inputs = tables.exact(tiny_model("convbert"))
+    name = "encoder.layer.0.attention.self.key_conv_attn_layer"
+    model: Any = adapterzoo.init(copy.deepcopy(plain))
+    config = LoRAConfig(r=2, alpha=2, target_parameters=[f"{name}.bias"])
+    model.add_adapter("a", config, set_active=True)
+    stirred(model)
+    factors = [p for n, p in model.named_parameters() if ".a." in n]  # A [2, 1], B [d_out, 2]
+    plain.get_submodule(name).bias += factors[1] @ factors[0]
+    expected = seeded(plain, inputs)[0]
+    torch.testing.assert_close(seeded(model, inputs)[0], expected)
+    model.merge_adapter("a")
+    torch.testing.assert_close(seeded(model, inputs)[0], expected)
+
+
+@torch.no_grad()
+def test_the_bias_of_a_norm_of_channels_is_added_to_channels():
+    plain, inputs = tables.exact(tiny_model("squeezebert"))
+    model: Any = adapterzoo.init(copy.deepcopy(plain))
+    config = LoRAConfig(target_modules=["pooler.dense"], bias="all")
+    model.add_adapter("a", config, set_active=True)
+    stirred(model)
+    own = dict(model.named_parameters())
+    for name, p in plain.named_parameters():
+        if name.endswith("bias"):
+            p.copy_(own.get(f"{name.removesuffix('bias')}adapters.a.own", p))
+    expected = seeded(plain, inputs).last_hidden_state
+    torch.testing.assert_close(seeded(model, inputs).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("field", ["dropout=0.1", "use_gating=True", "lora_bias=True"])
@@ -255,6 +294,19 @@ class Encoder(PreTrainedModel):
 X = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0), dtype=torch.double)
 PADDING = torch.zeros(3, 7, dtype=torch.bool)
 PADDING[1, 4:] = True
+
+
+@torch.no_grad()
+def test_an_invertible_adapter_acts_before_torchs_encoder():
+    model = adapterzoo.init(Encoder(PreTrainedConfig()).double().eval())
+    model.add_adapter("a", "seq_bn_inv", set_active=True)
+    before = model.eval()(X)
+    for name, parameter in model.named_parameters():
+        if name.startswith("invertible_adapters."):
+            parameter.add_(0.1)
+    assert (model(X) - before).abs().max() > 1e-3
+    model.delete_adapter("a")
+    assert [*dict(model.named_modules())] == [*dict(Encoder(PreTrainedConfig()).named_modules())]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

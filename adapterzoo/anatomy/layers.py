@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .names import below, joined
-from .norms import NORM_CLASS
+from .norms import CHANNEL_NORM_CLASS, NORM_CLASS
 from .sites import Block, Kind, Site
 from .tokens import input_embeddings_of
 from .tree import Tree
@@ -72,8 +72,7 @@ def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tu
         if not (norm or conv or is_linear) or _is_read(tree, path):
             others.append(path)
             continue
-        # some norms of images are of channels, as convolutions are
-        spatial = conv or getattr(module, "data_format", None) == "channels_first"
+        spatial = conv or _normalizes_channels(module)
         found.append(_site(path, "layer" if spatial else "output", module, blocks))
     return tuple(found), tuple(others)
 
@@ -115,6 +114,12 @@ def is_norm(module: nn.Module) -> bool:
     named = NORM_CLASS.search(type(module).__name__) is not None
     apart = isinstance(module, (nn.GroupNorm, _NormBase))
     return named and not apart and bool(own) and all(p.dim() == 1 for p in own)
+
+
+def _normalizes_channels(module: nn.Module) -> bool:
+    """Return whether the features of a norm are channels, the second dimension."""
+    first = getattr(module, "data_format", None) == "channels_first"
+    return first or CHANNEL_NORM_CLASS.search(type(module).__name__) is not None
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:

@@ -12,6 +12,8 @@ from .names import tail
 from .sites import SubLayerKind
 
 NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
+# norms of channels, `[batch, d, *places]`, beside those whose `data_format` says so
+CHANNEL_NORM_CLASS = re.compile(r"LayerNorm2d$|^(SqueezeBert|VitDet)LayerNorm$")
 NORM_NAME = re.compile(r"(norm|(^|_)ln)(_?\d+)?$|^ln_|^norm|layer_?norm", re.IGNORECASE)
 
 # the place of a norm: before its sub-layer, on the sub-layer's output, or after the addition;

@@ -53,7 +53,6 @@ from .containers import (
 )
 from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
-from .fused import call_layers
 from .languages import AdaptedLanguages
 from .parts import ExpertAdapters, FusedAdapters, changed, is_additive, mergeable
 from .positions import AdaptedPositions
@@ -68,7 +67,6 @@ __all__ = [
     "adapters_of",
     "base_of",
     "below_wrappers",
-    "call_layers",
     "capture_input",
     "changed",
     "changes",

@@ -24,6 +24,7 @@ from adapterzoo.kernels.mode import is_few
 from adapterzoo.runtime import ActiveState, SharedInput
 
 from .containers import adapters_of
+from .fused import asked
 from .parts import ExpertAdapters, changed
 from .quantized import is_quantized
 from .views import LayerCall, matrix, own, stores_transposed
@@ -297,7 +298,7 @@ def restore(layer: Adapted) -> None:
 
 def without_kind(layer: Adapted) -> None:
     """Take the mixin of a kind out of a layer's class; what `Adapted` does stays."""
-    set_class(layer, _adapted_class(plain_class(layer), layer._read))
+    set_class(layer, _adapted_class(plain_class(layer), layer._read, shown=layer._shown))
 
 
 def discard(layer: Adapted) -> None:
@@ -374,7 +375,7 @@ def _adapted_class(
             members["forward"] = _plainly
         # a whole model has a metaclass of its own, and stands alone
         meta: Any = _AdaptedType if type(cls) is type else type(cls)
-        made = meta(cls.__name__, bases, members | own.members(cls))
+        made = meta(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
 

@@ -9,10 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from adapterzoo.runtime import ActiveState
-
-from .adapted import Adapted, swap
-
 # what must be true of each module
 _ASKED = {
     nn.TransformerEncoder: "use_nested_tensor",
@@ -20,30 +16,18 @@ _ASKED = {
 }
 
 
-class AdaptedEncoder(Adapted):
-    """Mixed into the class of an encoder or its layer: while adapters are active, it calls all."""
-
-    @classmethod
-    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return the attribute that torch asks, which is false while adapters are active."""
-        asked = next(name for kind, name in _ASKED.items() if issubclass(plain, kind))
-
-        def answer(module: AdaptedEncoder) -> Any:
-            own = vars(module)[asked]
-            return own if module._link.active.plan.setup is None else type(own)(0)
-
-        return {asked: property(answer)}
-
-
-def call_layers(module: nn.Module, name: str, active: ActiveState, path: str) -> None:
-    """Make torch's encoder or its layer call what it holds while adapters are active.
+def asked(plain: type[nn.Module]) -> dict[str, Any]:
+    """Return the attribute that torch asks of an encoder, which is false while adapters are active.
 
     Args:
-        module: an `nn.TransformerEncoder` or `nn.TransformerEncoderLayer`.
-        name: of an adapter of the model.
-        active: the model's.
-        path: of the module, as plans name it.
+        plain: the own class of a module; nothing is asked of classes other than an encoder's.
     """
-    swap(module, active, path, kind=AdaptedEncoder)
-    if isinstance(module, Adapted):
-        module._link.helps.add((path, name))
+
+    def attribute(name: str) -> property:
+        def answer(module: Any) -> Any:
+            own = vars(module)[name]
+            return own if module._link.active.plan.setup is None else type(own)(0)
+
+        return property(answer)
+
+    return {name: attribute(name) for kind, name in _ASKED.items() if issubclass(plain, kind)}

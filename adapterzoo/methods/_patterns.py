@@ -148,16 +148,16 @@ class Patterns(Check):
         paths = [site.name for site in (*anatomy, *anatomy.others, *anatomy.parameters)]
         found = {}
         for key, number in value.items():
-            theirs = [path for path in paths if fits_end(key, f"{prefix}{path}")]
-            ours = [path for path in paths if fits_end(key, path)]
-            if ours and not theirs and not _EXACT.fullmatch(key):
+            chosen = [path for path in paths if fits_end(key, f"{prefix}{path}")]
+            short = [path for path in paths if fits_end(key, path)]
+            if short and not chosen and not _EXACT.fullmatch(key):
                 raise ConfigError(
                     f"{key!r} is a key for {self.name}, and matches no whole path such as "
-                    f"{f'{prefix}{ours[0]}'!r}. Write an expression for the end of the path or "
+                    f"{f'{prefix}{short[0]}'!r}. Write an expression for the end of the path or "
                     f"for all of it."
                 )
-            names = "|".join(map(re.escape, dict.fromkeys(theirs)))
-            found[key if theirs == ours or not theirs else f"^(?:{names})$"] = number
+            names = "|".join(map(re.escape, dict.fromkeys(chosen)))
+            found[key if chosen == short or not chosen else f"^(?:{names})$"] = number
         return value if found == value else found
 
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
@@ -236,8 +236,8 @@ def names_below(
     names: Iterable[str],
     prefix: str,
     paths: Sequence[str],
-    theirs: Callable[[str, str], bool],
-    ours: Callable[[str, str], bool] = is_named,
+    in_peft: Callable[[str, str], bool],
+    fits: Callable[[str, str], bool] = is_named,
 ) -> tuple[str, ...]:
     """Return names or expressions that have the same meaning for paths below the base model.
 
@@ -245,8 +245,8 @@ def names_below(
         names: for paths in the whole model.
         prefix: what precedes the paths of the base model.
         paths: all that can be named, below the base model.
-        theirs: whether a path in the whole model has a name, by PEFT's rule.
-        ours: whether a path below the base model has it.
+        in_peft: whether a path in the whole model has a name, by PEFT's rule.
+        fits: whether a path below the base model has it.
 
     Returns:
         Those that have the same meaning as they are, or none in the whole model; names of the
@@ -254,13 +254,13 @@ def names_below(
     """
     found: list[str] = []
     for name in names:
-        meant = [path for path in paths if theirs(f"{prefix}{path}", name)]
-        if not meant or meant == [path for path in paths if ours(path, name)]:
+        chosen = [path for path in paths if in_peft(f"{prefix}{path}", name)]
+        if not chosen or chosen == [path for path in paths if fits(path, name)]:
             found.append(name)
             continue
-        short = short_names(meant, paths) or ()
-        again = [p for p in paths if any(theirs(f"{prefix}{p}", each) for each in short)]
-        found += short if again == meant else [f"^{path}" for path in meant]
+        short = short_names(chosen, paths) or ()
+        again = [p for p in paths if any(in_peft(f"{prefix}{p}", each) for each in short)]
+        found += short if again == chosen else [f"^{path}" for path in chosen]
     return tuple(dict.fromkeys(found))
 
 

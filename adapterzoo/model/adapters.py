@@ -313,7 +313,8 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
     for path in model.anatomy.fused:
-        inject.call_layers(layer_at(backbone, path), name, active, path)
+        # its class lets it call its layers
+        inject.capture_input(layer_at(backbone, path), path, name, active, path)
     for path, stack in stacks_of(model):
         guards.put(stack, active)
         if record.reads_calls:

@@ -282,7 +282,10 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     kept = model._adapter_state.originals[path]
     # the model may have been moved after copying
     own = {name: t.to(cast("Tensor", layer._parameters[name]).device) for name, t in kept.items()}
-    bias = own.pop("bias", None)
+    bias = own.get("bias")
+    if "weight" in own:
+        # written with the weight
+        own.pop("bias", None)
     for parameter, stored in own.items():
         transposed = inject.stores_transposed(layer, parameter)
         original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
