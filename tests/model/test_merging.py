@@ -225,8 +225,8 @@ def test_a_shared_weight_is_refused(tiny):
     model.merge_adapter("a")
     model.reset_adapter()
     model = tiny("t5")
-    model.add_adapter("a", LoRAConfig(target_modules=["shared"]))
-    with refused(model, StateError, "'shared'", "decoder.embed_tokens", "Keep the adapter active"):
+    model.add_adapter("a", LoRAConfig(target_modules=["encoder.embed_tokens"]))
+    with refused(model, StateError, "'encoder.embed_tokens'", "shared", "Keep the adapter active"):
         model.merge_adapter("a")
 
 
