@@ -1,4 +1,4 @@
-"""Weights that several layers of a model share, made each layer's own for good."""
+"""Gives each of the layers that share a weight one of its own, in the model and in its config."""
 
 from __future__ import annotations
 
