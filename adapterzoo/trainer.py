@@ -211,7 +211,7 @@ class AdapterTrainer(Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         given = self.data_collator
-        # texts are no tensors, which the collators of transformers make
+        # the collators of transformers make tensors, and texts cannot become tensors
         self.data_collator = functools.partial(collated, given)
         try:
             return super()._get_dataloader(*args, **kwargs)

@@ -53,7 +53,7 @@ TABLES: Targets = {
     "bert": ["word_embeddings", "query"],
     "gpt2": ["wte", "c_attn"],
     "llama": ["embed_tokens", "q_proj"],
-    "t5": ["shared", "q"],
+    "t5": ["embed_tokens", "q"],
     "vit": ["q_proj"],
     "qwen3": ["embed_tokens", "q_proj"],
     "qwen3_moe": ["embed_tokens", "q_proj"],
@@ -388,7 +388,8 @@ row(
     "TRAINABLE_TOKENS",
     "",
     lambda f: {
-        "target_modules": None if f == "vit" else TABLES[f][:1],
+        # the rows of all tables of T5 are those of the one that the others share
+        "target_modules": {"vit": None, "t5": ["shared"]}.get(f, TABLES[f][:1]),
         "token_indices": SEEN,
     },
     std=0.5,

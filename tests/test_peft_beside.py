@@ -371,3 +371,12 @@ def test_a_copy_that_still_equals_its_original_is_loaded_and_trained(tmp_path, f
     assert any("lm_head" in name for name in trained)
     # the base model's table stays as it is, although it is tied to the original
     assert not any("wte" in name or "embed_tokens" in name for name in trained)
+
+
+def test_rows_of_their_own_at_modules_that_share_a_table_are_refused(tmp_path):
+    """PEFT trains them apart; with the table that both share it trains one for all."""
+    config = peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[5, 6])
+    trained("t5", config, tmp_path)
+    model = ours("t5")
+    with refused(model, CheckpointError, "share one table", "target_modules=['shared']"):
+        model.load_adapter(tmp_path)

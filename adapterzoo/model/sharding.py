@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 from adapterzoo.inject import quantized
@@ -129,8 +130,10 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     if not is_partitioned:
         yield
         return
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    outside = (child for child in model.children() if child is not model._backbone)
+    tables = (input_embeddings_of(model), model.get_output_embeddings())
+    backbone = model._backbone
+    outside = [] if backbone is model else [*model.children()]
+    outside = [child for child in outside if unwrapped(child) is not backbone]
     every = (*modules, *outside, *(table for table in tables if table is not None))
     parameters = dict.fromkeys(p for module in every for p in module.parameters())
     with _partitioned(parameters):

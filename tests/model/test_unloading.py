@@ -405,10 +405,24 @@ def test_so_does_each_layer_of_a_model_with_named_heads(case, tmp_path):
 
 def test_a_class_that_computes_otherwise_without_the_tie_keeps_it():
     model = tied("t5")
-    model.add_adapter("a", LoRAConfig(target_modules=["embed_tokens", "q"]), set_active=True)
+    model.add_adapter(
+        "a", LoRAConfig(target_modules=["encoder.embed_tokens", "q"]), set_active=True
+    )
     stir(model, "a")
     with refused(model, StateError, "tie_word_embeddings=False", "Keep the adapter active"):
         model.merge_and_unload(["a"])
+
+
+def test_so_does_one_whose_forward_is_decorated():
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2,
+        num_heads=4, num_experts=2, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = adapterzoo.init(transformers.SwitchTransformersForConditionalGeneration(config))
+    model.add_adapter("a", LoRAConfig(target_modules=["encoder.embed_tokens"]), set_active=True)
+    with pytest.raises(StateError, match="tie_word_embeddings=False"):
+        model.merge_and_unload(["a"])
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_an_error_ties_the_layers_again():

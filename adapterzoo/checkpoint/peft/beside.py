@@ -105,6 +105,7 @@ def read(
         elif "bias" in can and theirs.bias != "none" and parameter == "bias":
             beside.biases[path] = _cast(left.pop(key), path, info)
             beside.kind = "all" if theirs.bias == "all" else ADAPTED_BIASES
+    _refuse_other_rows(beside, anatomy)
     if beside.kind == "all":
         beside.biases = _outside_of_task(theirs, info, find, sites) | beside.biases
     for path, (key, table) in tables.items():
@@ -186,6 +187,24 @@ def _rows(
         )
     order = sorted(range(len(given)), key=given.__getitem__)
     return tuple(given[i] for i in order), _as(rows[order], site.path, info)
+
+
+def _refuse_other_rows(beside: Beside, anatomy: Anatomy) -> None:
+    """Refuse rows of their own for modules that share a table; an adapter has the same in all.
+
+    Raises:
+        CheckpointError: there are some.
+    """
+    for group in anatomy.shared_tables:
+        first, *others = [path for path in group if path in beside.rows] or group[:1]
+        for path in others:
+            (ids, rows), (other_ids, other_rows) = beside.rows[first], beside.rows[path]
+            if ids != other_ids or not torch.equal(rows, other_rows):
+                raise CheckpointError(
+                    f"the file has other rows of tokens at {path!r} than at {first!r}; here these "
+                    f"share one table, and an adapter has the same rows in both. Train it again "
+                    f"with target_modules=[{group[0]!r}] in PEFT."
+                )
 
 
 def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:

@@ -1,9 +1,10 @@
-"""Weights that several layers of a model share, made each layer's own for good."""
+"""Gives each of the layers that share a weight one of its own, in the model and in its config."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,8 +67,11 @@ def _check(model: Any) -> None:
     for part in _configs(twin):
         setattr(part, _FLAG, False)
     again = type(twin).from_dict(twin.to_dict())
-    forwards = [vars(c).get("forward") for m in model.modules() for c in type(m).__mro__
-                if isinstance(m, PreTrainedModel)]  # fmt: skip
+    classes = {
+        c for m in model.modules() if isinstance(m, PreTrainedModel) for c in type(m).__mro__
+    }
+    # below decorators
+    forwards = (inspect.unwrap(vars(c)["forward"]) for c in classes if "forward" in vars(c))
     codes = [code for f in forwards if (code := getattr(f, "__code__", None)) is not None]
     if again.to_dict() != twin.to_dict() or any(_FLAG in code.co_names for code in codes):
         raise StateError(

@@ -193,8 +193,8 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
     if not kept:
         raise ConfigError(
             f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: no layer is in such a "
-            f"block. Stacks of this model: {listing(model.anatomy.stacks)}. Write the last name of "
-            f"one."
+            f"block. Stacks of this model: {listing(model.anatomy.stacks)}. Write the last part of "
+            f"one of these paths, and numbers of its blocks from 0."
         )
     return config.replace(target_modules=_named(kept, _layers(model)))
 
