@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ QUIET = (
     "ignore:Setting .save_embedding_layers. to .True.",
     "ignore:Could not find a config file in",
     "ignore:Adapter 'default'. . LoRA tensor.s. have invalid shape",
+    # PEFT calls models with the name that transformers before 5.24 has
+    "ignore:`past_key_values` is deprecated:FutureWarning",
 )
 
 
@@ -119,9 +123,27 @@ def logits(
         return model.eval()(**inputs).logits
 
 
+def for_peft(model: Any) -> Any:
+    """The model, whose base shows the old name of its cache, which PEFT looks for and it takes."""
+    cls = type(model.base_model)
+    signature = inspect.signature(cls.forward)
+    if "cache" in signature.parameters and "past_key_values" not in signature.parameters:
+
+        @functools.wraps(cls.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return cls.forward(self, *args, **kwargs)
+
+        shown = [*signature.parameters.values()]
+        old = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
+        at = len(shown) - (shown[-1].kind is inspect.Parameter.VAR_KEYWORD)
+        forward.__signature__ = signature.replace(parameters=[*shown[:at], old, *shown[at:]])
+        model.base_model.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    return model
+
+
 def trained(family: str, config: peft.PeftConfig, folder: Path, std: float = 0.1) -> Tensor:
     """Save an adapter of PEFT with random values, and its head; the logits with it."""
-    model = peft.get_peft_model(plain(family), config)
+    model = peft.get_peft_model(for_peft(plain(family)), config)
     source = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,7 +157,7 @@ def trained(family: str, config: peft.PeftConfig, folder: Path, std: float = 0.1
 
 def reloaded(family: str, folder: Path) -> Tensor:
     """The logits of PEFT with a folder, on the plain model."""
-    return logits(peft.PeftModel.from_pretrained(plain(family), folder), family)
+    return logits(peft.PeftModel.from_pretrained(for_peft(plain(family)), folder), family)
 
 
 def change(folder: Path, **fields: Any) -> None:

@@ -6,8 +6,10 @@ import peft
 import pytest
 import torch
 import transformers
+from cached import CACHE
 from families import tiny_config, tiny_inputs
-from peft_world import QUIET, TENSORS, change, logits, ours, plain, reloaded
+from packaging.version import Version
+from peft_world import QUIET, TENSORS, change, for_peft, logits, ours, plain, reloaded
 from safetensors.torch import load_file, save_file
 from snapshots import snapshot, stir
 
@@ -32,7 +34,7 @@ TASKS = {
 def trained(family, folder, **fields):
     """Save a prefix of PEFT with random values; the logits with it."""
     config = peft.PrefixTuningConfig(task_type=TASKS[family], num_virtual_tokens=3, **fields)
-    model = peft.get_peft_model(plain(family), config)
+    model = peft.get_peft_model(for_peft(plain(family)), config)
     source = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,6 +67,10 @@ def test_a_prefix_of_peft_loads_and_goes_back(family, projection, tmp_path):
     close(logits(other, family), logits(model, family))
 
 
+@pytest.mark.skipif(
+    CACHE == "cache" and Version(peft.__version__) < Version("0.22"),
+    reason="PEFT 0.21 loses the prefix: transformers 5.24 has a cache of its own, by another name",
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "t5"])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_peft_generates_the_same_tokens(family, beams, tmp_path):

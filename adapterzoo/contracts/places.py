@@ -68,9 +68,14 @@ class AttentionAdapter(Adapter):
     """An adapter that prepends keys and values to those of an attention module.
 
     In a `Stack` the keys and values of the first adapter come first.
+
+    Attributes:
+        counts_padding: whether rotary positions count the padding before a row's first token, as a
+            model does without `position_ids`.
     """
 
     stacks_only: ClassVar[str] = "keys and values of a prefix"
+    counts_padding: bool = False
 
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]

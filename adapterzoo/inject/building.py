@@ -192,6 +192,11 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
         hook.post_forward(layer, None)
 
 
+def is_offloaded(layer: nn.Module) -> bool:
+    """Return whether `at_hand` loads the layer's values."""
+    return bool(getattr(vars(layer).get("_hf_hook"), "offload", False))
+
+
 def plain_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those below with their paths; adapters are not among them.
 

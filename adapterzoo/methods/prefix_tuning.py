@@ -63,7 +63,8 @@ class PrefixTuningConfig(BesideConfig):
         init_weights_seed: makes the initial values reproducible.
         convention: "paper"; "peft": layers of a decoder beside an encoder share keys and values;
             or "adapterhub": a gate reads all tokens of the call, padding included; a relative
-            position bias counts keys from the first of the prefix.
+            position bias counts keys from the first of the prefix, and rotary positions count
+            padding.
         positions: "kept": tokens are numbered as without a prefix; "shifted": from P on.
         dtype: of the parameters, by name ("float32"); None for that of the model.
     """
@@ -162,6 +163,7 @@ class PrefixTuning(AttentionAdapter):
         super().__init__()
         self.path, self.heads, self.widths = site.path, site.heads, site.head_widths
         self.in_window = config.positions == "shifted"
+        self.counts_padding = config.convention == "adapterhub"
         self.distances: Literal["kept", "shifted"] | None = None
         if not site.cross:
             self.distances = "shifted" if config.convention == "adapterhub" else "kept"

@@ -163,7 +163,10 @@ def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) 
         site.stack
         for site in anatomy.attentions
         if not site.cross
-        and any(isinstance(m, AttentionAdapter) for m in present.get(site.path, {}).values())
+        and any(
+            isinstance(m, AttentionAdapter) and not m.counts_padding
+            for m in present.get(site.path, {}).values()
+        )
     }
     # the innermost model around a stack numbers its tokens
     found = ([p for p in ("", *paths) if below(stack, p)] for stack in with_prefix & anatomy.rotary)

@@ -277,7 +277,7 @@ def test_other_files_share_nothing(tmp_path):
     ("call", "error", "says"),
     [
         (lambda m: m.share_parameters([]), ConfigError, ("names no adapter", "['a', 'b']")),
-        (lambda m: m.share_parameters(["a", "l"]), TypeError, ("LoRAConfig", "MultiTaskConfig")),
+        (lambda m: m.share_parameters(["a", "l"]), TypeError, ("LoRAConfig", "'mtl_lora'")),
         (lambda m: m.share_parameters(["a", "u"]), FieldError, ("'u' is of ConfigUnion",)),
         (lambda m: m.share_parameters(["a", "w"]), ConfigError, ("other shapes", "equal configs")),
         (

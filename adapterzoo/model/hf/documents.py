@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint import base_sample, formats
 from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import ConfigError, argument
-from adapterzoo.inject.building import plain_modules
+from adapterzoo.inject.building import at_hand, is_offloaded, plain_modules
 from adapterzoo.inject.quantized import is_quantized
 from adapterzoo.model import sharding
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, token_table
@@ -87,14 +87,21 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
     }
 
 
-def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the base model's weights that are plain numbers, perhaps sharded, by key.
+def base_weights(
+    model: AdaptedModel, choose: Callable[[Mapping[str, int]], Iterable[str]]
+) -> dict[str, Tensor]:
+    """Return some of the base model's weights that are plain numbers, perhaps sharded, by key.
 
     Merging changes none of them. Of a quantized model the vectors are left out: some methods of
     quantization scale them.
+
+    Args:
+        model: with adapters.
+        choose: returns the keys of these weights, from the dimensions of all by key.
     """
     replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
     found: dict[str, Tensor] = {}
+    offloaded: dict[str, tuple[nn.Module, str]] = {}
     quantized = getattr(model.config, "quantization_config", None) is not None
     for path, module in plain_modules(model._backbone):
         if is_quantized(module):
@@ -102,27 +109,37 @@ def base_weights(model: AdaptedModel) -> dict[str, Tensor]:
             continue
         own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
         for name, tensor in own.items():
-            if tensor is None or tensor.is_meta:
+            if tensor is None:
                 continue
+            if tensor.is_meta:
+                if not is_offloaded(module):
+                    continue
+                offloaded[f"{path}.{name}"] = module, name
             plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
             if plain and tensor.is_floating_point() and sharding.size_of(tensor):
                 found[f"{path}.{name}"] = tensor
     if replaced and (table := token_table(model)) is not None:
         found = {k: t for k, t in found.items() if t is not table.weight}
-    return {k: t for k, t in found.items() if sharding.dim_of(t) > 1} if quantized else found
+    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
+    keys = choose({key: dim for key, dim in dims.items() if dim > 1 or not quantized})
+    for key in offloaded.keys() & set(keys):
+        module, name = offloaded[key]
+        with at_hand(module):
+            found[key] = cast("Tensor", module._parameters[name])
+    return {key: found[key] for key in keys}
 
 
 def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
     """Return a sample of the base model's weights; a collective call if they are sharded."""
-    tensors = base_weights(model)
-    keys = base_sample.chosen({key: sharding.dim_of(tensor) for key, tensor in tensors.items()})
-    return base_sample.sample(sharding.gathered({key: tensors[key] for key in keys}))
+    return base_sample.sample(sharding.gathered(base_weights(model, base_sample.chosen)))
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
     """Warn if a checkpoint's adapter was trained on other weights of the base model."""
     kept = stored.metadata.get(BASE)
-    if kept and base_sample.is_other(kept, base_weights(model)):
+    if not isinstance(kept, Mapping):
+        return
+    if base_sample.is_other(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
         trained_on = stored.metadata.get("model_name")
         _LOG.warning(
             "load_adapter: the adapter %r was trained on other weights of the base model%s than "
