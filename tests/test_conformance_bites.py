@@ -391,7 +391,7 @@ class TakesAnything(Broken):
 @breaks("config_is_frozen", broad=True)
 class ChangesItself(Broken):
     def build(self, site, device, dtype):
-        object.__setattr__(self, "exclude_modules", ("embed_tokens", *(self.exclude_modules or ())))
+        object.__setattr__(self, "init_weights_seed", (self.init_weights_seed or 0) + 1)
         return super().build(site, device, dtype)
 
 
