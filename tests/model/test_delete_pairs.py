@@ -21,7 +21,7 @@ PLACES = (
 
 def methods() -> list[str]:
     """The config strings, but for other names of the same config and those that need fields."""
-    needs = {"union": None, "vera": "vera[r=2]", "mtl_lora": None}
+    needs = {"union": None, "vera": "vera[r=2]", "miss": "miss[r=4]", "mtl_lora": None}
     found: dict[object, str] = {}
     for name in config_strings:
         text = needs.get(name, name)
