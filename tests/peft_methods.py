@@ -22,7 +22,7 @@ from peft.tuners.lora.config import (
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
 from peft.utils import PeftType
-from peft_world import inputs_of
+from peft_world import for_peft, inputs_of
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "qwen3", "qwen3_moe")
 CAUSAL = {"gpt2", "llama", "qwen3", "qwen3_moe"}
@@ -131,7 +131,7 @@ class Case:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     std: float = 0.1
     make: Callable[[Any, Any, str], Any] = lambda model, config, _family: peft.get_peft_model(
-        model, config
+        for_peft(model), config
     )
     double: bool = False
     near: float = 1e-10

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adapterzoo import BnConfig, BOFTConfig, ConfigUnion, ReftConfig
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.contracts import compute_dtype
+from adapterzoo.contracts import CopyAdapter, compute_dtype
 from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.inject import adapters_of
 from adapterzoo.model.state import parameters_of, tensors_of
@@ -293,8 +293,10 @@ def test_a_file_goes_to_a_model_of_another_dtype_and_back(made, base, tmp_path, 
     model, other = made(text, dtype=here), base(dtype=there)
     model.save_adapter(tmp_path / "one", "a")
     other.delete_head("a")
-    with refused(other, CheckpointError, f"file {here}   model {there}", f"pass dtype={there}"):
-        other.load_adapter(tmp_path / "one")
+    # copies of layers get the dtype of their layer in any case
+    if not all(isinstance(m, CopyAdapter) for _, m in model.adapter_modules("a")):
+        with refused(other, CheckpointError, f"file {here}   model {there}", f"pass dtype={there}"):
+            other.load_adapter(tmp_path / "one")
     other.load_adapter(tmp_path / "one", dtype=there, set_active=True)
     check_dtypes(other, there, there)
     check_near(other, there)
