@@ -525,3 +525,15 @@ def test_the_definition_and_the_kept_agree(model):
     found = is_right(model)
     with use("reference"):
         torch.testing.assert_close(is_right(model), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", METHODS, indirect=True)
+@torch.no_grad()
+def test_eval_forgets_what_writes_without_a_version_have_changed(model):
+    before = outputs(model)[0]
+    for p in parameters_of(model):
+        p.data.mul_(1.5)
+    model.eval()
+    found, expected = outputs(model)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, before)
