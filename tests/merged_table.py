@@ -140,10 +140,11 @@ def exact(tiny: TinyModel) -> tuple[nn.Module, Inputs]:
     inputs = Inputs(tiny.inputs)
     model = copy.deepcopy(tiny.model).eval().double()
     try:
-        _output(model, inputs.double())
+        runs = bool(_output(model, inputs.double()).isfinite().all())
     except RuntimeError:
-        return copy.deepcopy(tiny.model).eval(), inputs
-    return model, inputs.double()
+        runs = False
+    # Canine's mask is 0 times infinity in float64
+    return (model, inputs.double()) if runs else (copy.deepcopy(tiny.model).eval(), inputs)
 
 
 def cells(tiny: TinyModel, columns: Sequence[str] | None = None) -> Cells:
@@ -171,7 +172,11 @@ def unknown(tiny: TinyModel) -> list[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         module.register_forward_pre_hook(lambda *_, path=path: called.add(path))
     y = flat(seeded(model, inputs))
-    (y * torch.linspace(-1, 1, y.numel()).to(y)).sum().backward()
+    try:
+        (y * torch.linspace(-1, 1, y.numel()).to(y)).sum().backward()
+    except RuntimeError:
+        # RWKV writes its state in place, so its tiny model has no gradients
+        return []
     shared = {path for group in anatomy.shared_tables for path in group}
     found = []
     for path, site in sites.items():
@@ -288,9 +293,9 @@ def _of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells | str, li
             yield name, f"no tiny model ({error})", []
         except _Late:
             yield name, f"takes more than {SECONDS} seconds", []
-        except RuntimeError as error:
+        except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
             sys.stderr.write(f"{name}: {error}\n")
-            yield name, "ends with a RuntimeError", []
+            yield name, f"ends with {type(error).__name__}", []
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 

@@ -584,6 +584,14 @@ def test_a_parameter_without_dimensions_has_no_width():
     assert sites[""].d_out == 1
 
 
+def test_input_embeddings_that_are_no_layer_are_none():
+    """Perceiver returns its matrix of latents."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model("perceiver"))
+    assert isinstance(model.get_input_embeddings(), nn.Parameter)
+    assert [s for s in find(model) if s.kind == "embedding"] == []
+
+
 def table_version() -> str:
     return TABLE.read_text(encoding="utf-8").splitlines()[0].rpartition(" ")[2]
 

@@ -30,6 +30,7 @@ COMMITTED = tables.read(PAGE)
 # tied tables; conv2d; conv3d; torch's attention; an embedding with a norm; positions that count
 COVER = (
     "bert", "gpt2", "mamba", "mixtral", "t5", "vit", "videomae", "siglip", "inkling_text", "opt",
+    "layoutlmv3", "swin",
 )  # fmt: skip
 same_version = pytest.mark.skipif(
     PAGE.splitlines()[0].rpartition(" ")[2] != transformers.__version__,

@@ -48,6 +48,22 @@ class Use(NamedTuple):
     is_called: bool
 
 
+class Handed(NamedTuple):
+    """An argument of another method of the module.
+
+    Attributes:
+        method: its name.
+        parameter: the number of the argument, or its keyword.
+    """
+
+    method: str
+    parameter: int | str
+
+
+# an attribute of a layer, the layer itself, or the parameter of a method that gets the layer
+_Access = str | None | Handed
+
+
 def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Return the layers that are read, or whose methods are called instead of them.
 
@@ -132,9 +148,18 @@ def _use(cls: Any, child: str) -> Use:
 
 def _all_accesses(cls: type[Any], name: str) -> Iterator[tuple[str, str | None]]:
     """Yield what the methods of a class that have a name use."""
+    methods = {method.__name__: method for method in reversed([*_methods(cls)])}
     for method in _methods(cls):
-        if name in _names(method.__code__):
-            yield from _accesses(method)
+        if name not in _names(method.__code__):
+            continue
+        for child, access in _accesses(method):
+            if not isinstance(access, Handed):
+                yield child, access
+            elif access.method in methods:
+                for inner in _of_parameter(methods[access.method], access.parameter):
+                    yield child, None if isinstance(inner, Handed) else inner
+            else:
+                yield child, None
 
 
 @functools.cache
@@ -167,30 +192,62 @@ def _methods(cls: type[Any]) -> Iterator[FunctionType]:
 
 
 @functools.cache
-def _accesses(method: FunctionType) -> tuple[tuple[str, str | None], ...]:
-    """Return each child that a method uses, with the attribute it reads; None: the child itself."""
+def _accesses(method: FunctionType) -> tuple[tuple[str, _Access], ...]:
+    """Return each child that a method uses, with how it does."""
+    around, me = _around(method), method.__code__.co_varnames[0]
+    return tuple(
+        (node.attr, access)
+        for node in around
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id == me and not isinstance(node.ctx, ast.Store)
+        for access in _access(node, around, me)
+    )
+
+
+@functools.cache
+def _of_parameter(method: FunctionType, parameter: int | str) -> tuple[_Access, ...]:
+    """Return how a method uses the argument that it gets at a place."""
+    me, *names = method.__code__.co_varnames
+    name = names[parameter] if isinstance(parameter, int) else parameter
+    around = _around(method)
+    return tuple(
+        access
+        for node in around
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store)
+        for access in _access(node, around, me)
+    )
+
+
+def _around(method: FunctionType) -> dict[ast.AST, ast.AST]:
+    """Return the node around each node of a method; nothing for code without a file."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, SyntaxError):  # code without a file
-        return ()
-    return tuple(_accesses_in(tree, method.__code__.co_varnames[0]))
+    except (OSError, SyntaxError):
+        return {}
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _accesses_in(tree: ast.AST, me: str) -> Iterator[tuple[str, str | None]]:
-    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for found in ast.walk(tree):
-        if not (isinstance(found, ast.Attribute) and isinstance(found.value, ast.Name)):
-            continue
-        if found.value.id != me or isinstance(found.ctx, ast.Store):
-            continue
-        node: ast.expr = found
-        while isinstance(outer := around[node], ast.Subscript) and outer.value is node:
-            node = outer
-        if isinstance(outer, ast.Attribute):
-            if _computes(outer, around):
-                yield found.attr, outer.attr
-        elif _computes(node, around):
-            yield found.attr, None
+def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[_Access]:
+    """Yield how one mention of a layer uses it, unless it only looks at it."""
+    while isinstance(outer := around[node], ast.Subscript) and outer.value is node:
+        node = outer
+    keyword = outer.arg if isinstance(outer, ast.keyword) else None
+    call = around[outer] if isinstance(outer, ast.keyword) else outer
+    if isinstance(outer, ast.Attribute):
+        if _computes(outer, around):
+            yield outer.attr
+    elif isinstance(call, ast.Call) and node is not call.func and _is_of(call.func, me):
+        yield Handed(call.func.attr, keyword or call.args.index(node))
+    elif _computes(node, around):
+        yield None
+
+
+def _is_of(function: ast.expr, me: str) -> bool:
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == me
+    )
 
 
 def _computes(node: ast.expr, around: Mapping[ast.AST, ast.AST]) -> bool:

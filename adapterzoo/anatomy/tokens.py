@@ -106,10 +106,11 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
 def input_embeddings_of(model: object) -> nn.Module | None:
     """Return transformers' input embeddings of a model; None if it has none."""
     try:
-        found = cast("nn.Module | None", cast("Any", model).get_input_embeddings())
+        found = cast("Any", model).get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    return None if found is None else unwrapped(found)
+    # a matrix that the model keeps itself is not a layer
+    return unwrapped(found) if isinstance(found, nn.Module) else None
 
 
 def _looks_ahead(tree: Tree, owner: str) -> bool:

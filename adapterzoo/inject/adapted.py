@@ -69,6 +69,7 @@ class Shown(NamedTuple):
 
 
 _CALLED = Shown()
+_NO_INPUT = torch.empty(0)
 
 
 class Adapted(nn.Module):
@@ -114,6 +115,9 @@ class Adapted(nn.Module):
         step, adapters = acting(self, site)
         if isinstance(step, Copies):
             return step.call(adapters, forward, args, kwargs, plan.rows)
+        if not (args or kwargs):
+            # a module that only reads its parameters, such as Swin's table of positions
+            forward, args = functools.partial(_without_input, forward), (_NO_INPUT,)
         residual = active.call.captures.pop(link.path, None)
         if residual is not None:
             also = active.call.captures.pop(f"+{link.path}", None)
@@ -378,6 +382,10 @@ def _adapted_class(
         made = meta(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
+
+
+def _without_input(forward: Callable[[], Any], x: Tensor) -> Any:
+    return forward()
 
 
 def _plainly(layer: Adapted, *args: Any, **kwargs: Any) -> Any:

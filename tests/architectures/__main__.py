@@ -44,10 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         known = table.read(chosen.page.read_text(encoding="utf-8"))
     some = table.stale(known) if chosen.stale else chosen.types
     every = sorted(MODEL_MAPPING_NAMES)
+    # the shorter part first: if it fails, nothing is lost
+    lines = list(survey.survey())
     found = table.sweep(every if some is None else some, chosen.workers)
     if some is not None:
         found = known | found
-    lines = list(survey.survey())
     if chosen.page is not None:
         text = survey.render(lines, transformers.__version__, table.more(found))
         chosen.page.write_text(text, encoding="utf-8")

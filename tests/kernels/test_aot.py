@@ -35,6 +35,8 @@ AHEAD = {"outer, mixed": 2}
 CACHED = ("finish", "compose, dropout", "compose, mixed, dropout")
 # bytes of the stack that ptxas uses although 64 registers are enough
 STACK = {(f"compose_backward, {of}frozen b", 120): 8 for of in ("", "no gain, ")}
+# bytes of it that another Triton may use anywhere: four registers, written and read once
+STACK_OF_ANOTHER = 16
 # of each operator: configurations, those with products of 64 rows, those without products
 COUNTS = {
     "low_rank": (90, 54, 0),
@@ -72,11 +74,12 @@ def least_buffers(row):
     return (stages - 1) // ahead
 
 
-def well_compiled(rows):
-    """Check that nothing spills and all fits; return the products of 64 rows, and all products."""
-    assert [row for row in rows if row["spilled"] > STACK.get((row["kernel"], row["sm"]), 0)] == []
+def well_compiled(rows, stack=0):
+    """Check that results are safe, all fits, little spills; return tall products, all products."""
     assert [row for row in rows if row["exposed"]] == []
     assert [row for row in rows if row["shared"] > SHARED[row["sm"]]] == []
+    known = [max(stack, STACK.get((row["kernel"], row["sm"]), 0)) for row in rows]
+    assert [row for row, most in zip(rows, known, strict=True) if row["spilled"] > most] == []
     # products run on the newest matrix unit; less than 64 rows fill no warp group of it
     without = ("no update", "finish")
     products = [row for row in rows if not row["kernel"].endswith(without)]
@@ -135,7 +138,7 @@ def test_another_triton_compiles_as_well(name):
             f"pip install --target FOLDER triton==3.6.0 and set OTHER_TRITON=FOLDER"
         )
     assert printed("version", folder) != triton.__version__
-    well_compiled(printed(name, folder))
+    well_compiled(printed(name, folder), STACK_OF_ANOTHER)
 
 
 def test_the_page_shows_nothing_else():
