@@ -92,9 +92,11 @@ def is_inline(cls: type) -> bool:
 
 def _reads(block: Block, path: str, module: nn.Module) -> bool:
     """Return whether a module is an attention of the block that can take a prefix."""
-    if vars(module).get("config") is not None and _looks_up(cast("Any", type(module))):
-        return True
-    return _is_known(cast("Any", type(module))) and any(below(s.path, path) for s in block.sites)
+    # Inkling 2 mixes the outputs of earlier blocks in an attention that projects nothing
+    if not any(below(s.path, path) for s in (*block.sites, *block.parts)):
+        return False
+    cls = cast("Any", type(module))
+    return _is_known(cls) or (vars(module).get("config") is not None and _looks_up(cls))
 
 
 @functools.cache

@@ -30,6 +30,7 @@ NO_TOKENS: Mapping[str, str] = {
     "fun_asr_nano_encoder": _PACKED,
     "granite_docling_vision": _GRID,
     "hunyuan_vl_vision": _PACKED,
+    "hy_v4_vl_vision": _PACKED,
     "levit": _GRID,
     "longformer": "it pads its tokens to whole windows before it embeds them",
     "mimi_encoder": _CHANNELS,

@@ -187,6 +187,7 @@ _GROUNDING = Row(
     mixed=_ATTENTION,
     note=_QUERIES.note,
 )
+_INKLING2 = Row(mixed=_BOTH, note="each sub-layer reads a mix of the outputs of earlier blocks")
 _XLM_LISTS = ("attentions", "layer_norm1", "ffns", "layer_norm2")
 _XLM_NORMS: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = {
     r"layer_norm1\.\d+": ("at", "attention"),
@@ -211,6 +212,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "cpmant": Row(states="preceded by the model's own prompt, which is removed at the end"),
     "data2vec-audio": _POST,
     "deepseek_v4": _HYPER,
+    "dory": Row(apart=_BOTH, note="the stream moves a learned part of the way to each output"),
     "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
     "EdgeTamVideoPerceiverEncoderLayer": Row(
         norms={r"layer_norm_latents": ("pre", "cross"), r"layer_norm_self": ("pre", "attention")}
@@ -241,10 +243,10 @@ ARCHITECTURES: Mapping[str, Row] = {
     ),
     "hubert": _STABLE,
     "hy_v4": _HYPER,
+    "hy_v4_vl_text": _HYPER,
     "ibert": Row(note="quantized layers that return scaling factors with their output"),
-    "inkling2_text": Row(
-        mixed=_BOTH, note="each sub-layer reads a mix of the outputs of earlier blocks"
-    ),
+    "inkling2_loop_text": _INKLING2,
+    "inkling2_text": _INKLING2,
     "jetmoe": Row(
         experts={
             r"self_attention\.experts\.input_linear": "query",

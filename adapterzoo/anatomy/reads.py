@@ -236,18 +236,17 @@ def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[
     if isinstance(outer, ast.Attribute):
         if _computes(outer, around):
             yield outer.attr
-    elif isinstance(call, ast.Call) and node is not call.func and _is_of(call.func, me):
-        yield Handed(call.func.attr, keyword or call.args.index(node))
+    elif isinstance(call, ast.Call) and call.func is not node and (name := _method(call.func, me)):
+        yield Handed(name, keyword or call.args.index(node))
     elif _computes(node, around):
         yield None
 
 
-def _is_of(function: ast.expr, me: str) -> bool:
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.value.id == me
-    )
+def _method(function: ast.expr, me: str) -> str | None:
+    """Return the name of a function if it is a method of the module."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return function.attr if function.value.id == me else None
+    return None
 
 
 def _computes(node: ast.expr, around: Mapping[ast.AST, ast.AST]) -> bool:
