@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_config
+from packaging.requirements import Requirement
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.checkpoint.formats import formats
@@ -47,6 +49,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for tests in shuffled:
             draw.shuffle(tests)
         items[:] = [item for tests in shuffled for item in tests]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that shows something that the oldest supported versions do not have."""
+    for mark in item.iter_markers("needs"):
+        asked, reason = Requirement(mark.args[0]), mark.args[1]
+        if version(asked.name) not in asked.specifier:
+            pytest.skip(f"needs {asked}: {reason}")
 
 
 @pytest.fixture(scope="session")

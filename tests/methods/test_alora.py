@@ -437,6 +437,7 @@ def test_compiled_code_is_one_graph_for_all_places():
     assert len(graphs) == 1
 
 
+@pytest.mark.needs("transformers>=5.24", "its caches without attention had no length")
 def test_a_model_without_blocks():
     """Mamba keeps a state in place of a cache, which does not count its tokens."""
     torch.manual_seed(0)

@@ -39,6 +39,10 @@ TARGETS = {
     "qwen3": ["q_proj", "o_proj", "down_proj"],
     "qwen3_moe": ["q_proj", "v_proj", "o_proj"],
 }
+NEEDS = {
+    "gpt2": pytest.mark.needs("peft>=0.21", "it had no OFT of embeddings"),
+    "vit": pytest.mark.needs("transformers>=5.24", "its layers had other names"),
+}
 FORMS = {
     "series": {"oft_block_size": 8},
     "4 terms": {"oft_block_size": 4, "num_cayley_neumann_terms": 4},
@@ -50,7 +54,10 @@ FORMS = {
     "shared, constrained": {"oft_block_size": 8, "block_share": True, "coft": True, "eps": 0.25},
 }
 CASES = [("bert", form) for form in FORMS]
-CASES += [(family, form) for family in TARGETS if family != "bert" for form in ("series", "exact")]
+CASES += [
+    pytest.param(family, form, marks=NEEDS.get(family, ()))
+    for family in TARGETS if family != "bert" for form in ("series", "exact")
+]  # fmt: skip
 
 
 def close(found, expected):

@@ -519,6 +519,7 @@ def real_logits(family, logits):
     return logits[wide] if family in ("gpt2", "llama") else logits
 
 
+@pytest.mark.filterwarnings("ignore:Could not find a config file in")
 @pytest.mark.parametrize("family", TASKS)
 def test_files_of_peft_compute_what_peft_computes(family, tmp_path):
     auto, task = TASKS[family]

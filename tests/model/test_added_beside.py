@@ -69,6 +69,7 @@ def test_where_nothing_is_trained_yet_it_is_trainable():
     assert trained(model) == {"c"}
 
 
+@pytest.mark.needs("peft>=0.21", "its load_adapter froze all adapters")
 def test_it_is_frozen_as_in_peft(tmp_path):
     config = peft.LoraConfig(r=2)
     found = {}

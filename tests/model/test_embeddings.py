@@ -80,6 +80,8 @@ def inputs_of(family):
     return {**INPUTS, **more}
 
 
+# of older tokenizers
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_files_of_adapters_give_its_outputs(family):
     folder = GOLDEN / family / "embeddings"

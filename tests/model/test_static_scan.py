@@ -81,6 +81,7 @@ def check(model_types):
     return compared
 
 
+@pytest.mark.needs("transformers>=5.24", "it had fewer families")
 def test_heads_of_task_classes_compute_the_same_as_named_ones():
     assert check(QUICK) > 20
 
