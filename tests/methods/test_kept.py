@@ -307,6 +307,7 @@ def test_a_fused_step_of_compiled_code_is_seen(model):
 @few
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.needs("transformers>=5.24", "torch.jit.trace could not make its masks")
 def test_traced_code_follows_the_weights(model):
     inputs = {"input_ids": tiny_inputs("bert")["input_ids"]}
     with torch.no_grad():
