@@ -312,3 +312,24 @@ def test_on_a_bare_base_model_paths_are_its_own():
     assert ours(bare) == {("lora", "layers.0.self_attn.q_proj"): (3, 8 / 3)}
     bare.add_adapter("b", LoRAConfig(target_modules=["q_proj"], layers_to_transform=[1]))
     assert {path for path, _ in bare.adapter_modules("b")} == {"layers.1.self_attn.q_proj"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "exclude_modules": ["layers.1.self_attn.q_proj"],
+        },
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["up_proj"],
+            "rank_pattern": {"q_proj": 3},
+        },
+        {"target_modules": r".*q_proj", "trainable_token_indices": {"embed_tokens": [1]}},
+    ],
+)
+def test_a_config_whose_names_mean_the_same_below_the_base_model_stays_as_it_is(fields):
+    model, config = adapterzoo.init(plain("llama")), LoRAConfig(**fields)
+    model.add_adapter("a", config)
+    assert model.adapters_config["a"] is config
