@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from . import peft_arguments
 from .config_base import Config, config_class
 from .errors import CompositionError, ConfigError, FieldError, listing
-from .fields import checks
+from .fields import naming_checks
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -241,9 +241,11 @@ class AdapterConfig(Config):
         Raises:
             ConfigError: the fields would mean other layers than in PEFT.
         """
-        given = {name: getattr(self, name) for name in checks(type(self))}
-        found = {n: checks(type(self))[n][0].below(v, prefix, anatomy) for n, v in given.items()}
-        changes = {name: value for name, value in found.items() if value is not given[name]}
+        changes = {}
+        for name, check in naming_checks(type(self)).items():
+            given = getattr(self, name)
+            if (found := check.below(given, prefix, anatomy)) != given:
+                changes[name] = found
         return self.replace(**changes) if changes else self
 
     def shared(

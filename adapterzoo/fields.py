@@ -304,6 +304,12 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     return found
 
 
+@functools.cache
+def naming_checks(cls: Any) -> Mapping[str, Check]:
+    """Return the checks of the fields of a config class that name layers."""
+    return {n: each for n, (each, _) in checks(cls).items() if type(each).below is not Check.below}
+
+
 def check_fields(config: Any) -> None:
     """Check each field of a config by its declaration, and store the converted value.
 

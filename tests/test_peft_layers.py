@@ -20,7 +20,7 @@ from transformers import AutoConfig
 import adapterzoo
 import adapterzoo.peft
 from adapterzoo import LoRAConfig
-from adapterzoo.errors import AdapterZooError, ConfigError
+from adapterzoo.errors import AdapterZooError, ConfigError, SiteError
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -262,6 +262,82 @@ def test_what_would_mean_other_layers_is_refused(case):
     assert not model.adapters_config
 
 
+# class → its type, a layer in blocks, a layer in its head, what PEFT can save of the head, its task
+HEADED = {
+    "RobertaForSequenceClassification": ("roberta", "query", "dense", "classifier", "SEQ_CLS"),
+    "BertForMaskedLM": ("bert", "query", "dense", "cls", None),
+    "BertForTokenClassification": ("bert", "query", "classifier", "classifier", "TOKEN_CLS"),
+    "BertForQuestionAnswering": ("bert", "query", "qa_outputs", "qa_outputs", "QUESTION_ANS"),
+    "LlamaForSequenceClassification": ("llama", "q_proj", "score", "score", "SEQ_CLS"),
+    "LlamaForCausalLM": ("llama", "q_proj", "lm_head", "lm_head", "CAUSAL_LM"),
+    "ViTForImageClassification": ("vit", "q_proj", "classifier", "classifier", None),
+}
+
+
+def headed_cases(name: str) -> Iterator[dict[str, Any]]:
+    """Fields whose names match a layer of the head, or are close to it."""
+    shape, base, head, top, task = HEADED[name]
+    weights = [f"{base}.weight", f"{head}.weight"]
+    path = next(
+        p for p, _ in plain(shape).named_modules() if p.startswith(top) and p.endswith(head)
+    )
+    for targets in ([base, head], [base, path], rf".*({base}|{head})", rf".*\.{head}"):
+        yield {"target_modules": targets}
+        for excluded in (
+            [head],
+            [top, {"query": "value"}.get(base, "v_proj")],
+            rf".*{head}",
+            rf".*\.0\..*|.*{top}",
+        ):
+            yield {"target_modules": targets, "exclude_modules": excluded}
+        yield {"target_modules": targets, "modules_to_save": [top]}
+        yield {"target_modules": targets, "task_type": task}
+        if not isinstance(targets, str):
+            yield {"target_modules": targets, "layers_to_transform": [1]}
+    yield {"target_modules": [base], "exclude_modules": [head]}
+    yield {"target_modules": [], "target_parameters": weights}
+    yield {"target_modules": [head], "target_parameters": weights[:1]}
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_layers_of_a_head_are_refused_where_peft_adapts_them(name, monkeypatch):
+    wrong: list[Any] = []
+    refused, same = 0, 0
+    shape = HEADED[name][0]
+    with torch.random.fork_rng(devices=()):
+        made = getattr(transformers, name)(tiny_config(shape))
+    monkeypatch.setitem(_plain, shape, made)
+    for fields in headed_cases(name):
+        try:
+            right = {key: n for key, n in theirs(shape, fields).items() if key[0] == "lora"}
+        except (ValueError, TypeError):
+            # PEFT does not take it
+            continue
+        in_head = [p for _, p in right if not p.startswith(f"{made.base_model_prefix}.")]
+        # a config of this library has no task, and saves the head without being told
+        for way in WAYS[1:] if "task_type" in fields else WAYS:
+            model, got = None, None
+            try:
+                model = way(shape, copy.deepcopy(fields))
+                got = ours(model)
+            except SiteError as error:
+                refused += 1
+                if not in_head or not all(path in str(error) for path in in_head):
+                    wrong.append((way.__name__, fields, str(error)))
+                continue
+            same += 1
+            if got != right:
+                wrong.append((way.__name__, fields, got.keys() ^ right.keys()))
+            # the config can be used again
+            again = adapterzoo.init(plain(shape))
+            again.add_adapter("default", model.adapters_config["default"])
+            if ours(again) != got:
+                wrong.append((way.__name__, fields, "again"))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert refused > 4
+    assert same > 12
+
+
 def test_a_number_counts_in_each_stack():
     model = adapterzoo.init(plain("bart"))
     model.add_adapter("a", LoRAConfig(attn_matrices=["q"], layers_to_transform=[1]))
@@ -312,3 +388,24 @@ def test_on_a_bare_base_model_paths_are_its_own():
     assert ours(bare) == {("lora", "layers.0.self_attn.q_proj"): (3, 8 / 3)}
     bare.add_adapter("b", LoRAConfig(target_modules=["q_proj"], layers_to_transform=[1]))
     assert {path for path, _ in bare.adapter_modules("b")} == {"layers.1.self_attn.q_proj"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "exclude_modules": ["layers.1.self_attn.q_proj"],
+        },
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["up_proj"],
+            "rank_pattern": {"q_proj": 3},
+        },
+        {"target_modules": r".*q_proj", "trainable_token_indices": {"embed_tokens": [1]}},
+    ],
+)
+def test_a_config_whose_names_mean_the_same_below_the_base_model_stays_as_it_is(fields):
+    model, config = adapterzoo.init(plain("llama")), LoRAConfig(**fields)
+    model.add_adapter("a", config)
+    assert model.adapters_config["a"] is config

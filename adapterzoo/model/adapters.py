@@ -97,7 +97,7 @@ def _for_model(
         interface.check_method(config)
     for member in config.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
-    config, with_output = model._head_strategy.without_saved(config)
+    config, with_output = model._head_strategy.without_head(config)
     return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
 
 

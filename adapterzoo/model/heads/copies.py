@@ -22,9 +22,8 @@ from adapterzoo import inject
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
-from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import StateError
 from adapterzoo.inject.building import (
     at_hand,
     layer_at,
@@ -33,7 +32,6 @@ from adapterzoo.inject.building import (
     plain_state,
 )
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods._patterns import matches
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
 from adapterzoo.runtime import HEAD
@@ -124,38 +122,6 @@ def output_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     return {f"{path}.{name}": t for name, t in own if t is not None}
 
 
-def without_saved(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
-    """Return a config without the `modules_to_save` in the head, and whether one is its output.
-
-    Args:
-        model: with adapters.
-        config: of a new adapter.
-
-    Raises:
-        ConfigError: the adapter has rows of the output layer as well.
-    """
-    if all(member.get("modules_to_save") is None for member in config.members):
-        return config, False
-    output, head = output_path(model), [path for path, _ in _outside(model) if path]
-    base = [path for path, _ in plain_modules(model._backbone)]
-    has_output, members = False, []
-    for member in config.members:
-        names = member.get("modules_to_save")
-        listed = names if isinstance(names, tuple) else ()
-        mine = [n for n in listed if any(matches(path, (n,)) for path in head)]
-        has_output |= output is not None and any(matches(output, (name,)) for name in mine)
-        if has_output and member.get("trainable_token_indices") is not None:
-            raise ConfigError(
-                f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
-                f"layer {output!r}. Leave one of them out."
-            )
-        kept = tuple(n for n in listed if n not in mine or any(matches(p, (n,)) for p in base))
-        members.append(member.replace(modules_to_save=kept or None) if mine else member)
-    if all(one is other for one, other in zip(members, config.members, strict=True)):
-        return config, False
-    return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
-
-
 def _layer(model: AdaptedModel, path: str) -> nn.Module:
     return layer_at(cast("nn.Module", model), path)
 
@@ -173,10 +139,10 @@ def output_path(model: AdaptedModel) -> str | None:
     output = model.get_output_embeddings()
     if output is None or model._backbone is cast("nn.Module", model):
         return None
-    return next((path for path, module in _outside(model) if module is unwrapped(output)), None)
+    return next((path for path, module in outside(model) if module is unwrapped(output)), None)
 
 
-def _outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
+def outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules outside the base model with their paths, without adapters."""
     inside = {id(module) for _, module in plain_modules(model._backbone)}
     for path, module in plain_modules(cast("nn.Module", model)):

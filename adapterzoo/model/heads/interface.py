@@ -137,8 +137,8 @@ class HeadStrategy:
     def installed(self, name: str) -> None:
         """Update the heads after an adapter was added."""
 
-    def without_saved(self, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
-        """Return a new adapter's config without the `modules_to_save` that belong to the head.
+    def without_head(self, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
+        """Return a new adapter's config without names of layers of the head.
 
         Returns:
             The config; and whether the adapter shall have the output layer for itself.

@@ -28,7 +28,7 @@ from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
 from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
-from . import copies, embeddings
+from . import copies, embeddings, naming
 from .interface import HeadRecord, HeadStrategy, LoadOptions
 from .output_layers import FIELD, OUTPUT_KEY
 
@@ -50,9 +50,9 @@ class StaticHead(HeadStrategy):
         """Return the layers of the adapter's copy."""
         return copies.layers_with(self.model, name).values()
 
-    def without_saved(self, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
-        """Return the config without layers of the head, of which each adapter has its copy."""
-        return copies.without_saved(self.model, config)
+    def without_head(self, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
+        """Return the config without names of the head, of which each adapter has its copy."""
+        return naming.without_head(self.model, config)
 
     def output_tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors of the output layer, of which an adapter may have a copy."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torch import nn
+
 from adapterzoo.anatomy import Site
 from adapterzoo.checkpoint.peft.heads import task_of
-from adapterzoo.checkpoint.peft.patterns import exactly
 from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.expressions import short_names
 from adapterzoo.fields import FLAG
 from adapterzoo.inject.building import plain_modules
-from adapterzoo.model.heads.copies import layers_of
+from adapterzoo.methods._patterns import is_named
+from adapterzoo.model.heads.naming import names_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
 from adapterzoo.peft_arguments import COMMON, PeftArguments, classes_of_peft, translated
@@ -25,8 +26,13 @@ from adapterzoo.spelling import PeftSpelling, peft_spellings
 from .experts import with_experts
 
 _ALL_LINEAR = "all-linear"
-# names of heads that PEFT adds to a config by itself, whether the model has them or not
-_ADDED = {"classifier", "score", "qa_outputs"}
+# names of heads that PEFT adds to `modules_to_save` by itself, whether the model has them or not
+_SAVED = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+_ADDED = frozenset(name for names in _SAVED.values() for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,9 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     """
     values = dict(config if isinstance(config, Mapping) else config.to_dict())
     spelling, arguments = _method(values)
-    _check_task(model, values.get("task_type"))
-    values["modules_to_save"] = _without_head(model, values.get("modules_to_save"))
+    task = _checked_task(model, values.get("task_type"))
+    if "modules_to_save" in values:
+        values["modules_to_save"] = _saved(model, values["modules_to_save"], task)
     if values.get("tokenizer_name_or_path") == model.config.name_or_path:
         values.pop("tokenizer_name_or_path", None)
     own = {*arguments.fields}
@@ -78,9 +85,12 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     fields = {name: value for name, value in values.items() if name in own}
     given = fields.get("target_modules")
     if given == _ALL_LINEAR:
-        linear = (s for s in model.anatomy if s.kind == "linear" and s.parameter is None)
-        paths = [site.path for site in linear if site.role != "lm_head"]
-        fields["target_modules"] = _named(paths, _layers(model))
+        linear = (
+            s
+            for s in model.anatomy
+            if s.kind == "linear" and s.parameter is None and s.role != "lm_head"
+        )
+        fields["target_modules"] = names_of(model, linear)
     if spelling.of_parameters:
         fields = with_experts(model, fields, given, base_prefix(model), spelling)
     numbers = fields.get("layers_to_transform")
@@ -88,8 +98,7 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     if stacks:
         fields["layers_to_transform"] = None
     made = {**arguments.implied, **translated(spelling.config, fields)}
-    made_config = cast("AdapterConfig", cast("Any", spelling.config)(**made))
-    found = made_config.below(base_prefix(model), model.anatomy)
+    found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
     if "target_modules" in found.field_names() and not any(targets):
         found = _whole_layers(model, arguments, found)
@@ -120,8 +129,8 @@ def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
     return spelling, classes_of_peft[spelling.config]
 
 
-def _check_task(model: AdaptedModel, task: Any) -> None:
-    """Check that a task is that of the model's class.
+def _checked_task(model: AdaptedModel, task: Any) -> Any:
+    """Return the name of a task, which is that of the model's class.
 
     Raises:
         ConfigError: the class has another one.
@@ -136,44 +145,23 @@ def _check_task(model: AdaptedModel, task: Any) -> None:
             f"task_type={asked!r}: {kind if asked in legal else COMMON['task_type'].hint}"
             + (", or add the adapter to a model for that task." if asked in legal else "")
         )
+    return asked
 
 
-def _without_head(model: AdaptedModel, names: Any) -> Any:
-    """Return the names of modules without those of a static head, of which adapters have copies."""
-    if not names or not _are_names(names) or model._head_strategy.is_named:
+def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:
+    """Return `modules_to_save` as PEFT completes it for a task, without names of no module."""
+    if model._head_strategy.is_named or not (names is None or _are_names(names)):
         return names
-    head = layers_of(model)
-    base = [path for path, _ in plain_modules(model._backbone)]
-    in_head = {
-        n
-        for n in names
-        if n in _ADDED
-        or any(path == n or path.startswith(f"{n}.") or path.endswith(f".{n}") for path in head)
-    }
-    kept = [
-        n
-        for n in names
-        if n not in in_head or any(path == n or path.endswith(f".{n}") for path in base)
-    ]
-    return kept or None
+    every = [*(names or ()), *(_SAVED.get(task or "", ()))]
+    paths = [path for path, _ in plain_modules(cast("nn.Module", model))]
+    kept = [n for n in every if n not in _ADDED or any(is_named(path, n) for path in paths)]
+    return [*dict.fromkeys(kept)] or None
 
 
 def _are_names(value: Any) -> bool:
     """Return whether a value is a collection of names."""
     listed = isinstance(value, (list, tuple, set, frozenset))
     return listed and all(isinstance(name, str) for name in value)
-
-
-def _layers(model: AdaptedModel) -> list[str]:
-    """Return the paths of the layers with a weight matrix."""
-    return list(dict.fromkeys(site.path for site in model.anatomy if site.parameter is None))
-
-
-def _named(paths: Iterable[str], every: Iterable[str]) -> str | list[str]:
-    """Return the value of a field that selects these of all layers."""
-    chosen = list(dict.fromkeys(paths))
-    names = short_names(chosen, dict.fromkeys(every))
-    return exactly(chosen) if names is None else list(names)
 
 
 def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers: Any) -> Any:
@@ -184,30 +172,30 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
     """
     names, prefix = [stacks] if isinstance(stacks, str) else [*stacks], base_prefix(model)
     wanted = {numbers} if isinstance(numbers, int) else {*numbers}
-    paths = [placement.site.path for placement in config.placements(model.anatomy)]
     kept = []
-    for path in paths:
-        tried = (re.match(rf"(?:^|.*?\.){n}\.(\d+)\.", f"{prefix}{path}.") for n in names)
+    for placement in config.below(prefix, model.anatomy).placements(model.anatomy):
+        path = f"{prefix}{placement.site.path}."
+        tried = (re.match(rf"(?:^|.*?\.){n}\.(\d+)\.", path) for n in names)
         found = next((match for match in tried if match), None)
-        kept += [path] if found and int(found[1]) in wanted else []
+        kept += [placement.site] if found and int(found[1]) in wanted else []
     if not kept:
         raise ConfigError(
             f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: no layer is in such a "
             f"block. Stacks of this model: {listing(model.anatomy.stacks)}. Write the last part of "
             f"one of these paths, and numbers of its blocks from 0."
         )
-    return config.replace(target_modules=_named(kept, _layers(model)))
+    return config.replace(target_modules=names_of(model, kept))
 
 
 def _whole_layers(
     model: AdaptedModel, arguments: PeftArguments, config: AdapterConfig
 ) -> AdapterConfig:
     """Return a config that names its layers, if it would adapt parts of fused ones."""
-    sites: list[Site] = [placement.site for placement in config.placements(model.anatomy)]
+    own = config.below(base_prefix(model), model.anatomy)
+    sites: list[Site] = [placement.site for placement in own.placements(model.anatomy)]
     if not any(site.output_slice is not None for site in sites):
         return config
-    fields: dict[str, Any] = {"target_modules": _named((s.path for s in sites), _layers(model))}
+    fields: dict[str, Any] = {"target_modules": names_of(model, sites)}
     for name, among in arguments.subsets.items():
-        named = (site.path for site in sites if among(config, site))
-        fields[name] = _named(named, _layers(model))
+        fields[name] = names_of(model, (site for site in sites if among(own, site)))
     return config.replace(**fields)
