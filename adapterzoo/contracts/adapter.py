@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Linear: TypeAlias = tuple[Tensor, Tensor | None]
 """Weight `[d_out, d_in]` and bias `[d_out]` of a linear layer; None: it has no bias."""
-
-Run: TypeAlias = Callable[[Tensor], Tensor]
-"""Computes the output `[*batch, d_out]` of a layer from its input `[*batch, d_in]`."""
 
 
 class BaseLayer(ABC):
@@ -330,22 +327,6 @@ class Adapter(Contained, ABC):
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.
-
-        A layer calls it first, in evaluation without gradients, if no other adapter acts there. It
-        is optional; a class that overrides `forward` must override it too, or it is not used.
-
-        Args:
-            x: the layer's input, `[*batch, d_in]`.
-            layer: the layer.
-            run: computes its untouched output, once.
-
-        Returns:
-            `[*batch, d_out]`; None, without having called `run`, if `forward` must compute it.
-        """
-        return None
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

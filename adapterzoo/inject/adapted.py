@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
-from adapterzoo.contracts import WeightAdapter, compute_dtype, is_hooked
-from adapterzoo.kernels.mode import is_few
+from adapterzoo.contracts import WeightAdapter, compute_dtype
 from adapterzoo.runtime import ActiveState, SharedInput
 
 from .containers import adapters_of
@@ -95,14 +94,8 @@ class Adapted(nn.Module):
             if plan.setup is None:
                 return super().forward(*args, **kwargs)
         elif site.only is not None and args and not self._read:
-            few = None if torch.is_grad_enabled() or kwargs or len(args) > 1 else site.on_few
-            forward, x = super().forward, args[0]
-            if few is not None and not (site.only.training or is_hooked(site.only)) and is_few(x):
-                y = few(x, self, forward)
-                if y is not None:
-                    return y
-            base = LayerCall(self, forward, args, kwargs, None, active.call)
-            y = site.only(x, base)
+            base = LayerCall(self, super().forward, args, kwargs, None, active.call)
+            y = site.only(args[0], base)
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))

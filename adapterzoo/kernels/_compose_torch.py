@@ -33,26 +33,6 @@ def compose(
     return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
 
 
-def compose_few(
-    y: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None = None,
-    b: Tensor | None = None,
-    scaling: float = 1.0,
-) -> Tensor:
-    """Return the bits of `compose` in few calls, without gradients.
-
-    Only for gain, t and b of one dtype, with an input that has `mode.is_few`.
-    """
-    is_alike = y.dtype is gain.dtype and (bias is None or bias.dtype is y.dtype)
-    if not is_alike or (t is not None and y.numel() > mode.FEW):
-        return compose(y, gain, bias, t, b, scaling)
-    if t is not None and b is not None:
-        y = torch.add(y, linear(t, b), alpha=scaling)
-    return y * gain if bias is None else lerp(bias, y, gain)
-
-
 def compose_backward(
     dy: Tensor,
     kept: Tensor,

@@ -161,16 +161,6 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def expand_few(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return the bits of `expand` in few calls, without gradients.
-
-    Only for a t of the dtype of b, made of an input with `mode.is_few`; see `expand`.
-    """
-    if y.dtype is not t.dtype or y.numel() > mode.FEW:
-        return expand(y, t, b, scaling)
-    return torch.add(y, linear(t, b), alpha=scaling)
-
-
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
 ) -> tuple[Tensor, Tensor]:

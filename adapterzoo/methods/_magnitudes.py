@@ -14,12 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
-from adapterzoo.contracts import BaseLayer, Run, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.kernels import rescaled
-from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
     direction_reference,
@@ -128,27 +126,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         self.kept_gain.note_gradients()
         own, t, _ = self.projected(x, base)
         return rescaled.product(own, w, bias, a, b, self.m, t, self.scaling, drops)
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        found = self.kept_at(layer)
-        # a parametrization or a replica has a tensor in its place
-        if found is None or "bias" not in layer._parameters:
-            return None
-        gain, a, b = found
-        if not (x.dtype is gain.dtype is a.dtype is b.dtype):
-            return None
-        y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
-        bias = None if self.adapterhub else layer._parameters.get("bias")
-        return compose_few(y, gain, bias, t, b, self.scaling)
-
-    def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return g, A and B where g is kept and A x needs nothing else; None elsewhere.
-
-        Args:
-            layer: the layer.
-        """
-        return None
 
     @classmethod
     def forward_batched(

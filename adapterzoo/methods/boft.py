@@ -17,17 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Run, compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels import rotated_weight
-from adapterzoo.kernels._butterfly_torch import rotate_into
-from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
@@ -124,15 +122,6 @@ class BOFT(Rotating):
             return rotated_weight.product(x, *frozen, Q[0], gain)
         y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
-        fits = x.is_contiguous() and "bias" in layer._parameters
-        Q = self.kept_rotation.found(x.dtype, R) if R is not None and fits else None
-        if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
-            return None
-        return compose_few(run(rotate_into(x, Q[0])), s.squeeze(-1), layer._parameters.get("bias"))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

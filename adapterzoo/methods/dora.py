@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
@@ -151,16 +151,6 @@ class DoRA(Magnitudes, LowRank):
     def gain_at(self, base: BaseLayer) -> Tensor:
         """Return g `[*experts, d_out]`."""
         return self.gain(base.weight)
-
-    def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return g, A and B where g is kept."""
-        w = layer._parameters.get("weight")
-        # a parametrization or a replica has tensors in their place
-        a, b, m = map(self._parameters.get, ("lora_A", "lora_B", "m"))
-        if self.looks_up or w is None or a is None or b is None or m is None:
-            return None
-        gain = self.kept_gain.found(self.scaling, w, a, b, m)
-        return None if gain is None else (gain, a, b)
 
     def gain(self, w: Tensor) -> Tensor:
         """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""

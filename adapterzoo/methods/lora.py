@@ -18,19 +18,19 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, change_forms, config_strings
-from adapterzoo.contracts import BaseLayer, Run
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import expand, expand_few
+from adapterzoo.kernels.low_rank import expand
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -112,7 +112,6 @@ class LoRA(Started):
             self.reads_call |= self.gate.reads_call
             self.reads_prompt |= self.gate.reads_sequence
         self._is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
-        self._is_uniform = self._is_plain and not (self.looks_up or self.invocation)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
@@ -133,13 +132,6 @@ class LoRA(Started):
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
-        if a is None or b is None or not (self._is_uniform and a.dtype is b.dtype is x.dtype):
-            return None
-        return expand_few(run(x), linear(x, a), b, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
