@@ -7,7 +7,7 @@ modules that do not depend on models, names, files, devices or each other.
 from __future__ import annotations
 
 from ._dtypes import compute_dtype, upcast, widest
-from .adapter import Adapter, BaseLayer, Linear, SharedInputAdapter
+from .adapter import Adapter, BaseLayer
 from .contained import Contained, Ejectable, SharedKey, SharedModules
 from .head import Head
 from .init_data import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
@@ -40,12 +40,10 @@ __all__ = [
     "Joins",
     "LanguageFreeAdapter",
     "LayerData",
-    "Linear",
     "OriginalWeight",
     "PositionAdapter",
     "Prefix",
     "PromptAdapter",
-    "SharedInputAdapter",
     "SharedKey",
     "SharedModules",
     "WeightAdapter",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -130,11 +128,6 @@ def added(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
         return expand(y, t, b, scaling)
     out: Tensor = Expand.apply(y, t, b, scaling)
     return out
-
-
-def joined(factors: Sequence[Tensor]) -> Tensor:
-    """Concatenate factors `[rank, d_in]` to `[sum of ranks, d_in]`."""
-    return factors[0] if len(factors) == 1 else torch.cat(tuple(factors))
 
 
 def is_small(x: Tensor) -> bool:

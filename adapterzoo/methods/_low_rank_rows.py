@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.kernels import mode
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_low_rank
 
 from ._gate import Gate
 from ._invocation import invoked_rows
 from ._low_rank import LowRank
 from ._rows import features, gated, restored
-from ._stacks import kept_down, kept_up
+from ._stacks import kept_down, kept_up, projected
 
 
 def updated(
@@ -31,11 +30,7 @@ def updated(
     """
     one, scaling = adapters[0], [each.scaling for each in adapters]
     up = kept_up(adapters, [each.lora_B for each in adapters], base)
-    if mode.asks_triton(x) and groups.rows:
-        t = base.from_rows(adapters, groups, x)  # [rows, *tokens, rank]
-        return grouped_expand(y, t, up, scaling, groups)
-    # on a CPU one call of both products costs less
-    down = kept_down(adapters, [[each.lora_A for each in adapters]], base)
+    down = kept_down(adapters, [each.lora_A for each in adapters], base)
     return grouped_low_rank(y, x, down, up, scaling, groups, one.dropout, one.training)
 
 
@@ -61,7 +56,8 @@ def updated_with_options(
         gates: of each adapter; empty: there are none.
         invocations: of each adapter.
     """
-    t = base.from_rows(adapters, groups, x)  # [rows, *tokens, rank]
+    factors = [each.lora_A for each in adapters]
+    t = projected(x, factors, adapters, groups, base, adapters[0].dropout)  # [rows, *tokens, rank]
     up = kept_up(adapters, [each.lora_B for each in adapters], base)
     onto = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
     # s is of the bias as well, so that it comes after the sum

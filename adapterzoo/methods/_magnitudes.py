@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
-from adapterzoo.kernels import rescaled
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
     direction_reference,
@@ -77,8 +76,8 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         """Return A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of the update."""
 
     @abstractmethod
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x for `rescaled.product` alone, A x `[*batch, rank]`, with dropout, and B."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A dropout(x) `[*batch, rank]` and B."""
 
     @abstractmethod
     def gain_at(self, base: BaseLayer) -> Tensor:
@@ -101,13 +100,8 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        frozen = None if self.adapterhub else base.frozen(x)
-        if frozen is not None:
-            factors = self.low_rank(base)
-            if rescaled.takes(x, frozen[0], *factors, self.m):
-                return self.rescaled(x, base, *frozen, *factors)
         y, plain = base(x), base.original(x)  # [*batch, d_out]
-        _, t, b = self.projected(x, base)
+        t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
         last = t, b, self.scaling, self.smallest_gain
@@ -115,17 +109,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             return compose(y, gain, bias, *last)
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
-
-    def rescaled(
-        self, x: Tensor, base: BaseLayer, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
-    ) -> Tensor:
-        """Return the layer with the change, for operands that `rescaled.takes`."""
-        drops = self.training and self.dropout > 0
-        if not (torch.is_grad_enabled() or drops):
-            return rescaled.merged(x, w, bias, a, b, self.gain_at(base), self.scaling)
-        self.kept_gain.note_gradients()
-        own, t, _ = self.projected(x, base)
-        return rescaled.product(own, w, bias, a, b, self.m, t, self.scaling, drops)
 
     @classmethod
     def forward_batched(
@@ -136,7 +119,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         gains = [a.gain_at(base) for a in adapters]  # [d_out] each
         factors = [adapter.low_rank(base) for adapter in adapters]
         scalings = [adapter.scaling for adapter in adapters]
-        t = cls.projected_by_rows(adapters, [a for a, _ in factors], groups, x, base)
+        t = projected(x, [a for a, _ in factors], adapters, groups, base, one.dropout)
         up = kept_up(adapters, [b for _, b in factors], base)
         wide = plain.to(gains[0].dtype)
         whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
@@ -145,18 +128,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         whole = whole + change * (whole if bias is None else whole - bias)
         out = whole if plain is y else y + (whole - plain)
         return restored(out.to(y.dtype), y, groups)
-
-    @classmethod
-    def projected_by_rows(
-        cls,
-        adapters: Sequence[Self],
-        a: Sequence[Tensor],
-        groups: Groups,
-        x: Tensor,
-        base: BaseLayer,
-    ) -> Tensor:
-        """Return A x of each row, `[rows, *tokens, rank]`, with dropout."""
-        return projected(x, [a], adapters, groups, base, adapters[0].dropout)[0]
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

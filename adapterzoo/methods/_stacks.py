@@ -1,14 +1,13 @@
 """Stacks of the factors of a mixed batch, kept in evaluation as long as the factors stay the same.
 
 They take as much memory as the factors themselves, at each layer for the adapters of its latest
-mixed batch; the factors A of layers that share an input are kept at the first of them. Another
-mixed batch, `train`, `eval`, a move or cast, and deleting an adapter of the layer free them.
+mixed batch. Another mixed batch, `train`, `eval`, a move or cast, and deleting an adapter of the
+layer free them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,49 +21,31 @@ from ._weight_cache import PLAIN, is_recorded, is_shared
 
 def projected(
     x: Tensor,
-    a: Sequence[Sequence[Tensor]],
+    a: Sequence[Tensor],
     adapters: Sequence[Adapter],
     groups: Groups,
     base: BaseLayer,
     dropout: float,
-) -> Sequence[Tensor]:
-    """Return dropout(x) Aᵀ of each row for each of several layers, by one product.
+) -> Tensor:
+    """Return dropout(x) Aᵀ of each row, `[rows, *tokens, rank]`, with the largest of the ranks.
 
     Args:
         x: `[rows, *tokens, d_in]`.
-        a: see `kept_down`.
-        adapters: see `kept_down`.
-        groups: which of a layer's adapters each row takes.
-        base: see `kept_down`.
+        a: the factors of the adapters.
+        adapters: of the layer.
+        groups: which of them each row takes.
+        base: the layer.
         dropout: probability, in training.
-
-    Returns:
-        `[rows, *tokens, rank]` of each layer, with the largest of its ranks.
     """
-    down = kept_down(adapters, a, base)  # [n, sum of ranks, d_in]
-    t = grouped_shrink(x, down, groups, dropout, adapters[0].training)
-    parts: tuple[Tensor, ...] = t.split([max(map(len, each)) for each in a], -1)
-    return parts
+    return grouped_shrink(x, kept_down(adapters, a, base), groups, dropout, adapters[0].training)
 
 
-def kept_down(
-    adapters: Sequence[Adapter], a: Sequence[Sequence[Tensor]], base: BaseLayer
-) -> Tensor:
-    """Return the factors A of the adapters of several layers, `[n, sum of ranks, d_in]`.
+def kept_down(adapters: Sequence[Adapter], a: Sequence[Tensor], base: BaseLayer) -> Tensor:
+    """Return the factors A of the adapters of a layer, `[n, rank, d_in]`.
 
     In evaluation it is the stack of the batch before if that still holds.
-
-    Args:
-        adapters: of the first layer.
-        a: for each layer the factors of its adapters.
-        base: the first layer.
     """
-
-    def made() -> Tensor:
-        parts = [stacked_down(each) for each in a]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    return _kept("down", made, [*chain.from_iterable(a)], adapters, base)
+    return _kept("down", lambda: stacked_down(a), a, adapters, base)
 
 
 def kept_up(adapters: Sequence[Adapter], b: Sequence[Tensor], base: BaseLayer) -> Tensor:

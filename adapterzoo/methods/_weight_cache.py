@@ -60,7 +60,8 @@ class WeightCache(ModuleCache):
         # if another thread clears the cache meanwhile, the value goes to the old memory
         memory = self._memory
         if torch.is_grad_enabled():
-            self.note_gradients()
+            # an optimizer may write the sources untracked
+            memory.learns, memory.entry = True, None
             return compute()
         if self.training or is_recorded(sources[0]):
             return compute()
@@ -73,10 +74,6 @@ class WeightCache(ModuleCache):
             storages = [StorageWeakRef(source.untyped_storage()) for source in sources]
             memory.entry = _Entry(value, marks, storages)
         return value
-
-    def note_gradients(self) -> None:
-        """Keep nothing until the mode is set: a forward with gradients read the sources."""
-        self._memory.learns, self._memory.entry = True, None
 
     @property
     def value(self) -> Tensor | None:

@@ -5,8 +5,8 @@ y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_
 Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
 
 Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
-x is rotated by blocks, or on a CPU and for many tokens W, instead of a dense rotation; m factors
-are m on every device (one in PEFT without its CUDA code).
+x is rotated by blocks instead of a dense rotation; m factors are m on every device (one in PEFT
+without its CUDA code).
 Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
 Cannot do: embeddings, whose input has no features to rotate.
 """
@@ -25,7 +25,6 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
-from adapterzoo.kernels import rotated_weight
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
@@ -116,17 +115,15 @@ class BOFT(Rotating):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        Q = base.from_input(self, x)
+        Q = self.rotation(x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
-        if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):
-            return rotated_weight.product(x, *frozen, Q[0], gain)
         y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
         return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether their rotations have one shape, dtype and dropout, and no experts."""
-        kinds = {(a.shared_input_key, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
+        kinds = {(a.kind, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
         return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
 
     @classmethod

@@ -5,10 +5,9 @@ y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha 
 alpha / √rank with `use_rslora`. With `alora_invocation_tokens` it is aLoRA (`_invocation`).
 
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: parameters
-live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
-drop the same features of it; PiSSA and OLoRA do not change the base weight (`_started`). Differs
-from adapters: a `Stack` adds the updates; a gated update is scaled by s as well; without
-`convention="adapterhub"` a gate does not read padding.
+live in the dtype of their layer unless `dtype` says otherwise; PiSSA and OLoRA do not change the
+base weight (`_started`). Differs from adapters: a `Stack` adds the updates; a gated update is
+scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
 Cost per site: rank · (d_in + d_out) parameters, two products of that size, four with a start.
 """
 
@@ -28,7 +27,6 @@ from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
-from adapterzoo.kernels.frozen import product
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.spelling import spelled
@@ -116,14 +114,11 @@ class LoRA(Started):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
         b = self.lora_B
-        if self._is_plain and (frozen := base.frozen(x)) is not None:
-            own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
-            return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
         y = base(x)
         if self.looks_up:
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
-        _, t = base.from_input(self, x)  # [*batch, rank]
+        t = self.down(x)  # [*batch, rank]
         if self._is_plain:
             return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
