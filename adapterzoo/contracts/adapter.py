@@ -17,7 +17,6 @@ from .contained import Contained, SharedKey
 from .init_data import LayerData
 
 if TYPE_CHECKING:
-    from adapterzoo.caches import LayerCache
     from adapterzoo.kernels.grouped import Groups
 
 
@@ -113,17 +112,6 @@ class BaseLayer(ABC):
             StateError: no call is running.
         """
         raise StateError(f"this layer is not in a model, so there is no {path!r}.")
-
-    def cache(self, adapter: Adapter) -> LayerCache | None:
-        """Return the cache for values that adapters of the layer compute together in evaluation.
-
-        Args:
-            adapter: one of them.
-
-        Returns:
-            None if there is none, so that each call computes them again.
-        """
-        return None
 
     @property
     def padding_idx(self) -> int | None:

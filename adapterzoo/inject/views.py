@@ -16,7 +16,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
-from adapterzoo.caches import LayerCache
 from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer
@@ -120,11 +119,6 @@ class LayerCall(BaseLayer):
     def scale(self) -> float | Tensor:
         """The factor of the output."""
         return getattr(self._module, "embed_scale", 1.0)
-
-    def cache(self, adapter: Adapter) -> LayerCache | None:
-        """Return the container of the adapter."""
-        held = self._module._modules.get(adapter.container)
-        return held if isinstance(held, LayerCache) else None
 
     @property
     def padding_idx(self) -> int | None:

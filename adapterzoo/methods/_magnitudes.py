@@ -26,12 +26,17 @@ from adapterzoo.kernels.dora import (
     weight_norm,
 )
 from adapterzoo.kernels.gains import SmallestGain
-from adapterzoo.kernels.grouped import Groups, grouped_expand
+from adapterzoo.kernels.grouped import (
+    Groups,
+    grouped_expand,
+    grouped_shrink,
+    stacked_down,
+    stacked_up,
+)
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
-from ._stacks import kept_up, projected
 from ._weight_cache import WeightCache
 
 
@@ -119,8 +124,9 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         gains = [a.gain_at(base) for a in adapters]  # [d_out] each
         factors = [adapter.low_rank(base) for adapter in adapters]
         scalings = [adapter.scaling for adapter in adapters]
-        t = projected(x, [a for a, _ in factors], adapters, groups, base, one.dropout)
-        up = kept_up(adapters, [b for _, b in factors], base)
+        down = stacked_down([a for a, _ in factors])  # [n, rank, d_in]
+        up = stacked_up([b for _, b in factors])  # [n, d_out, rank]
+        t = grouped_shrink(x, down, groups, one.dropout, one.training)  # [rows, *tokens, rank]
         wide = plain.to(gains[0].dtype)
         whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
         change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]

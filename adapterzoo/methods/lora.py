@@ -27,7 +27,7 @@ from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
-from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.spelling import spelled
 
@@ -35,7 +35,7 @@ from . import _adalora_spelling, _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._invocation import InvokedConfig, invoked
-from ._low_rank_rows import updated, updated_with_options
+from ._low_rank_rows import updated_with_options
 from ._started import Started
 from ._starts import starts_from_weight
 
@@ -145,7 +145,9 @@ class LoRA(Started):
         biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
         invocations = [each.invocation for each in adapters]
         if not (gates or biases or any(invocations)) or not groups.rows:
-            return updated(y, adapters, groups, x, base)
+            one, scaling = adapters[0], [each.scaling for each in adapters]
+            a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
+            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
         return updated_with_options(y, adapters, groups, x, base, biases, gates, invocations)
 
     def combine(

@@ -3,6 +3,7 @@
 import math
 import pickle
 from copy import deepcopy
+from unittest import mock
 
 import pytest
 import torch
@@ -392,6 +393,22 @@ def test_the_plan_belongs_to_the_batch():
     for copy in (deepcopy(groups), pickle.loads(pickle.dumps(groups))):
         assert copy.index == groups.index
         assert copy.order == groups.order
+
+
+def test_the_same_rows_get_the_same_groups():
+    first = Groups.of([0, None, 1])
+    assert Groups.of(torch.tensor([0, -1, 1])) is first
+    numbers = first.numbers("rows", torch.device("cpu"))
+    assert first.numbers("rows", torch.device("cpu")) is numbers
+    with mock.patch("torch.compiler.is_compiling", return_value=True):
+        assert Groups.of([0, None, 1]) is not first
+
+
+def test_what_a_batch_keeps_is_bounded():
+    groups = Groups.of([0, 1, 1, 0])
+    for tokens in range(1000):
+        groups.plan(tokens, 2, torch.device("cpu"))
+    assert len(groups._made) <= 64
 
 
 def test_a_plan_of_inference_serves_training():
