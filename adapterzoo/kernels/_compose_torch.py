@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, lerp
-from torch.nn.functional import hardshrink, linear
+from torch.nn.functional import linear
 
-from . import mode
 from ._low_rank_torch import is_small, rows_of
 
-# rows that are multiplied at a time
-_SLICE = 128
+# that limit the share of the bias in the error to that of the dtype below, and to twice its own
+_LEAST_GAIN = 1 / 16
+_LEAST_GAIN_OF_HALF = 1 / 2
+# without a bias: products of smaller ones may be below the smallest normal number
+_LEAST_FACTOR = 2.0**-64
+_LEAST_FACTOR_OF_FLOAT16 = 1 / 16
 
 
 def compose(
@@ -82,38 +85,59 @@ def gain_backward(
     `dy` and `kept` `[*batch, d_out]`; see `compose_backward`.
     """
     found = dots(rows_of(kept), rows_of(dy), bias)
-    return found / divisor(gain, kept.dtype, bias is not None) if tells else found
+    if not tells:
+        return found
+    # of smaller ones `few_backward` makes the gradient
+    small = gain.detach().abs() < least(kept.dtype, bias is not None)
+    return found / gain.masked_fill(small, 1.0)
 
 
-def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
-    """Return the gain `[d_out]` to divide by; 0 where the output has no digit of the value before.
+def few_backward(
+    dy: Tensor,
+    columns: Tensor,
+    of_gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    few: Tensor,
+) -> Tensor:
+    """Return the gradient of the gain, with that of the features `few` made from y itself.
 
-    Only on a GPU: there the forward decides by the gains of earlier steps.
+    Differentiable again. For the other arguments see `compose_backward`.
 
     Args:
-        gain: of each output feature.
+        dy: of the output.
+        columns: these features of y, `[*batch, few]`.
+        of_gain: the gradient of the gain so far.
+        bias: see `compose_backward`.
+        t: see `compose_backward`.
+        b: see `compose_backward`.
+        scaling: see `compose_backward`.
+        few: the numbers of the features.
+    """
+    dtype = of_gain.dtype
+    own = rows_of(dy).index_select(1, few).to(dtype)  # [rows, few]
+    bias = None if bias is None else bias.index_select(0, few).to(dtype)
+    found = dots(rows_of(columns).to(dtype), own, bias)
+    if t is not None and b is not None:
+        dyt = own.T @ rows_of(t).to(dtype)  # [few, rank]
+        found = found + scaling * (dyt * b.index_select(0, few)).sum(-1)
+    return of_gain.index_copy(0, few, found)
+
+
+def least(dtype: torch.dtype, has_bias: bool) -> float:
+    """Return the smallest |gain| for which the output tells the value before; see `compose`.
+
+    Args:
         dtype: of the output.
         has_bias: whether a bias was added after the gain.
     """
-    if not mode.asks_triton(gain):
-        return gain
-    return hardshrink(gain, least_gain(dtype, has_bias))
-
-
-def least_gain(dtype: torch.dtype, has_bias: bool) -> float:
-    """Return the gain up to which the output has no digit of the value before; see `divisor`."""
-    info = torch.finfo(dtype)
-    # rounding errors of the bias, or products that underflow
-    return info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
+    if has_bias:
+        return _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
+    return _LEAST_FACTOR_OF_FLOAT16 if dtype is torch.float16 else _LEAST_FACTOR
 
 
 def dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
     """Return Σ (kept − bias) ∘ dy over the rows, `[d_out]`."""
-    plain = kept.is_cpu and kept.dtype is dy.dtype and not torch.is_grad_enabled()
-    if not plain or kept.shape[0] <= _SLICE:
-        return ((kept if bias is None else kept - bias) * dy).sum(0)
-    # slices stay in the cache, unlike a product as large as dy
-    sums = dy.new_zeros(_SLICE, dy.shape[1])
-    for own, of_own in zip(kept.split(_SLICE), dy.split(_SLICE), strict=True):
-        sums[: len(own)].addcmul_(own if bias is None else own - bias, of_own)
-    return sums.sum(0)
+    return ((kept if bias is None else kept - bias) * dy).sum(0)

@@ -25,7 +25,6 @@ from adapterzoo.kernels.dora import (
     row_norm,
     weight_norm,
 )
-from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
@@ -50,7 +49,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
         kept_gain: the factors g of evaluation.
-        smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
     """
@@ -74,7 +72,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
         self.kept_gain = WeightCache()
-        self.smallest_gain = SmallestGain()
 
     @abstractmethod
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
@@ -109,7 +106,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
-        last = t, b, self.scaling, self.smallest_gain
+        last = t, b, self.scaling
         if plain is y:
             return compose(y, gain, bias, *last)
         whole = compose(plain.to(gain.dtype), gain, bias, *last)

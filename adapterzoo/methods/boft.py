@@ -29,7 +29,6 @@ from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
-from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
@@ -81,7 +80,6 @@ class BOFT(Rotating):
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
         kept_rotation: the folded factors of evaluation.
-        smallest_gain: that of the latest steps.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class BOFT(Rotating):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
-        self.smallest_gain = SmallestGain()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features, its output scaled but for the bias.
@@ -118,7 +115,7 @@ class BOFT(Rotating):
         Q = self.rotation(x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
         y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
-        return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
+        return compose(y, gain, base.bias)  # [*batch, d_out]
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
