@@ -1,12 +1,11 @@
-"""The composition of a rescaled layer in torch operations."""
+"""The gradients of the composition of a rescaled layer, in torch operations."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, lerp
-from torch.nn.functional import linear
+from torch import Tensor
 
-from ._low_rank_torch import is_small, rows_of
+from ._low_rank_torch import rows_of
 
 # that limit the share of the bias in the error to that of the dtype below, and to twice its own
 _LEAST_GAIN = 1 / 16
@@ -14,26 +13,6 @@ _LEAST_GAIN_OF_HALF = 1 / 2
 # without a bias: products of smaller ones may be below the smallest normal number
 _LEAST_FACTOR = 2.0**-64
 _LEAST_FACTOR_OF_FLOAT16 = 1 / 16
-
-
-def compose(
-    y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
-) -> Tensor:
-    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once.
-
-    `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
-    → shape and dtype of `y`.
-    """
-    wide = y.to(gain.dtype)
-    if t is not None and b is not None and is_small(y):
-        wide = torch.add(wide, linear(t.to(gain.dtype), b.to(gain.dtype)), alpha=scaling)
-        t = None
-    out = wide * gain if bias is None else lerp(bias.to(gain.dtype), wide, gain)
-    if t is not None and b is not None:
-        # apply the gain of each output feature to its row of b
-        b = gain.unsqueeze(-1) * b.to(gain.dtype)  # [d_out, rank]
-        out = rows_of(out).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)  # [rows, d_out]
-    return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
 
 
 def compose_backward(
@@ -63,17 +42,16 @@ def compose_backward(
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
         s = scaling * gain.unsqueeze(-1)  # [d_out, 1]
-        # [rank, rows] is several times as fast as [rows, rank]
         if needs_t:
-            of_t = ((s * b.to(s.dtype)).T @ wide.T).T.to(t.dtype).contiguous().view(t.shape)
+            of_t = (wide @ (s * b.to(s.dtype))).to(t.dtype).view(t.shape)  # [*batch, rank]
         # y lacks the update: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
         hidden = needs_gain and not tells
         if needs_b or hidden:
-            dyt = (rows_of(t).T.to(wide.dtype) @ wide).T  # [d_out, rank]
+            dyt = wide.T @ rows_of(t).to(wide.dtype)  # [d_out, rank]
         if hidden:
             of_gain = of_gain + scaling * (dyt * b).sum(-1)
         if needs_b:
-            of_b = (dyt * s).to(b.dtype).contiguous()
+            of_b = (dyt * s).to(b.dtype)
     return of_y, of_gain, of_bias, of_t, of_b
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, lerp
+from torch.nn.functional import linear
 
 from adapterzoo.errors import KernelError
 
@@ -30,24 +31,31 @@ _LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_ou
 
 
 def compose_reference(
-    y: Tensor, gain: Tensor, bias: Tensor | None, update: Tensor | None, scaling: float
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None = None,
+    b: Tensor | None = None,
+    scaling: float = 1.0,
 ) -> Tensor:
-    """Return the definition: `gain · (y + scaling · update − bias) + bias`.
+    """Return the definition: `gain · (y + scaling · t bᵀ − bias) + bias`.
 
     Computed in the dtype of `gain` and returned in that of `y`, with the bits of `y` where `gain`
-    is 1 and `update` 0.
+    is 1 and `t` or `b` 0.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
         gain: `[d_out]`, float32 or float64.
         bias: `[d_out]`, the part of `y` that is not scaled; None: there is none.
-        update: `[*batch, d_out]`, t Bᵀ; None: there is none.
+        t: `[*batch, rank]`; None: there is no update.
+        b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
     """
-    whole = y.to(gain.dtype)
-    if update is not None:
-        whole = torch.add(whole, update.to(gain.dtype), alpha=scaling)  # [*batch, d_out]
-    out = whole * gain if bias is None else torch.addcmul((1 - gain) * bias, whole, gain)
+    dtype = gain.dtype
+    whole = y.to(dtype)
+    if t is not None and b is not None:
+        whole = torch.add(whole, linear(t.to(dtype), b.to(dtype)), alpha=scaling)  # [*batch, d_out]
+    out = whole * gain if bias is None else lerp(bias.to(dtype), whole, gain)
     return out.to(y.dtype)
 
 
@@ -59,7 +67,7 @@ def compose(
     b: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """Return `compose_reference` with the update t Bᵀ, in as few passes over y as possible.
+    """Return `compose_reference`, with few saved tensors.
 
     Compiled and captured code, which cannot read the gain, keeps `y`.
 
@@ -75,8 +83,7 @@ def compose(
         Shape and dtype of `y`.
     """
     if mode.is_reference():
-        update = None if t is None or b is None else t.to(gain.dtype) @ b.to(gain.dtype).T
-        return compose_reference(y, gain, bias, update, scaling)
+        return compose_reference(y, gain, bias, t, b, scaling)
     reads = torch.is_grad_enabled() and gain.requires_grad and _is_readable(gain)
     if reads or mode.may_take_triton(y):
         few = columns = None
@@ -88,9 +95,9 @@ def compose(
         return out
     # the same operations, so that a forward has the same bits with and without gradients
     if mode.is_plain(y):
-        return _compose_torch.compose(y, gain, bias, t, b, scaling)
+        return compose_reference(y, gain, bias, t, b, scaling)
     with exactly(y.device):
-        return _compose_torch.compose(y, gain, bias, t, b, scaling)
+        return compose_reference(y, gain, bias, t, b, scaling)
 
 
 def _is_readable(gain: Tensor) -> bool:
@@ -122,6 +129,16 @@ def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
             f"leave the layer out by exclude_modules."
         ) from error
     return found
+
+
+def _run(*args: Any) -> Tensor:
+    # the last three are for the backward
+    given = args[:6]
+    if not mode.takes_triton("compose", *[v for v in given[:5] if v is not None]):
+        return compose_reference(*given).contiguous()
+    from . import compose_triton
+
+    return compose_triton.compose(*given)
 
 
 def _shapes(y: Tensor, gain: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -166,8 +183,7 @@ class _Compose(torch.autograd.Function):
 _compose = register(
     "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling, "
     "bool tells, Tensor? few, Tensor? columns) -> Tensor",
-    # the last three are for the backward
-    computed("compose", "compose_triton", _compose_torch.compose, 5, prepare=lambda _, x: x[:6]),
+    _run,
     _shapes,
     _Compose,
 )

@@ -59,6 +59,9 @@ def low_rank(
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
+    drops = training and dropout > 0.0
+    if not drops and y.dtype is x.dtype is a.dtype is b.dtype and mode.is_plain(y):
+        return low_rank_reference(y, x, a, b, scaling)
     return expand(y, shrink(x, a, dropout, training), b, scaling)
 
 
@@ -90,7 +93,7 @@ def _noise(x: Tensor, a: Tensor, p: float) -> Tensor:
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Add the update: y + scaling · t Bᵀ in one pass over y.
+    """Add the update: y + scaling · t Bᵀ.
 
     Args:
         y: `[*batch, d_out]`, the output that gets the update.
@@ -101,23 +104,11 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     Returns:
         Shape and dtype of `y`.
     """
-    if y.dtype is t.dtype is b.dtype and mode.is_plain(y):
-        return _low_rank_torch.added(y, t, b, scaling)
-    if mode.is_reference():
+    if mode.is_reference() or (y.dtype is t.dtype is b.dtype and mode.is_plain(y)):
         update = linear(t, b.to(t.dtype))  # [*batch, d_out]
         return torch.add(y, update.to(y.dtype), alpha=scaling)
     out: Tensor = _expand(y, t, b, scaling)
     return out
-
-
-def expand_backward(
-    dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of t and b; empty if not needed. Differentiable again."""
-    # an operator is not differentiated
-    run = _low_rank_torch.expand_backward if torch.is_grad_enabled() else _expand_backward
-    found: tuple[Tensor, Tensor] = run(dy, t, b, scaling, needs_t, needs_b)
-    return found
 
 
 def _shapes_of_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:

@@ -133,7 +133,7 @@ class BOFT(Rotating):
         y = base(cls.rotated_rows(adapters, groups, x))  # [rows, *tokens, d_out]
         scales = [a.boft_s.squeeze(-1).to(compute_dtype(x.dtype)) for a in adapters]
         gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
-        return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
+        return restored(compose_reference(y, gain, base.bias), y, groups)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""

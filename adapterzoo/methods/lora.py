@@ -28,7 +28,7 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
-from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
@@ -109,20 +109,19 @@ class LoRA(Started):
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
             self.reads_prompt |= self.gate.reads_sequence
-        self._is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
+        options = self.gate, self.lora_B_bias, self.start, self.invocation
+        self._is_plain = not self.looks_up and all(option is None for option in options)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        b = self.lora_B
-        y = base(x)
+        y, a, b = base(x), self.lora_A, self.lora_B
+        if self._is_plain:
+            return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
         if self.looks_up:
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
-        t = self.down(x)  # [*batch, rank]
-        if self._is_plain:
-            return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
-        update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
+        update = (linear(self.down(x), b, self.lora_B_bias) - start) * self.scaling
         update = invoked(update, self.invocation, x, base)
         if self.gate is not None:
             update = update * self.gate(x, base)
