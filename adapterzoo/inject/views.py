@@ -62,7 +62,7 @@ class LayerCall(BaseLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """Return the untouched layer's output; keep its other return values for `pack`."""
         if self._x is not x:
-            out = self._run(x)
+            out = self._with_keywords(x) if self._kwargs else self._forward(x, *self._args[1:])
             # blocks may return (hidden, attention weights, …)
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
@@ -72,9 +72,7 @@ class LayerCall(BaseLayer):
 
     original = __call__
 
-    def _run(self, x: Tensor) -> Any:
-        if not self._kwargs:
-            return self._forward(x, *self._args[1:])
+    def _with_keywords(self, x: Tensor) -> Any:
         if self._args:
             return self._forward(x, *self._args[1:], **self._kwargs)
         return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
