@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -64,33 +64,3 @@ class ModuleCache(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of an empty cache: copies and pickles have other weights."""
         return {**super().__getstate__(), **self.empty()}  # type: ignore[no-untyped-call]
-
-
-class LayerCache(ModuleCache):
-    """Keeps values that the adapters of one layer compute together.
-
-    Deleting one of these adapters clears it, too.
-
-    Attributes:
-        kept: the values of the latest batch, closed when they are cleared; None: there are none.
-    """
-
-    kept: Closable | None = None
-
-    def empty(self) -> dict[str, Any]:
-        """Return the attributes of an empty cache."""
-        return {"kept": None}
-
-    def forget(self) -> None:
-        """Clear the cache, and close what it kept."""
-        before = self.kept
-        super().forget()
-        if before is not None:
-            before.close()
-
-
-class Closable(Protocol):
-    """Values with hooks or handles, which `close` removes."""
-
-    def close(self) -> None:
-        """Remove them."""

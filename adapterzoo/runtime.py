@@ -17,24 +17,19 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
 from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap, fusions_of
-from .contracts import Adapter, BaseLayer, Prefix, SharedInputAdapter, SharedKey
+from .contracts import Prefix, SharedKey
 from .errors import StateError
-from .kernels import mode
-from .kernels.grouped import Groups
-
-SharedLayers: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names of layers that read one input, each with those of its chain of adapters that share it."""
 
 HEAD = "head//"
 """In plans, the start of the path of a layer of a head; no path of the base model has it."""
@@ -49,7 +44,6 @@ class Plan:
         heads: the heads that run; without names if the plan selects none.
         sites: path of a site → what it evaluates; those without active adapters are absent.
         captures: path of a module → the sites that read its input.
-        shared_inputs: path of a module → those of its layers that read one input.
         skip_layers: numbers of the blocks without adapters.
         rows: which rows of a batch take which part of the composition; None if all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
@@ -65,7 +59,6 @@ class Plan:
     heads: ActiveHeads = field(default_factory=ActiveHeads)
     sites: Mapping[str, BoundStep] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    shared_inputs: Mapping[str, SharedLayers] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
@@ -157,95 +150,11 @@ class Block:
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-class SharedInput:
-    """The adapters of query, key and value, or of gate and up, in one call of their module.
-
-    The first adapter that requests its result also computes those of the others. A result computed
-    for another adapter is kept until that adapter requests it, once, with the same tensor;
-    otherwise it is computed again.
-    """
-
-    __slots__ = ("_members", "_rows", "_waiting")
-
-    def __init__(
-        self,
-        members: Callable[[], Sequence[Adapter]],
-        rows: Callable[[], Sequence[tuple[object, Sequence[Adapter]]]] = tuple,
-    ) -> None:
-        """Start without results.
-
-        Args:
-            members: returns adapters of any classes; asked for where sharing pays.
-            rows: returns those of a mixed batch: for each layer, the numbers that assign rows to
-                adapters, and the adapters.
-        """
-        self._members, self._rows = members, rows
-        self._waiting: list[tuple[object, Tensor, Any]] = []
-
-    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return an adapter's projection of x `[*batch, d_in]`; it need not be a member."""
-        kind = type(adapter)
-        # for few tokens sharing costs more calls than it saves, except on a GPU, where launches
-        # count
-        if mode.is_few(x):
-            return kind.from_input((adapter,), x)[0]
-        for i, (owner, source, part) in enumerate(self._waiting):
-            if owner is adapter and source is x:
-                del self._waiting[i]
-                return part
-        key = adapter.shared_input_key
-        members = self._members()
-        others = [member for member in members if member is not adapter]
-        alike: list[SharedInputAdapter] = [adapter]
-        if len(others) < len(members):
-            alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
-        made = kind.from_input(alike, x)
-        # drop unused results for other tensors
-        self._waiting = [
-            entry for entry in self._waiting if entry[1] is x and entry[0] not in alike
-        ]
-        self._waiting += [(owner, x, part) for owner, part in zip(alike, made, strict=True)][1:]
-        return made[0]
-
-    def from_rows(
-        self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Any:
-        """Return the projection of each row of a mixed batch by adapters of one layer.
-
-        They need not be members.
-        """
-        kind, own = type(adapters[0]), tuple(adapters)
-        # on a CPU the products of one layer are one call, which costs less
-        if not mode.asks_triton(x):
-            return kind.from_rows((own,), groups, x, base)[0]
-        for i, (owner, source, part) in enumerate(self._waiting):
-            if owner == own and source is x:
-                del self._waiting[i]
-                return part
-        found = [(on, tuple(members)) for on, members in self._rows()]
-        on = next((on for on, members in found if members == own), None)
-        key = own[0].shared_input_key
-        alike: list[Any] = [own]
-        for other_on, others in found:
-            first = others[0]
-            is_alike = others != own and other_on == on and type(first) is kind
-            if is_alike and cast("SharedInputAdapter", first).shared_input_key == key:
-                alike.append(others)
-        made = kind.from_rows(alike, groups, x, base)
-        # drop unused results for other tensors
-        self._waiting = [
-            entry for entry in self._waiting if entry[1] is x and entry[0] not in alike
-        ]
-        self._waiting += [(owner, x, part) for owner, part in zip(alike, made, strict=True)][1:]
-        return made[0]
-
-
 class CallContext:
     """The state of the running calls of one thread; an entry ends with the call that made it.
 
     Attributes:
         captures: path of a site → the residual stream, captured for it and not yet read.
-        shared_input: the adapters of the running module whose layers read one input.
         reads: running calls of modules that read changed parameters, innermost last, each with
             the parameters that it has built.
         running: layers whose own forward runs, if others read their parameters too.
@@ -265,7 +174,6 @@ class CallContext:
         self.generation: Generation | None = None
         self.prefixes: list[tuple[nn.Module, Prefix]] = []
         self.captures: dict[str, Tensor] = {}
-        self.shared_input: SharedInput | None = None
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
         self.running: list[object] = []
 

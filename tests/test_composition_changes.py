@@ -15,14 +15,11 @@ from adapterzoo import (
     Average,
     BatchSplit,
     Fuse,
-    LoRAConfig,
     Parallel,
     Stack,
 )
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.methods._weight_cache import WeightCache
-from adapterzoo.methods.lora import LoRA
-from adapterzoo.runtime import SharedInput
 
 
 def built(*names: str, config: str = "lora") -> Any:
@@ -85,19 +82,6 @@ def test_a_row_may_take_a_list_as_a_stack():
     mixed = output(model, **inputs, adapter_names=[["a", "b"], "a"])
     model.set_active_adapters(["a", "b"])
     torch.testing.assert_close(mixed[0], output(model)[0], rtol=1e-12, atol=1e-13)
-
-
-def test_a_class_with_ways_of_its_own_does_not_share_with_its_parent():
-    class Own(LoRA):
-        pass
-
-    model = AutoAdapterModel.from_config(tiny_config("llama"))
-    model.add_adapter("a", LoRAConfig(attn_matrices=["q", "k"]))
-    one, two = [module for _, module in model.adapter_modules("a")][:2]
-    two.__class__ = Own
-    family = SharedInput(lambda: [one, two])
-    family.from_input(one, torch.randn(1000, 32))
-    assert not family._waiting
 
 
 def test_kept_values_hold_no_memory_of_what_they_came_from():

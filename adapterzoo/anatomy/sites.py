@@ -141,20 +141,6 @@ class Site:
         return self.parameter is not None or not self.is_called
 
     @property
-    def shared_input(self) -> str | None:
-        """Which input of its module the layer shares with other layers; None if none.
-
-        Query, key and value of self-attention share the input of attention, as do key and value of
-        cross-attention; gate and up share that of the feed-forward part.
-        """
-        if self.kind != "linear" or self.parameter is not None or self.output_slice is not None:
-            return None
-        if self.role in ("mlp_in", "mlp_gate"):
-            return "mlp"
-        is_shared = self.role in ("key", "value") or (self.role == "query" and not self.cross)
-        return "attention" if is_shared else None
-
-    @property
     def is_routed(self) -> bool:
         """Whether the layer belongs to experts or is a parameter, so that it gets no batch."""
         return self.parameter is not None or "experts" in self.path.split(".")

@@ -22,7 +22,7 @@ from ._node import Composition
 from ._prefixes import prefix_of
 from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
-from ._steps import Chain, RowSteps, Step, evaluate, fold, names_at_input
+from ._steps import Chain, RowSteps, Step, evaluate, fold
 from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
 from .rules import (
@@ -78,7 +78,6 @@ __all__ = [
     "inverse_of",
     "join_rows",
     "last_adapter",
-    "names_at_input",
     "numbered",
     "parse",
     "parse_composition",

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor
-
-from adapterzoo.contracts import Adapter, can_take_few
+from adapterzoo.contracts import Adapter
 
 from ._steps import Chain, Step
 
@@ -28,14 +26,12 @@ class BoundStep:
         named: the step with the names of adapters.
         only: the adapter, if the site evaluates nothing else and neither captures nor shares
             inputs; None for other sites.
-        on_few: the method of that adapter; None if it has none.
     """
 
     step: Step = field(compare=False, repr=False)
     adapters: Mapping[str, Any] | None = field(compare=False, repr=False)
     named: Step
     only: Adapter | None = field(default=None, compare=False, repr=False)
-    on_few: Callable[..., Tensor | None] | None = field(default=None, compare=False, repr=False)
 
     def by_name(self) -> BoundStep:
         """Return the site for a copy of the layer, which has its own adapters."""
@@ -61,8 +57,7 @@ def bound(
         numbers = _numbers(len(step))
         held = dict(zip(numbers, map(adapters.__getitem__, step), strict=True))
         only = cast("Adapter", held[numbers[0]]) if alone and len(step) == 1 else None
-        quick = only.on_few if only is not None and can_take_few(only) else None
-        return BoundStep(numbers, held, step, only, quick)
+        return BoundStep(numbers, held, step, only)
     found: dict[str, str] = {}
     numbered = _renamed(step, lambda name: found.setdefault(name, str(len(found))))
     if not found.keys() <= adapters.keys():

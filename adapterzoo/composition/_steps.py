@@ -49,15 +49,6 @@ def evaluate(
     return adapted
 
 
-def names_at_input(step: Step | None) -> Chain:
-    """Return the adapters of a step that read the input of the layer itself."""
-    if isinstance(step, tuple):
-        return step
-    if isinstance(step, RowSteps) and step.layers is not None and len(step.layers) == 1:
-        return step.layers[0].names
-    return ()
-
-
 def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -> Tensor:
     """Return the weight under a step, for a module that computes with its parameters.
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from adapterzoo.call import StackCall
-from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
+from adapterzoo.contracts import Adapter, BaseLayer
 
 
 class Around(BaseLayer):
@@ -80,10 +80,6 @@ class Around(BaseLayer):
     def part(self, path: str) -> Any:
         """Return a module or parameter of the running model."""
         return self._inner.part(path)
-
-    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return the adapter's projection of x."""
-        return self._inner.from_input(adapter, x)
 
 
 class Nested(Around):
@@ -196,10 +192,6 @@ class PartOf(Around):
         # read before `output`, which it may set
         original = self._whole.original
         return self(x) if original is self._whole.output else self._take(original)
-
-    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return the adapter's projection of the part, which other layers do not share."""
-        return type(adapter).from_input((adapter,), x)[0]
 
     @property
     def residual(self) -> Tensor:

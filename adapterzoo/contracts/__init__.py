@@ -7,7 +7,7 @@ modules that do not depend on models, names, files, devices or each other.
 from __future__ import annotations
 
 from ._dtypes import compute_dtype, upcast, widest
-from .adapter import Adapter, BaseLayer, Linear, Run, SharedInputAdapter
+from .adapter import Adapter, BaseLayer
 from .contained import Contained, Ejectable, SharedKey, SharedModules
 from .head import Head
 from .init_data import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
@@ -21,7 +21,7 @@ from .places import (
     Prefix,
     PromptAdapter,
 )
-from .shortcuts import can_batch, can_take_few, is_hooked
+from .shortcuts import can_batch
 from .weights import CopyAdapter, FactoredAdapter, WeightAdapter, replaced
 
 __all__ = [
@@ -40,21 +40,16 @@ __all__ = [
     "Joins",
     "LanguageFreeAdapter",
     "LayerData",
-    "Linear",
     "OriginalWeight",
     "PositionAdapter",
     "Prefix",
     "PromptAdapter",
-    "Run",
-    "SharedInputAdapter",
     "SharedKey",
     "SharedModules",
     "WeightAdapter",
     "WeightPlan",
     "can_batch",
-    "can_take_few",
     "compute_dtype",
-    "is_hooked",
     "replaced",
     "upcast",
     "widest",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -17,15 +17,7 @@ from .contained import Contained, SharedKey
 from .init_data import LayerData
 
 if TYPE_CHECKING:
-    from adapterzoo.caches import LayerCache
     from adapterzoo.kernels.grouped import Groups
-
-
-Linear: TypeAlias = tuple[Tensor, Tensor | None]
-"""Weight `[d_out, d_in]` and bias `[d_out]` of a linear layer; None: it has no bias."""
-
-Run: TypeAlias = Callable[[Tensor], Tensor]
-"""Computes the output `[*batch, d_out]` of a layer from its input `[*batch, d_in]`."""
 
 
 class BaseLayer(ABC):
@@ -81,19 +73,6 @@ class BaseLayer(ABC):
     def scale(self) -> float | Tensor:
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
-    def frozen(self, x: Tensor) -> Linear | None:
-        """Return weight and bias of a linear layer that gets no gradients in this call.
-
-        For kernels that multiply by the weight themselves.
-
-        Args:
-            x: `[*batch, d_in]`.
-
-        Returns:
-            None for any other layer, and for an x so small that one product does not pay.
-        """
-        return None
-
     @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
@@ -134,17 +113,6 @@ class BaseLayer(ABC):
         """
         raise StateError(f"this layer is not in a model, so there is no {path!r}.")
 
-    def cache(self, adapter: Adapter) -> LayerCache | None:
-        """Return the cache for values that adapters of the layer compute together in evaluation.
-
-        Args:
-            adapter: one of them.
-
-        Returns:
-            None if there is none, so that each call computes them again.
-        """
-        return None
-
     @property
     def padding_idx(self) -> int | None:
         """The token of an embedding whose row gets no gradient; None if every row gets one."""
@@ -171,27 +139,6 @@ class BaseLayer(ABC):
 
         Shape `[*batch, d_model]`.
         """
-
-    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return the class's projection of x for this adapter, together with others if possible.
-
-        Args:
-            adapter: the adapter that calls this.
-            x: its input, `[*batch, d_in]`.
-        """
-        return type(adapter).from_input((adapter,), x)[0]
-
-    def from_rows(self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor) -> Any:
-        """Return the projection of each row by its adapter.
-
-        As for `from_input`, layers that read the same x share the product.
-
-        Args:
-            adapters: of this layer.
-            groups: which of them each row takes.
-            x: `[rows, *tokens, d_in]`.
-        """
-        return type(adapters[0]).from_rows((adapters,), groups, x, self)[0]
 
 
 class Adapter(Contained, ABC):
@@ -331,22 +278,6 @@ class Adapter(Contained, ABC):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the bits of `forward` in fewer calls, for inputs with `kernels.mode.is_few`.
-
-        A layer calls it first, in evaluation without gradients, if no other adapter acts there. It
-        is optional; a class that overrides `forward` must override it too, or it is not used.
-
-        Args:
-            x: the layer's input, `[*batch, d_in]`.
-            layer: the layer.
-            run: computes its untouched output, once.
-
-        Returns:
-            `[*batch, d_out]`; None, without having called `run`, if `forward` must compute it.
-        """
-        return None
-
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether `forward_batched` supports these; if not, each is called on its rows."""
@@ -374,54 +305,4 @@ class Adapter(Contained, ABC):
             f"{cls.__name__}.forward_batched: {cls.__name__}.supports_batching is True for these, "
             f"but the method is missing. Write @classmethod def forward_batched(cls, adapters, "
             f"groups, x, base), or remove supports_batching."
-        )
-
-
-class SharedInputAdapter(Adapter):
-    """An adapter that computes something from its input only, which others with it can share.
-
-    Query, key and value projections read one input, and one product for the three is cheaper than
-    three. The adapter gets its part from `base.from_input(self, x)`.
-    """
-
-    @property
-    @abstractmethod
-    def shared_input_key(self) -> tuple[object, ...]:
-        """Values that two adapters of a class must have in common to share; includes the device."""
-
-    @classmethod
-    @abstractmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Any]:
-        """Return each adapter's projection of the shared input.
-
-        Args:
-            adapters: at least one, of this class, with equal `shared_input_key`.
-            x: `[*batch, d_in]`.
-
-        Returns:
-            One entry for each adapter.
-        """
-
-    @classmethod
-    def from_rows(
-        cls, members: Sequence[Sequence[Self]], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Sequence[Any]:
-        """Return the projections of a mixed batch; only classes that call `base.from_rows` have it.
-
-        Args:
-            members: the adapters of each of several layers, in the order of `groups`; the first
-                adapters of these layers have equal `shared_input_key`.
-            groups: which of a layer's adapters each row takes.
-            x: `[rows, *tokens, d_in]`.
-            base: the layer of the first.
-
-        Returns:
-            One entry for each layer.
-
-        Raises:
-            StateError: the class does not implement it.
-        """
-        raise StateError(
-            f"{cls.__name__} does not implement from_rows. Do not call base.from_rows in its "
-            f"forward_batched."
         )

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.composition import BoundStep, Copies, RowSteps, Step, evaluate, fold, names_at_input
-from adapterzoo.contracts import WeightAdapter, compute_dtype, is_hooked
-from adapterzoo.kernels.mode import is_few
-from adapterzoo.runtime import ActiveState, SharedInput
+from adapterzoo.composition import BoundStep, Copies, Step, evaluate, fold
+from adapterzoo.contracts import WeightAdapter, compute_dtype
+from adapterzoo.runtime import ActiveState
 
 from .containers import adapters_of
 from .fused import asked
@@ -96,20 +95,12 @@ class Adapted(nn.Module):
             if plan.setup is None:
                 return super().forward(*args, **kwargs)
         elif site.only is not None and args and not self._read:
-            few = None if torch.is_grad_enabled() or kwargs or len(args) > 1 else site.on_few
-            forward, x = super().forward, args[0]
-            if few is not None and not (site.only.training or is_hooked(site.only)) and is_few(x):
-                y = few(x, self, forward)
-                if y is not None:
-                    return y
-            base = LayerCall(self, forward, args, kwargs, None, active.call)
-            y = site.only(x, base)
+            base = LayerCall(self, super().forward, args, kwargs, None, active.call)
+            y = site.only(args[0], base)
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
         forward = super().forward
-        if link.path in plan.shared_inputs:
-            forward = self._gathering
         if site is None:
             return forward(*args, **kwargs)
         step, adapters = acting(self, site)
@@ -143,41 +134,6 @@ class Adapted(nn.Module):
             plain: the layer's own class.
         """
         return {}
-
-    def _gathering(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain forward of a module whose layers read one input."""
-        call = self._link.active.call
-        outer, call.shared_input = (
-            call.shared_input,
-            SharedInput(self._members_of_input, self._rows_at_input),
-        )
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            call.shared_input = outer
-
-    def _members_of_input(self) -> list[Any]:
-        """Return the active adapters of the module's layers that read one input."""
-        plan = self._link.active.plan
-        members = []
-        # looked up in each call, because replicas and copies have their own
-        for name, numbers in plan.shared_inputs[self._link.path]:
-            layer = below_wrappers(self._modules[name])
-            step, adapters = acting(layer, plan.sites[layer._link.path])
-            members += [adapters[names_at_input(step)[i]] for i in numbers]
-        return members
-
-    def _rows_at_input(self) -> list[tuple[object, list[Any]]]:
-        """Return, for each of these layers in a mixed batch, the rows' numbers and the adapters."""
-        plan = self._link.active.plan
-        members: list[tuple[object, list[Any]]] = []
-        for name, _ in plan.shared_inputs[self._link.path]:
-            layer = below_wrappers(self._modules[name])
-            step, adapters = acting(layer, plan.sites[layer._link.path])
-            if isinstance(step, RowSteps) and step.layers is not None:
-                only = step.layers[0]
-                members.append((only.numbers, [adapters[each] for each in only.names]))
-        return members
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: loading creates the subclass again."""

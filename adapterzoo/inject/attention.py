@@ -71,8 +71,6 @@ class AdaptedAttention(Adapted):
         step, adapters = acting(self, site)
         base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
         forward = super(Adapted, self).forward
-        if link.path in plan.shared_inputs:
-            forward = self._gathering
         if self._is_inline:
             prefix = prefix_of(step, adapters, x, base, plan.rows)
             return with_prefix(plain_class(self), prefix, forward, args, kwargs)

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from adapterzoo.caches import LayerCache
 from adapterzoo.contracts import Contained, SharedModules
 
 SHARED = SharedModules.container
 """The container of modules that the layers of an adapter share, unless they name another."""
 
 
-class AdapterDict(LayerCache, nn.ModuleDict):
+class AdapterDict(nn.ModuleDict):
     """Modules by name; any name is legal, also `train` or `type`.
 
     Attributes:
@@ -88,7 +87,6 @@ def release(layer: Any, name: str) -> nn.Module:
     module: nn.Module = adapters_of(layer)[name]
     container = container_of(module)
     held = layer._modules[container]
-    held.forget()
     del held._modules[name.removeprefix(held.prefix)]
     if not held:
         del layer._modules[container]

@@ -14,7 +14,6 @@ from adapterzoo.averaging import Combination
 from adapterzoo.composition import Nested
 from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, WeightAdapter, can_batch
 from adapterzoo.errors import CompositionError, StateError
-from adapterzoo.runtime import SharedInput
 
 from .views import SlicedLayer, put_slice, take_slice
 
@@ -71,10 +70,9 @@ class FusedAdapters(WeightAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        shared = SharedInput(self._adapters)
-        return self._first(len(self.slices), x, base, shared)
+        return self._first(len(self.slices), x, base)
 
-    def _first(self, count: int, x: Tensor, base: BaseLayer, shared: SharedInput) -> Tensor:
+    def _first(self, count: int, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output with the first adapters only."""
         y = untouched = base(x)
         labels = list(self.slices)
@@ -82,10 +80,10 @@ class FusedAdapters(WeightAdapter):
             features = self.slices[label]
             # an adapter that changes its input calls its base again, with those before it
             met = any(_overlap(features, self.slices[other]) for other in labels[:i])
-            before = Nested(functools.partial(self._first, i, shared=shared), base) if met else base
+            before = Nested(functools.partial(self._first, i), base) if met else base
             adapter = cast("Adapter", self._modules[label])
             so_far = y if met else untouched
-            view = SlicedLayer(before, features or _all_features(y), x, so_far, shared)
+            view = SlicedLayer(before, features or _all_features(y), x, so_far)
             part = adapter(x, view)
             y = part if features is None else put_slice(y, part, features, -1)
         return y

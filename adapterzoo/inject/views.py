@@ -6,31 +6,23 @@ d_out]`, fused experts keep one tensor for all, and quantized ones are packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
-from adapterzoo.caches import LayerCache
 from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
-from adapterzoo.contracts import Adapter, BaseLayer, Linear, SharedInputAdapter
+from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.errors import StateError
-from adapterzoo.kernels.frozen import takes
-from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.mode import FEW
-from adapterzoo.runtime import CallContext, SharedInput
+from adapterzoo.runtime import CallContext
 
 from .quantized import packing_of
-
-# the forward of torch itself: one that a library puts in its place may compute something else
-_LINEAR = nn.Linear.forward
 
 
 class LayerCall(BaseLayer):
@@ -70,7 +62,7 @@ class LayerCall(BaseLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """Return the untouched layer's output; keep its other return values for `pack`."""
         if self._x is not x:
-            out = self._run(x)
+            out = self._with_keywords(x) if self._kwargs else self._forward(x, *self._args[1:])
             # blocks may return (hidden, attention weights, …)
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
@@ -80,27 +72,10 @@ class LayerCall(BaseLayer):
 
     original = __call__
 
-    def _run(self, x: Tensor) -> Any:
-        if not self._kwargs:
-            return self._forward(x, *self._args[1:])
+    def _with_keywords(self, x: Tensor) -> Any:
         if self._args:
             return self._forward(x, *self._args[1:], **self._kwargs)
         return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
-
-    def frozen(self, x: Tensor) -> Linear | None:
-        """Return weight and bias of a linear layer without gradients, for another x than its last.
-
-        None for few tokens, and where something else than `nn.Linear.forward` runs.
-        """
-        # few tokens first: there each call counts
-        if x.numel() <= FEW or self._x is x or is_compiling():
-            return None
-        if getattr(self._forward, "__func__", None) is not _LINEAR:
-            return None
-        w, bias = own(self._module, "weight"), own(self._module, "bias")
-        if w is None or (bias is None and is_parametrized(self._module, "bias")):
-            return None
-        return (w, bias) if takes(x, w, bias) else None
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""
@@ -143,11 +118,6 @@ class LayerCall(BaseLayer):
         """The factor of the output."""
         return getattr(self._module, "embed_scale", 1.0)
 
-    def cache(self, adapter: Adapter) -> LayerCache | None:
-        """Return the container of the adapter."""
-        held = self._module._modules.get(adapter.container)
-        return held if isinstance(held, LayerCache) else None
-
     @property
     def padding_idx(self) -> int | None:
         """The token without gradient."""
@@ -166,18 +136,6 @@ class LayerCall(BaseLayer):
                 f"another module of the block, which was not run before it. Run the whole block."
             )
         return self._residual
-
-    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return the adapter's projection of x, computed together with layers that share x."""
-        shared = None if self._context is None else self._context.shared_input
-        return super().from_input(adapter, x) if shared is None else shared.from_input(adapter, x)
-
-    def from_rows(self, adapters: Sequence[SharedInputAdapter], groups: Groups, x: Tensor) -> Any:
-        """Return the projection of each row, computed together with layers that share x."""
-        shared = None if self._context is None else self._context.shared_input
-        if shared is None:
-            return super().from_rows(adapters, groups, x)
-        return shared.from_rows(adapters, groups, x, self)
 
     @property
     def call(self) -> StackCall:
@@ -227,7 +185,7 @@ class LayerCall(BaseLayer):
 class SlicedLayer(Around):
     """Some output features of a fused layer, as a separate layer."""
 
-    __slots__ = ("_features", "_shared_input", "_taken", "_x", "_y")
+    __slots__ = ("_features", "_taken", "_x", "_y")
 
     def __init__(
         self,
@@ -235,7 +193,6 @@ class SlicedLayer(Around):
         features: OutputSlice,
         x: Tensor | None = None,
         y: Tensor | None = None,
-        shared_input: SharedInput | None = None,
     ) -> None:
         """Take a part of a layer.
 
@@ -244,10 +201,8 @@ class SlicedLayer(Around):
             features: of the part.
             x: an input whose output is known.
             y: the layer's output for `x`.
-            shared_input: the adapters of all parts, which share projections of their input.
         """
         self._inner = base
-        self._shared_input = shared_input
         self._features = features
         self._x = x
         self._y = y
@@ -277,11 +232,6 @@ class SlicedLayer(Around):
         """The untouched bias."""
         bias = self._inner.bias
         return None if bias is None else take_slice(bias, self._features, 0)
-
-    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return the adapter's projection of x, computed together with the other parts."""
-        shared = self._inner if self._shared_input is None else self._shared_input
-        return shared.from_input(adapter, x)
 
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:

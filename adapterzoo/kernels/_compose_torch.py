@@ -1,56 +1,18 @@
-"""The composition of a rescaled layer in torch operations."""
+"""The gradients of the composition of a rescaled layer, in torch operations."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, lerp
-from torch.nn.functional import hardshrink, linear
+from torch import Tensor
 
-from . import mode
-from ._low_rank_torch import is_small, rows_of
+from ._low_rank_torch import rows_of
 
-# rows that are multiplied at a time
-_SLICE = 128
-
-
-def compose(
-    y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
-) -> Tensor:
-    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once.
-
-    `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
-    → shape and dtype of `y`.
-    """
-    wide = y.to(gain.dtype)
-    if t is not None and b is not None and is_small(y):
-        wide = torch.add(wide, linear(t.to(gain.dtype), b.to(gain.dtype)), alpha=scaling)
-        t = None
-    out = wide * gain if bias is None else lerp(bias.to(gain.dtype), wide, gain)
-    if t is not None and b is not None:
-        # apply the gain of each output feature to its row of b
-        b = gain.unsqueeze(-1) * b.to(gain.dtype)  # [d_out, rank]
-        out = rows_of(out).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)  # [rows, d_out]
-    return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
-
-
-def compose_few(
-    y: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None = None,
-    b: Tensor | None = None,
-    scaling: float = 1.0,
-) -> Tensor:
-    """Return the bits of `compose` in few calls, without gradients.
-
-    Only for gain, t and b of one dtype, with an input that has `mode.is_few`.
-    """
-    is_alike = y.dtype is gain.dtype and (bias is None or bias.dtype is y.dtype)
-    if not is_alike or (t is not None and y.numel() > mode.FEW):
-        return compose(y, gain, bias, t, b, scaling)
-    if t is not None and b is not None:
-        y = torch.add(y, linear(t, b), alpha=scaling)
-    return y * gain if bias is None else lerp(bias, y, gain)
+# that limit the share of the bias in the error to that of the dtype below, and to twice its own
+_LEAST_GAIN = 1 / 16
+_LEAST_GAIN_OF_HALF = 1 / 2
+# without a bias: products of smaller ones may be below the smallest normal number
+_LEAST_FACTOR = 2.0**-64
+_LEAST_FACTOR_OF_FLOAT16 = 1 / 16
 
 
 def compose_backward(
@@ -80,17 +42,16 @@ def compose_backward(
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
         s = scaling * gain.unsqueeze(-1)  # [d_out, 1]
-        # [rank, rows] is several times as fast as [rows, rank]
         if needs_t:
-            of_t = ((s * b.to(s.dtype)).T @ wide.T).T.to(t.dtype).contiguous().view(t.shape)
+            of_t = (wide @ (s * b.to(s.dtype))).to(t.dtype).view(t.shape)  # [*batch, rank]
         # y lacks the update: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
         hidden = needs_gain and not tells
         if needs_b or hidden:
-            dyt = (rows_of(t).T.to(wide.dtype) @ wide).T  # [d_out, rank]
+            dyt = wide.T @ rows_of(t).to(wide.dtype)  # [d_out, rank]
         if hidden:
             of_gain = of_gain + scaling * (dyt * b).sum(-1)
         if needs_b:
-            of_b = (dyt * s).to(b.dtype).contiguous()
+            of_b = (dyt * s).to(b.dtype)
     return of_y, of_gain, of_bias, of_t, of_b
 
 
@@ -102,38 +63,59 @@ def gain_backward(
     `dy` and `kept` `[*batch, d_out]`; see `compose_backward`.
     """
     found = dots(rows_of(kept), rows_of(dy), bias)
-    return found / divisor(gain, kept.dtype, bias is not None) if tells else found
+    if not tells:
+        return found
+    # of smaller ones `few_backward` makes the gradient
+    small = gain.detach().abs() < least(kept.dtype, bias is not None)
+    return found / gain.masked_fill(small, 1.0)
 
 
-def divisor(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
-    """Return the gain `[d_out]` to divide by; 0 where the output has no digit of the value before.
+def few_backward(
+    dy: Tensor,
+    columns: Tensor,
+    of_gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    few: Tensor,
+) -> Tensor:
+    """Return the gradient of the gain, with that of the features `few` made from y itself.
 
-    Only on a GPU: there the forward decides by the gains of earlier steps.
+    Differentiable again. For the other arguments see `compose_backward`.
 
     Args:
-        gain: of each output feature.
+        dy: of the output.
+        columns: these features of y, `[*batch, few]`.
+        of_gain: the gradient of the gain so far.
+        bias: see `compose_backward`.
+        t: see `compose_backward`.
+        b: see `compose_backward`.
+        scaling: see `compose_backward`.
+        few: the numbers of the features.
+    """
+    dtype = of_gain.dtype
+    own = rows_of(dy).index_select(1, few).to(dtype)  # [rows, few]
+    bias = None if bias is None else bias.index_select(0, few).to(dtype)
+    found = dots(rows_of(columns).to(dtype), own, bias)
+    if t is not None and b is not None:
+        dyt = own.T @ rows_of(t).to(dtype)  # [few, rank]
+        found = found + scaling * (dyt * b.index_select(0, few)).sum(-1)
+    return of_gain.index_copy(0, few, found)
+
+
+def least(dtype: torch.dtype, has_bias: bool) -> float:
+    """Return the smallest |gain| for which the output tells the value before; see `compose`.
+
+    Args:
         dtype: of the output.
         has_bias: whether a bias was added after the gain.
     """
-    if not mode.asks_triton(gain):
-        return gain
-    return hardshrink(gain, least_gain(dtype, has_bias))
-
-
-def least_gain(dtype: torch.dtype, has_bias: bool) -> float:
-    """Return the gain up to which the output has no digit of the value before; see `divisor`."""
-    info = torch.finfo(dtype)
-    # rounding errors of the bias, or products that underflow
-    return info.eps / 2 if has_bias else max(info.smallest_normal, 2.0**-72)
+    if has_bias:
+        return _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
+    return _LEAST_FACTOR_OF_FLOAT16 if dtype is torch.float16 else _LEAST_FACTOR
 
 
 def dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
     """Return Σ (kept − bias) ∘ dy over the rows, `[d_out]`."""
-    plain = kept.is_cpu and kept.dtype is dy.dtype and not torch.is_grad_enabled()
-    if not plain or kept.shape[0] <= _SLICE:
-        return ((kept if bias is None else kept - bias) * dy).sum(0)
-    # slices stay in the cache, unlike a product as large as dy
-    sums = dy.new_zeros(_SLICE, dy.shape[1])
-    for own, of_own in zip(kept.split(_SLICE), dy.split(_SLICE), strict=True):
-        sums[: len(own)].addcmul_(own if bias is None else own - bias, of_own)
-    return sums.sum(0)
+    return ((kept if bias is None else kept - bias) * dy).sum(0)

@@ -7,7 +7,6 @@ input. In Triton the mask is a function of seed and position, so that only the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,10 +15,6 @@ from torch import Tensor
 PLANES = 16
 # the low 32 bits of a number
 _LOW = 0xFFFFFFFF
-# elements of a slice, which stay in the cache
-_CACHED = 1 << 17
-# fewer rows would cost more additions to the factor's gradient than they save
-_ROWS = 128
 
 
 def threshold(p: float) -> int:
@@ -91,28 +86,6 @@ def mask(noise: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
     place = torch.arange(8, dtype=torch.uint8, device=noise.device).unsqueeze(1)  # [8, 1]
     unpacked = (noise >> place).bitwise_and_(1)  # [8, bytes]
     return unpacked.view(-1)[: math.prod(shape)].view(shape)  # [*batch, d_in]
-
-
-def slices(
-    noise: Tensor, shape: tuple[int, ...], p: float, dtype: torch.dtype
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows that stay in the cache, each with its mask `[rows, d_in]`, new memory.
-
-    In half precision there is one slice, because sums over slices would be rounded for each.
-
-    Args:
-        noise: see `mask`.
-        shape: see `mask`.
-        p: see `mask`.
-        dtype: of the masks.
-    """
-    packed = mask(noise, (math.prod(shape[:-1]), shape[-1]), p)  # [rows, d_in]
-    rows = max(len(packed), 1)
-    if dtype.itemsize >= 4:
-        rows = max(_ROWS, _CACHED // shape[-1])
-    for i in range(0, max(len(packed), 1), rows):
-        own = slice(i, i + rows)
-        yield own, packed[own].to(dtype)
 
 
 def _mask_of_seed(seed: Tensor, shape: tuple[int, ...], p: float) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from adapterzoo.errors import KernelError
 
 from . import _launch
 from ._ops import register
-
-T = TypeVar("T")
 
 # in the index: no adapter
 BASE = -1
@@ -43,13 +40,9 @@ class Groups:
         lengths: the number of rows of each of `adapters`.
         rows: the rows with an adapter, ascending.
         order: the same rows, sorted by adapter.
-        inverse: the place of each of `rows` in `order`.
         of_rows: the adapter of each of `rows`.
         of_all: the adapter of each row of the batch; the first of `adapters` for rows without one.
         base: the rows without an adapter.
-        even: whether all of `adapters` have equally many rows.
-        sorted: whether every row has an adapter and the batch is sorted by adapter.
-        whole: whether `adapters` are 0, 1, … without a gap.
         host: `index` as a tensor on the CPU, int64 `[batch]`.
     """
 
@@ -67,13 +60,7 @@ class Groups:
         self.of_rows = tuple(index[row] for row in self.rows)
         spare = self.adapters[0] if self.adapters else 0
         self.of_all = tuple(spare if i == BASE else i for i in index)
-        place = {row: i for i, row in enumerate(self.order)}
-        self.inverse = tuple(place[row] for row in self.rows)
-        self.even = len(set(self.lengths)) == 1
-        self.sorted = not self.base and self.order == self.rows
-        self.whole = self.adapters == tuple(range(len(self.adapters)))
         self._made: dict[tuple[object, ...], Tensor] = {}
-        self._ways: dict[tuple[int, ...], Any] = {}
 
     @classmethod
     def of(cls, index: Sequence[int | None] | Tensor) -> Groups:
@@ -143,16 +130,6 @@ class Groups:
             device: of the tensor.
         """
         return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
-
-    def kept_blocks(self, n: int, tokens: int, rank: int, decide: Callable[..., T]) -> T:
-        """Return `decide(groups, n, tokens, rank)`, computed once for a batch."""
-        key = (n, tokens, rank)
-        if key in (ways := self._ways):
-            return ways[key]  # type: ignore[no-any-return]
-        if len(ways) >= _MOST_TENSORS:
-            ways = self._ways = {}
-        found = ways[key] = decide(self, n, tokens, rank)
-        return found
 
     def row_scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
@@ -269,7 +246,7 @@ def groups_of(plan: Tensor, n: int, batch: int) -> Groups:
     """
     values = plan.tolist()
     if plan.dtype is torch.int64:
-        groups = Groups(tuple(values), plan)
+        groups = _remembered(tuple(values))
         groups.check_adapters("grouped_low_rank", n)
         return groups
     index = [BASE] * batch

@@ -2,9 +2,8 @@
 
 This is DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with gain = magnitude / norm. BOFT
 uses it without the low-rank part, with its scale as the gain. For the backward it keeps one large
-tensor: its own output, which the next operation of a model often keeps anyway, or, if a gain is too
-small to recover the value before it, y. On a GPU the host decides by the gains of the step before
-(`SmallestGain`), so that it need not wait.
+tensor: its own output, which the next operation of a model often keeps anyway; and the features of
+y whose gain is too small to recover them from it. On a GPU the host waits for the gain.
 
 An output o with gain g has a rounding error of u |o|, where u is half the distance of two numbers
 of its dtype around 1, and a |o| of at most |g z| + |bias| for the value z before the gain. So
@@ -18,43 +17,45 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, lerp
+from torch.nn.functional import linear
 
 from adapterzoo.errors import KernelError
 
-from . import _compose_torch, mode
+from . import _compose_torch, _launch, mode
+from ._compose_torch import least
 from ._ops import below, check, computed, register
 from .exact import exactly
-from .gains import SmallestGain
 
-# that limit the share of the bias in the error to that of the dtype below, and to twice its own
-_LEAST_GAIN = 1 / 16
-_LEAST_GAIN_OF_HALF = 1 / 2
-# without a bias: products of smaller ones may be below the smallest normal number
-_LEAST_FACTOR = 2.0**-64
-_LEAST_FACTOR_OF_FLOAT16 = 1 / 16
 _LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_out, rank]"
 
 
 def compose_reference(
-    y: Tensor, gain: Tensor, bias: Tensor | None, update: Tensor | None, scaling: float
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None = None,
+    b: Tensor | None = None,
+    scaling: float = 1.0,
 ) -> Tensor:
-    """Return the definition: `gain · (y + scaling · update − bias) + bias`.
+    """Return the definition: `gain · (y + scaling · t bᵀ − bias) + bias`.
 
     Computed in the dtype of `gain` and returned in that of `y`, with the bits of `y` where `gain`
-    is 1 and `update` 0.
+    is 1 and `t` or `b` 0.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
         gain: `[d_out]`, float32 or float64.
         bias: `[d_out]`, the part of `y` that is not scaled; None: there is none.
-        update: `[*batch, d_out]`, t Bᵀ; None: there is none.
+        t: `[*batch, rank]`; None: there is no update.
+        b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
     """
-    whole = y.to(gain.dtype)
-    if update is not None:
-        whole = torch.add(whole, update.to(gain.dtype), alpha=scaling)  # [*batch, d_out]
-    out = whole * gain if bias is None else torch.addcmul((1 - gain) * bias, whole, gain)
+    dtype = gain.dtype
+    whole = y.to(dtype)
+    if t is not None and b is not None:
+        whole = torch.add(whole, linear(t.to(dtype), b.to(dtype)), alpha=scaling)  # [*batch, d_out]
+    out = whole * gain if bias is None else lerp(bias.to(dtype), whole, gain)
     return out.to(y.dtype)
 
 
@@ -65,14 +66,10 @@ def compose(
     t: Tensor | None = None,
     b: Tensor | None = None,
     scaling: float = 1.0,
-    smallest: SmallestGain | None = None,
 ) -> Tensor:
-    """Return `compose_reference` with the update t Bᵀ, in as few passes over y as possible.
+    """Return `compose_reference`, with few saved tensors.
 
-    On a GPU the decision of what to keep depends on gains from some steps before. If a gain has
-    become so small since then that no digit of the value before it is left, its gradient is inf or
-    NaN, never a wrong number; for this it must fall from `least` to the limit in
-    `_compose_torch.divisor` within these steps.
+    Compiled and captured code, which cannot read the gain, keeps `y`.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
@@ -81,64 +78,32 @@ def compose(
         t: `[*batch, rank]`, x Aᵀ from `low_rank.shrink`; None: there is no update.
         b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
-        smallest: of the site; None: on a GPU, keep `y`.
 
     Returns:
         Shape and dtype of `y`.
     """
     if mode.is_reference():
-        update = None if t is None or b is None else t.to(gain.dtype) @ b.to(gain.dtype).T
-        return compose_reference(y, gain, bias, update, scaling)
-    asks_gpu = mode.may_take_triton(y)
-    told = None
-    if torch.is_grad_enabled():
-        told = _from_output(y, gain, bias, smallest if asks_gpu else None, asks_gpu)
-    if asks_gpu or told is _OUTPUT:
-        # on a CPU the gain alone decides, so that `told` need not be saved
-        how = (False, told) if asks_gpu else (True, None)
-        out: Tensor = _compose(y, gain, bias, t, b, scaling, *how)
+        return compose_reference(y, gain, bias, t, b, scaling)
+    reads = torch.is_grad_enabled() and gain.requires_grad and _is_readable(gain)
+    if reads or mode.may_take_triton(y):
+        few = columns = None
+        if reads:
+            found = (gain.detach().abs() < least(y.dtype, bias is not None)).nonzero().flatten()
+            if found.numel():
+                few, columns = found, y.index_select(-1, found)  # [*batch, few]
+        out: Tensor = _compose(y, gain, bias, t, b, scaling, reads, few, columns)
         return out
     # the same operations, so that a forward has the same bits with and without gradients
     if mode.is_plain(y):
-        return _compose_torch.compose(y, gain, bias, t, b, scaling)
+        return compose_reference(y, gain, bias, t, b, scaling)
     with exactly(y.device):
-        return _compose_torch.compose(y, gain, bias, t, b, scaling)
+        return compose_reference(y, gain, bias, t, b, scaling)
 
 
-# What is kept, as a tensor that is saved with it. A checkpoint repeats the forward in the backward,
-# which may decide otherwise; the backward then gets the saved tensors of the repetition, but the
-# other attributes of the first forward.
-_Y, _OUTPUT = torch.tensor(False), torch.tensor(True)
-
-
-def _from_output(
-    y: Tensor, gain: Tensor, bias: Tensor | None, smallest: SmallestGain | None, asks_gpu: bool
-) -> Tensor | None:
-    """Return from what the backward recovers the value before the gain; None: always from y.
-
-    On a CPU this reads the gain, which is cheap there; fake tensors have no values.
-    """
-    if asks_gpu:
-        # only the gradient of the gain reads what is kept
-        known = None if smallest is None or not gain.requires_grad else smallest.of(gain)
-        if known is None:
-            return None
-        return _OUTPUT if known >= least(y.dtype, bias is not None) else _Y
-    plain = type(gain) in mode.ORIGINAL and gain.device.type == "cpu"
-    if torch.compiler.is_compiling() or not plain or not gain.numel():
-        return None
-    return _OUTPUT if tells(gain, y.dtype, bias is not None) else None
-
-
-def tells(gain: Tensor, dtype: torch.dtype, has_bias: bool) -> bool:
-    """Return whether the output tells the value before the gain exactly enough; reads the gain.
-
-    Args:
-        gain: `[d_out]`, not empty.
-        dtype: of the output.
-        has_bias: whether a bias was added after the gain.
-    """
-    return bool(gain.detach().abs().min() >= least(dtype, has_bias))
+def _is_readable(gain: Tensor) -> bool:
+    """Return whether the host can read the gain: not in compiled or captured code."""
+    is_real = type(gain) in mode.ORIGINAL and not gain.is_meta
+    return is_real and not (torch.compiler.is_compiling() or _launch.is_captured())
 
 
 def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
@@ -166,11 +131,14 @@ def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
     return found
 
 
-def least(dtype: torch.dtype, has_bias: bool) -> float:
-    """Return the smallest |gain| with which the output is kept; see the module."""
-    if has_bias:
-        return _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
-    return _LEAST_FACTOR_OF_FLOAT16 if dtype is torch.float16 else _LEAST_FACTOR
+def _run(*args: Any) -> Tensor:
+    # the last three are for the backward
+    given = args[:6]
+    if not mode.takes_triton("compose", *[v for v in given[:5] if v is not None]):
+        return compose_reference(*given).contiguous()
+    from . import compose_triton
+
+    return compose_triton.compose(*given)
 
 
 def _shapes(y: Tensor, gain: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -191,29 +159,31 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         out = below(_compose, *args)
-        y, gain, bias, t, b, ctx.scaling, ctx.tells, told = args
-        kept = out if ctx.tells or (told is not None and told) else y
+        y, gain, bias, t, b, ctx.scaling, ctx.tells, few, columns = args
+        kept = out if ctx.tells else y
         # only the gradient of the gain reads it
         kept = kept if ctx.needs_input_grad[1] else y.new_empty(0)
-        ctx.save_for_backward(kept, gain, bias, t, b, told)
+        ctx.save_for_backward(kept, gain, bias, t, b, few, columns)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        kept, gain, bias, t, b, told = saved_by(ctx, "compose")
+        kept, gain, bias, t, b, few, columns = saved_by(ctx, "compose")
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
-        tells = ctx.tells or (told is not None and bool(told))
-        found = run(dy, kept, gain, bias, t, b, ctx.scaling, tells, *needs)
+        of_y, of_gain, *rest = run(dy, kept, gain, bias, t, b, ctx.scaling, ctx.tells, *needs)
+        if needs[1] and few is not None:
+            last = bias, t, b, ctx.scaling, few
+            of_gain = _compose_torch.few_backward(dy, columns, of_gain, *last)
+        found = of_y, of_gain, *rest
         grads = (g if need else None for g, need in zip(found, needs, strict=True))
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 _compose = register(
     "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling, "
-    "bool tells, Tensor? told) -> Tensor",
-    # the last two are for the backward
-    computed("compose", "compose_triton", _compose_torch.compose, 5, prepare=lambda _, x: x[:6]),
+    "bool tells, Tensor? few, Tensor? columns) -> Tensor",
+    _run,
     _shapes,
     _Compose,
 )

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _dropout
-from ._compose_torch import least_gain
+from ._compose_torch import least
 from ._launch import launch
 from ._tiles_triton import (
     FEW,
@@ -221,7 +221,7 @@ def finish_kernel(
 
     dt = Σ of_t, db = scaling · gain ∘ Σ of_b, dbias = (1 − gain) ∘ Σ sums (scaling · Σ sums without
     a gain), and dgain = Σ dots; HIDDEN: + scaling · rowsum(Σ of_b ∘ b); TELLS: divided by the gain,
-    or by 0 up to `least`. `parts_of_sums` are those of dots and sums.
+    or by 1 below `least`. `parts_of_sums` are those of dots and sums.
     """
     flat = 0
     if NEEDS_T:
@@ -273,7 +273,7 @@ def finish_kernel(
                 tl.store(here, total.to(db.dtype.element_ty), within)
     if NEEDS_DOTS:
         if TELLS:
-            dot /= tl.where(tl.abs(factors) > least, factors, 0.0)
+            dot /= tl.where(tl.abs(factors) < least, 1.0, factors)
         tl.store(dgain + n, dot, there)
     if NEEDS_SUMS:
         own *= scaling if gain is None else 1.0 - factors
@@ -399,7 +399,7 @@ def compose_backward(
     launch(
         finish_kernel, (programs,), of_t, of_b, dots, sums, contiguous(gain), b, dt, db, dgain,
         dbias, *strides(b), dt.numel(), width, rank, of_t.shape[0], of_b.shape[0], blocks, scaling,
-        least_gain(dy.dtype, bias is not None),
+        least(dy.dtype, bias is not None),
         NUMBERS=_NUMBERS, TELLS=tells, HIDDEN=hidden, NEEDS_T=needs_t, NEEDS_B=needs_b,
         NEEDS_DOTS=needs_gain, NEEDS_SUMS=needs_bias, **tile.pipelined,
     )  # fmt: skip

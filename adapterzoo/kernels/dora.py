@@ -99,7 +99,7 @@ def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> Tens
     """
     if mode.is_reference() or not mode.may_take_triton(w):
         with torch.no_grad():
-            norm = row_norm(w, a, b, scaling)  # [*experts, d_out]
+            norm = row_norm_reference(w, a, b, scaling)  # [*experts, d_out]
         return divided(m, norm)
     gain: Tensor = _row_gain(w, a, b, m, scaling)[0]
     return gain

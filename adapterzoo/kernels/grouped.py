@@ -141,9 +141,6 @@ def grouped_low_rank(
         return grouped_low_rank_reference(y, dropped, a, b, scaling, groups)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         a, b, scaling = stacked([*a], [*b], scaling)
-    drops = training and dropout > 0.0
-    if not drops and y.dtype is x.dtype is a.dtype and _is_plain(x, b, groups):
-        return _grouped_torch.low_rank(y, x, a, b, scaling, groups)
     return grouped_expand(y, grouped_shrink(x, a, groups, dropout, training), b, scaling, groups)
 
 
@@ -174,12 +171,9 @@ def grouped_shrink(
         return torch.stack(rows) if rows else a.new_zeros(*x.shape[:-1], a.shape[1])
     noise = None
     if training and dropout:
-        noise = (
-            _dropout.seed(x)
-            if mode.takes_triton("grouped_shrink", x, a)
-            else _dropout.bits(x, dropout)
-        )
-    elif x.dtype is a.dtype and _is_plain(x, a, groups):
+        in_triton = mode.takes_triton("grouped_shrink", x, a)
+        noise = _dropout.seed(x) if in_triton else _dropout.bits(x, dropout)
+    elif x.dtype is a.dtype and _calls_torch(x):
         return _grouped_torch.shrink(x, a, 0.0, None, groups)
     t: Tensor = _grouped_ops.shrink(x, a, dropout, noise, _plan("grouped_shrink", groups, x, a))
     return t
@@ -210,7 +204,7 @@ def grouped_expand(
             for r, i in enumerate(groups.index)
         ]
         return torch.stack(rows) if rows else y.clone()  # [batch, *tokens, d_out]
-    if y.dtype is t.dtype and t.dtype is b.dtype and _is_plain(y, b, groups):
+    if y.dtype is t.dtype is b.dtype and _calls_torch(y):
         return _grouped_torch.expand(y, t, b, scaling, groups)
     plan = _plan("grouped_expand", groups, y, t, b)
     place = (torch.device("cpu"), torch.float64) if plan is groups.host else (y.device, torch.float)
@@ -218,18 +212,12 @@ def grouped_expand(
     return out
 
 
-def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
-    """Return whether to use the torch path with autograd, which is faster and saves no more.
+def _calls_torch(x: Tensor) -> bool:
+    """Return whether to call torch without the operator, which only gradients need.
 
-    Not in compiled code, which would be specialized to the groups and recompiled for each batch;
-    and not if no row has an adapter, since only the operator gives factors gradients of zeros.
+    Not in compiled code, which would be compiled again for the groups of each batch.
     """
-    return not (
-        x.dtype is not factor.dtype
-        or torch.compiler.is_compiling()
-        or not groups.rows
-        or not mode.is_plain(x)
-    )
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and mode.is_plain(x)
 
 
 def _plan(kernel: str, groups: Groups, x: Tensor, *factors: Tensor) -> Tensor:

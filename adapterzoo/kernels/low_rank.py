@@ -6,16 +6,9 @@ There are two operators: `shrink` computes t = x Aᵀ, and `expand` y + s · t B
 x Aᵀ elsewhere call only the first. Saves x, t and, with dropout, one bit for each feature for the
 backward. Products and t are in the dtype of the factors; a copy of x in that dtype lives no longer
 than a call.
-
-If the layer is a plain product with a frozen weight, `fork` returns x beside t, and
-`frozen.product` computes the layer and the update from both. Only that product writes the gradient
-of x, and nothing else holds it, so that the gradient of t is added to it in place.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +16,7 @@ from torch.nn.functional import dropout as plain_dropout
 from torch.nn.functional import linear
 
 from . import _dropout, _low_rank_torch, mode
-from ._ops import below, check, product
+from ._ops import check, product
 
 
 def low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -66,73 +59,32 @@ def low_rank(
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
+    drops = training and dropout > 0.0
+    if not drops and y.dtype is x.dtype is a.dtype is b.dtype and mode.is_plain(y):
+        return low_rank_reference(y, x, a, b, scaling)
     return expand(y, shrink(x, a, dropout, training), b, scaling)
 
 
-def shrink(
-    x: Tensor, a: Tensor | Sequence[Tensor], dropout: float = 0.0, training: bool = False
-) -> Tensor:
+def shrink(x: Tensor, a: Tensor, dropout: float = 0.0, training: bool = False) -> Tensor:
     """Project down: t = dropout(x) Aᵀ, accumulated in float32 or float64.
 
     Args:
         x: `[*batch, d_in]`, in any floating dtype.
-        a: `[rank, d_in]`, or several of one dtype, which are concatenated to A.
+        a: `[rank, d_in]`.
         dropout: probability, 0 to below 1, of dropping a feature of x.
         training: whether to drop features.
 
     Returns:
         `[*batch, rank]`, in the dtype of `a`; under autocast in its dtype.
     """
-    factors = (a,) if isinstance(a, Tensor) else a
     drops = training and dropout > 0.0
-    if x.dtype is factors[0].dtype and mode.is_plain(x, drops):
-        if not drops and _low_rank_torch.is_small(x):
-            # autograd keeps as little and costs less
-            return linear(x, _low_rank_torch.joined(factors))
-        # a compiler would trace the drawing of bits
-        if not drops or not torch.compiler.is_compiling():
-            noise = _dropout.bits(x, dropout) if drops else None
-            if torch.is_grad_enabled():
-                return _forked(x, dropout, noise, factors)[1]
-            return _low_rank_torch.shrink(x, _low_rank_torch.joined(factors), dropout, noise)
-    A = _low_rank_torch.joined(factors)
     if mode.is_reference():
-        return linear(plain_dropout(x.to(A.dtype), dropout, training), A)
-    t: Tensor = _shrink(x, A, dropout, _noise(x, A, dropout) if drops else None)
+        return linear(plain_dropout(x.to(a.dtype), dropout, training), a)
+    # autograd keeps as little, and costs less than the operator
+    if not drops and x.dtype is a.dtype and mode.is_plain(x):
+        return linear(x, a)
+    t: Tensor = _shrink(x, a, dropout, _noise(x, a, dropout) if drops else None)
     return t
-
-
-def fork(
-    x: Tensor, factors: Sequence[Tensor], dropout: float = 0.0, training: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return x for `frozen.product` or `rescaled.product` alone, and `shrink` of x.
-
-    Autograd adds the gradients of all uses of the former. The gradient of t is added to the sum in
-    place, which is legal because these nodes return gradients that nothing else holds.
-
-    Args:
-        x: `[*batch, d_in]`, in any floating dtype.
-        factors: `[rank, d_in]` each, of one dtype.
-        dropout: see `shrink`.
-        training: see `shrink`.
-
-    Returns:
-        `[*batch, d_in]` and `[*batch, sum of ranks]`.
-    """
-    if not torch.is_grad_enabled() or not mode.is_eager(x) or _low_rank_torch.is_small(x):
-        return x, shrink(x, factors, dropout, training)
-    noise = None
-    if training and dropout > 0.0:
-        noise = _noise(x, factors[0], dropout)
-    return _forked(x, dropout, noise, factors)
-
-
-def _forked(
-    x: Tensor, p: float, noise: Tensor | None, factors: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return x and t; without a gradient of x, x itself, so that no use of it gets one."""
-    made: Any = _Fork.apply(x, p, noise, *factors)
-    return made if isinstance(made, tuple) else (x, made)
 
 
 def _noise(x: Tensor, a: Tensor, p: float) -> Tensor:
@@ -141,7 +93,7 @@ def _noise(x: Tensor, a: Tensor, p: float) -> Tensor:
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Add the update: y + scaling · t Bᵀ in one pass over y.
+    """Add the update: y + scaling · t Bᵀ.
 
     Args:
         y: `[*batch, d_out]`, the output that gets the update.
@@ -152,33 +104,11 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     Returns:
         Shape and dtype of `y`.
     """
-    if y.dtype is t.dtype is b.dtype and mode.is_plain(y):
-        return _low_rank_torch.added(y, t, b, scaling)
-    if mode.is_reference():
+    if mode.is_reference() or (y.dtype is t.dtype is b.dtype and mode.is_plain(y)):
         update = linear(t, b.to(t.dtype))  # [*batch, d_out]
         return torch.add(y, update.to(y.dtype), alpha=scaling)
     out: Tensor = _expand(y, t, b, scaling)
     return out
-
-
-def expand_few(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return the bits of `expand` in few calls, without gradients.
-
-    Only for a t of the dtype of b, made of an input with `mode.is_few`; see `expand`.
-    """
-    if y.dtype is not t.dtype or y.numel() > mode.FEW:
-        return expand(y, t, b, scaling)
-    return torch.add(y, linear(t, b), alpha=scaling)
-
-
-def expand_backward(
-    dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of t and b; empty if not needed. Differentiable again."""
-    # an operator is not differentiated
-    run = _low_rank_torch.expand_backward if torch.is_grad_enabled() else _expand_backward
-    found: tuple[Tensor, Tensor] = run(dy, t, b, scaling, needs_t, needs_b)
-    return found
 
 
 def _shapes_of_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
@@ -210,36 +140,3 @@ _expand, _expand_backward = product(
     added=True,
     narrows=(1, 2),
 )
-
-
-class _Fork(torch.autograd.Function):
-    """x ↦ (x, t), by several factors at once; keeps x, the factors and `noise`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, noise: Tensor | None, *factors: Tensor) -> Any:
-        """`x` `[*batch, d_in]`, factors `[rank, d_in]` → x, t `[*batch, sum of ranks]`."""
-        # without gradients of the factors, only the dtype of x is needed
-        learns = any(ctx.needs_input_grad[3:])
-        ctx.save_for_backward(x if learns else x.new_empty(0), noise, *factors)
-        ctx.p = p
-        ctx.set_materialize_grads(False)
-        t = below(_shrink, x, _low_rank_torch.joined(factors), p, noise)
-        return (x, t) if ctx.needs_input_grad[0] else t
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """The gradients of x, None if only t was used, and of t `[*batch, sum of ranks]`."""
-        x, noise, *factors = ctx.saved_tensors
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        onto, dt = grads if needs_x else (None, *grads)
-        if dt is None:
-            return onto, None, None, *[None] * len(factors)
-        given = dt, x, _low_rank_torch.joined(factors), ctx.p, noise, needs_x, any(needs)
-        if noise is None or noise.dtype is not torch.int64 or torch.is_grad_enabled():
-            dx, da = _low_rank_torch.shrink_backward(*given, onto)
-        else:
-            dx, da = _shrink_backward(*given)
-            dx = dx if onto is None else onto.add_(dx)
-        parts = da.split([a.shape[0] for a in factors]) if any(needs) else factors
-        of_factors = (part if need else None for part, need in zip(parts, needs, strict=True))
-        return dx if needs_x else None, None, None, *of_factors

@@ -18,8 +18,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # subclasses may compute differently or hide their memory, and fake tensors have no values
 ORIGINAL = (Tensor, torch.nn.Parameter)
 
-# on a CPU, where few values cost less than the calls that compute them
-FEW = 1 << 14
 # On a GPU, where calls of registered operators cost the host more than plain ones, and the GPU
 # waits for the host if there is little to compute. An assumption: with up to so many values, the
 # passes that plain operations add (one over y for a low-rank update, four of float32 for a
@@ -95,25 +93,9 @@ def is_plain(x: Tensor, draws: bool = False) -> bool:
     return not (is_autocast(x.device) or may_take_triton(x, draws) or is_reference())
 
 
-def is_eager(x: Tensor) -> bool:
-    """Return whether operations on `x` run as they are called: no compiler, transform or autocast.
-
-    Only then may a hand-written backward change in place what it alone holds.
-    """
-    return not (torch.compiler.is_compiling() or is_autocast(x.device) or is_reference())
-
-
 def is_batched(grad: Tensor) -> bool:
     """Return whether a gradient is many at once (`is_grads_batched`), which `out=` cannot hold."""
     return torch._C._functorch.is_legacy_batchedtensor(grad)
-
-
-def is_few(x: Tensor) -> bool:
-    """Return whether `x` has few values and `is_plain`: calls cost more than what they compute.
-
-    This does not depend on gradients, so that training and evaluation give the same bits.
-    """
-    return x.numel() <= FEW and is_plain(x)
 
 
 def may_take_triton(x: Tensor, draws: bool = False) -> bool:

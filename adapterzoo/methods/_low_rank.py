@@ -15,24 +15,22 @@ from torch.nn.functional import embedding, pad
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
-from adapterzoo.contracts import BaseLayer, FactoredAdapter, SharedInputAdapter, upcast
+from adapterzoo.contracts import BaseLayer, FactoredAdapter, upcast
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.exact import exactly
-from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import fork
+from adapterzoo.kernels.low_rank import shrink
 
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors
 from ._low_rank_config import LowRankConfig
 from ._slots import rescaled
-from ._stacks import projected
 from ._starts import drawing
 
 # the scaling multiplies each of them once
 _SCALED = frozenset({"lora_B", "lora_B_bias", "start.lora_B"})
 
 
-class LowRank(SharedInputAdapter, FactoredAdapter):
+class LowRank(FactoredAdapter):
     """Base of the adapters with the factors A and B.
 
     Attributes:
@@ -84,27 +82,9 @@ class LowRank(SharedInputAdapter, FactoredAdapter):
         self.lora_A = drawn((*lead, rank, site.d_in), fresh[0], device, dtype)
         self.lora_B = drawn((*several, *lead, site.d_out, rank), fresh[1], device, dtype)
 
-    @property
-    def shared_input_key(self) -> tuple[object, ...]:
-        """What one product with x asks for: A of one kind and width, and the same dropout."""
-        a = self.lora_A
-        return type(a), a.device, a.dtype, a.shape[1:], self.dropout, self.training
-
-    @classmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return x, only for `frozen.product`, and x Aᵀ `[*batch, rank]` of each; see `fork`."""
-        factors = [a.lora_A for a in adapters]
-        x, t = fork(x, factors, adapters[0].dropout, adapters[0].training)
-        parts = (t,) if len(factors) == 1 else t.split([a.shape[0] for a in factors], -1)
-        return [(x, part) for part in parts]
-
-    @classmethod
-    def from_rows(
-        cls, members: Sequence[Sequence[Self]], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Sequence[Tensor]:
-        """Return the x Aᵀ `[rows, *tokens, rank]` of each layer, of the largest of its ranks."""
-        factors = [[each.lora_A for each in adapters] for adapters in members]
-        return projected(x, factors, members[0], groups, base, members[0][0].dropout)
+    def down(self, x: Tensor) -> Tensor:
+        """Return A dropout(x), `[*batch, d_in]` → `[*batch, rank]`."""
+        return shrink(x, self.lora_A, self.dropout, self.training)
 
     def looked_up(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return a of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.

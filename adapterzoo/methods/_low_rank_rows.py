@@ -7,36 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.kernels import mode
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_low_rank
+from adapterzoo.kernels.grouped import (
+    Groups,
+    grouped_expand,
+    grouped_shrink,
+    stacked_down,
+    stacked_up,
+)
 
 from ._gate import Gate
 from ._invocation import invoked_rows
 from ._low_rank import LowRank
 from ._rows import features, gated, restored
-from ._stacks import kept_down, kept_up
-
-
-def updated(
-    y: Tensor, adapters: Sequence[LowRank], groups: Groups, x: Tensor, base: BaseLayer
-) -> Tensor:
-    """Return y + s · B A dropout(x), `[rows, *tokens, d_out]`; no adapter has an option.
-
-    Args:
-        y: the layer's output, `[rows, *tokens, d_out]`.
-        adapters: of the layer.
-        groups: which of them each row takes.
-        x: the layer's input, `[rows, *tokens, d_in]`.
-        base: the layer.
-    """
-    one, scaling = adapters[0], [each.scaling for each in adapters]
-    up = kept_up(adapters, [each.lora_B for each in adapters], base)
-    if mode.asks_triton(x) and groups.rows:
-        t = base.from_rows(adapters, groups, x)  # [rows, *tokens, rank]
-        return grouped_expand(y, t, up, scaling, groups)
-    # on a CPU one call of both products costs less
-    down = kept_down(adapters, [[each.lora_A for each in adapters]], base)
-    return grouped_low_rank(y, x, down, up, scaling, groups, one.dropout, one.training)
 
 
 def updated_with_options(
@@ -52,17 +34,19 @@ def updated_with_options(
     """Return y with the gated update after the invocation, and with B's bias.
 
     Args:
-        y: as for `updated`.
-        adapters: as for `updated`.
-        groups: as for `updated`; some rows have an adapter.
-        x: as for `updated`.
-        base: as for `updated`.
+        y: the layer's output, `[rows, *tokens, d_out]`.
+        adapters: of the layer.
+        groups: which of them each row takes; some rows have an adapter.
+        x: the layer's input, `[rows, *tokens, d_in]`.
+        base: the layer.
         biases: of B in each adapter; empty: there are none.
         gates: of each adapter; empty: there are none.
         invocations: of each adapter.
     """
-    t = base.from_rows(adapters, groups, x)  # [rows, *tokens, rank]
-    up = kept_up(adapters, [each.lora_B for each in adapters], base)
+    one = adapters[0]
+    down = stacked_down([each.lora_A for each in adapters])  # [n, rank, d_in]
+    up = stacked_up([each.lora_B for each in adapters])  # [n, d_out, rank]
+    t = grouped_shrink(x, down, groups, one.dropout, one.training)  # [rows, *tokens, rank]
     onto = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
     # s is of the bias as well, so that it comes after the sum
     update = grouped_expand(onto.expand(y.shape), t, up, [1.0] * len(adapters), groups)

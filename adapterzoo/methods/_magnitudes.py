@@ -14,12 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
-from adapterzoo.contracts import BaseLayer, Run, WeightAdapter, compute_dtype
-from adapterzoo.kernels import rescaled
-from adapterzoo.kernels._compose_torch import compose_few
+from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import (
     direction_reference,
@@ -28,13 +25,17 @@ from adapterzoo.kernels.dora import (
     row_norm,
     weight_norm,
 )
-from adapterzoo.kernels.gains import SmallestGain
-from adapterzoo.kernels.grouped import Groups, grouped_expand
+from adapterzoo.kernels.grouped import (
+    Groups,
+    grouped_expand,
+    grouped_shrink,
+    stacked_down,
+    stacked_up,
+)
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._rows import features, restored
-from ._stacks import kept_up, projected
 from ._weight_cache import WeightCache
 
 
@@ -48,7 +49,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
         kept_gain: the factors g of evaluation.
-        smallest_gain: that of the latest steps.
         scaling: the factor s.
         dropout: probability on the way to A.
     """
@@ -72,15 +72,14 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
         self.kept_gain = WeightCache()
-        self.smallest_gain = SmallestGain()
 
     @abstractmethod
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of the update."""
 
     @abstractmethod
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x for `rescaled.product` alone, A x `[*batch, rank]`, with dropout, and B."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A dropout(x) `[*batch, rank]` and B."""
 
     @abstractmethod
     def gain_at(self, base: BaseLayer) -> Tensor:
@@ -103,52 +102,15 @@ class Magnitudes(KeepInFP32, WeightAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        frozen = None if self.adapterhub else base.frozen(x)
-        if frozen is not None:
-            factors = self.low_rank(base)
-            if rescaled.takes(x, frozen[0], *factors, self.m):
-                return self.rescaled(x, base, *frozen, *factors)
         y, plain = base(x), base.original(x)  # [*batch, d_out]
-        _, t, b = self.projected(x, base)
+        t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
-        last = t, b, self.scaling, self.smallest_gain
+        last = t, b, self.scaling
         if plain is y:
             return compose(y, gain, bias, *last)
         whole = compose(plain.to(gain.dtype), gain, bias, *last)
         return (y + (whole - plain)).to(y.dtype)
-
-    def rescaled(
-        self, x: Tensor, base: BaseLayer, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
-    ) -> Tensor:
-        """Return the layer with the change, for operands that `rescaled.takes`."""
-        drops = self.training and self.dropout > 0
-        if not (torch.is_grad_enabled() or drops):
-            return rescaled.merged(x, w, bias, a, b, self.gain_at(base), self.scaling)
-        self.kept_gain.note_gradients()
-        own, t, _ = self.projected(x, base)
-        return rescaled.product(own, w, bias, a, b, self.m, t, self.scaling, drops)
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        found = self.kept_at(layer)
-        # a parametrization or a replica has a tensor in its place
-        if found is None or "bias" not in layer._parameters:
-            return None
-        gain, a, b = found
-        if not (x.dtype is gain.dtype is a.dtype is b.dtype):
-            return None
-        y, t = run(x), linear(x, a)  # [*batch, d_out], [*batch, rank]
-        bias = None if self.adapterhub else layer._parameters.get("bias")
-        return compose_few(y, gain, bias, t, b, self.scaling)
-
-    def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return g, A and B where g is kept and A x needs nothing else; None elsewhere.
-
-        Args:
-            layer: the layer.
-        """
-        return None
 
     @classmethod
     def forward_batched(
@@ -159,8 +121,9 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         gains = [a.gain_at(base) for a in adapters]  # [d_out] each
         factors = [adapter.low_rank(base) for adapter in adapters]
         scalings = [adapter.scaling for adapter in adapters]
-        t = cls.projected_by_rows(adapters, [a for a, _ in factors], groups, x, base)
-        up = kept_up(adapters, [b for _, b in factors], base)
+        down = stacked_down([a for a, _ in factors])  # [n, rank, d_in]
+        up = stacked_up([b for _, b in factors])  # [n, d_out, rank]
+        t = grouped_shrink(x, down, groups, one.dropout, one.training)  # [rows, *tokens, rank]
         wide = plain.to(gains[0].dtype)
         whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
         change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
@@ -168,18 +131,6 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         whole = whole + change * (whole if bias is None else whole - bias)
         out = whole if plain is y else y + (whole - plain)
         return restored(out.to(y.dtype), y, groups)
-
-    @classmethod
-    def projected_by_rows(
-        cls,
-        adapters: Sequence[Self],
-        a: Sequence[Tensor],
-        groups: Groups,
-        x: Tensor,
-        base: BaseLayer,
-    ) -> Tensor:
-        """Return A x of each row, `[rows, *tokens, rank]`, with dropout."""
-        return projected(x, [a], adapters, groups, base, adapters[0].dropout)[0]
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -1,4 +1,4 @@
-"""Rotations of features, which adapters that read one input compute together."""
+"""Rotations of features."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from adapterzoo.contracts import SharedInputAdapter, WeightAdapter, compute_dtype
+from adapterzoo.contracts import WeightAdapter, compute_dtype
 from adapterzoo.kernels.butterfly import in_layout_of, rotated
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
 
 from ._rows import restored, taken
 from ._weight_cache import WeightCache
 
 
-class Rotating(SharedInputAdapter, WeightAdapter):
+class Rotating(WeightAdapter):
     """Base of the adapters that rotate the layer's input by chunks.
 
     Attributes:
@@ -44,41 +43,35 @@ class Rotating(SharedInputAdapter, WeightAdapter):
         """Return the rotations by chunks, folded into one factor where that is faster.
 
         Args:
-            R: `[*lead, …]`, parameters of adapters with equal `shared_input_key`.
+            R: `[*experts, …]`, the parameter.
             dropout: share of the blocks that are replaced by the identity.
             dtype: of the features.
 
         Returns:
-            `[*lead, 1 or m, chunks, width, width]`, in float32 or float64.
+            `[*experts, 1 or m, chunks, width, width]`, in float32 or float64.
         """
 
     @property
-    def shared_input_key(self) -> tuple[object, ...]:
-        """Equal for adapters whose rotations are made together: parameters of one shape."""
+    def kind(self) -> tuple[object, ...]:
+        """Equal for adapters whose rotations have one shape, dtype and dropout."""
         R = self.rotation_parameter
-        return type(R), R.device, R.dtype, R.shape, self.dropout, self.training
+        return R.dtype, R.shape, self.dropout
 
-    @classmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """Return the rotations of each, which are made together in training."""
-        one = adapters[0]
-        if one.training:
-            # autocast refuses to stack some dtypes
-            with exactly(x.device):
-                R = torch.stack([a.rotation_parameter for a in adapters])  # [adapters, …]
-            return one.rotations_of(R, one.dropout, x.dtype).unbind()
-        return [
-            a.kept_rotation.get(
-                partial(a.rotations_of, a.rotation_parameter, 0.0, x.dtype),
-                a.rotation_parameter,
-                facts=compute_dtype(x.dtype),
-            )
-            for a in adapters
-        ]
+    def rotation(self, x: Tensor) -> Tensor:
+        """Return the rotations by chunks, `[*experts, 1 or m, chunks, width, width]`.
+
+        Args:
+            x: the features, whose dtype the rotations fit.
+        """
+        R = self.rotation_parameter
+        if self.training:
+            return self.rotations_of(R, self.dropout, x.dtype)
+        make = partial(self.rotations_of, R, 0.0, x.dtype)
+        return self.kept_rotation.get(make, R, facts=compute_dtype(x.dtype))
 
     @classmethod
     def rotated_rows(cls, adapters: Sequence[Self], groups: Groups, x: Tensor) -> Tensor:
         """Return the rows `[rows, *tokens, d_in]`, each rotated by its adapter, if it has one."""
         # each row has its own rotation, as each expert has in other layers
-        Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
+        Q = taken([a.rotation(x) for a in adapters], groups)  # [rows, 1, chunks, width, width]
         return in_layout_of(restored(rotated(x, Q), x, groups), x, Q)

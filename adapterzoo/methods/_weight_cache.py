@@ -18,7 +18,6 @@ from adapterzoo.caches import ModuleCache
 
 # subclasses may hide their memory, or compute differently
 PLAIN = {Tensor, nn.Parameter}
-_expired = torch.UntypedStorage._expired
 
 
 class WeightCache(ModuleCache):
@@ -61,7 +60,8 @@ class WeightCache(ModuleCache):
         # if another thread clears the cache meanwhile, the value goes to the old memory
         memory = self._memory
         if torch.is_grad_enabled():
-            self.note_gradients()
+            # an optimizer may write the sources untracked
+            memory.learns, memory.entry = True, None
             return compute()
         if self.training or is_recorded(sources[0]):
             return compute()
@@ -69,46 +69,11 @@ class WeightCache(ModuleCache):
         entry = memory.entry
         if entry is not None and entry.marks == marks and not entry.is_stale():
             return entry.value
-        owners = [] if marks is None else _owners(sources)
         value = compute()
         if marks is not None and type(value) is Tensor and not any(map(is_shared, sources)):
             storages = [StorageWeakRef(source.untyped_storage()) for source in sources]
-            memory.entry = _Entry(value, marks, storages, owners)
+            memory.entry = _Entry(value, marks, storages)
         return value
-
-    def note_gradients(self) -> None:
-        """Keep nothing until the mode is set: a forward with gradients read the sources."""
-        self._memory.learns, self._memory.entry = True, None
-
-    def found(self, facts: object, *owners: Tensor) -> Tensor | None:
-        """Return the kept tensor in fewer calls than `get`; None if `get` must decide.
-
-        Only on a CPU and without gradients. It does not look for a process group, because sharding
-        replaces the parameters.
-
-        Args:
-            facts: as for `get`.
-            owners: the sources, or the parameters that they are views of.
-        """
-        # first: compiled code must not depend on what is kept
-        if torch.compiler.is_compiling():
-            return None
-        memory = self._memory
-        entry = memory.entry
-        if entry is None or memory.learns or entry.marks[0] != facts:
-            return None
-        if len(owners) != len(entry.owners) or torch._C._get_tracing_state() is not None:
-            return None
-        try:
-            # no call of a function: this runs at every layer
-            for p, mark, storage in zip(owners, entry.owners, entry.storages, strict=True):
-                state = id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad
-                if state != mark or p.grad is not None or _expired(storage.cdata):
-                    return None
-        # a tensor of inference mode has no version
-        except RuntimeError:
-            return None
-        return entry.value
 
     @property
     def value(self) -> Tensor | None:
@@ -128,13 +93,11 @@ class _Entry(NamedTuple):
         value: the computed tensor.
         marks: the state of the sources, to be compared later.
         storages: weak references to the sources' memory, whose addresses are in the marks.
-        owners: the state of the parameters behind the sources; empty if `found` cannot tell.
     """
 
     value: Tensor
     marks: list[object]
     storages: list[StorageWeakRef]
-    owners: list[tuple[Any, ...]]
 
     def is_stale(self) -> bool:
         """Return whether a source's memory was freed, so that another may have its address."""
@@ -182,14 +145,6 @@ def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
             # another stream may read the value before it is computed
             marks.append(torch.cuda.current_stream(source.device).cuda_stream)
     return marks
-
-
-def _owners(sources: tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
-    """Return the state of the parameters behind the sources, as `found` compares it."""
-    owners = [source if source._base is None else source._base for source in sources]
-    if not all(owner.is_cpu and owner.is_leaf for owner in owners):
-        return []
-    return [(id(p), p._version, p.data_ptr(), p.dtype, p.stride(), p.requires_grad) for p in owners]
 
 
 def is_shared(source: Tensor) -> bool:

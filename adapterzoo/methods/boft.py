@@ -5,8 +5,8 @@ y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_
 Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
 
 Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
-x is rotated by blocks, or on a CPU and for many tokens W, instead of a dense rotation; m factors
-are m on every device (one in PEFT without its CUDA code).
+x is rotated by blocks instead of a dense rotation; m factors are m on every device (one in PEFT
+without its CUDA code).
 Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
 Cannot do: embeddings, whose input has no features to rotate.
 """
@@ -17,22 +17,18 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Run, compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
-from adapterzoo.kernels import rotated_weight
-from adapterzoo.kernels._butterfly_torch import rotate_into
-from adapterzoo.kernels._compose_torch import compose_few
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
-from adapterzoo.kernels.gains import SmallestGain
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
@@ -84,7 +80,6 @@ class BOFT(Rotating):
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
         kept_rotation: the folded factors of evaluation.
-        smallest_gain: that of the latest steps.
     """
 
     def __init__(
@@ -111,33 +106,21 @@ class BOFT(Rotating):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
-        self.smallest_gain = SmallestGain()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features, its output scaled but for the bias.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        Q = base.from_input(self, x)
+        Q = self.rotation(x)
         gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
-        if (frozen := base.frozen(x)) is not None and rotated_weight.takes(x, frozen[0], Q):
-            return rotated_weight.product(x, *frozen, Q[0], gain)
         y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
-        return compose(y, gain, base.bias, smallest=self.smallest_gain)  # [*batch, d_out]
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        R, s = self._parameters.get("boft_R"), self._parameters.get("boft_s")
-        fits = x.is_contiguous() and "bias" in layer._parameters
-        Q = self.kept_rotation.found(x.dtype, R) if R is not None and fits else None
-        if Q is None or s is None or Q.shape[0] > 1 or not (Q.dtype is s.dtype is x.dtype):
-            return None
-        return compose_few(run(rotate_into(x, Q[0])), s.squeeze(-1), layer._parameters.get("bias"))
+        return compose(y, gain, base.bias)  # [*batch, d_out]
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether their rotations have one shape, dtype and dropout, and no experts."""
-        kinds = {(a.shared_input_key, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
+        kinds = {(a.kind, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
         return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
 
     @classmethod
@@ -150,7 +133,7 @@ class BOFT(Rotating):
         y = base(cls.rotated_rows(adapters, groups, x))  # [rows, *tokens, d_out]
         scales = [a.boft_s.squeeze(-1).to(compute_dtype(x.dtype)) for a in adapters]
         gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
-        return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
+        return restored(compose_reference(y, gain, base.bias), y, groups)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""

@@ -6,13 +6,11 @@ y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat
 
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: m starts as
 a float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
-does not reach W x and so costs no second product with W; layers that read one input may drop the
-same features of it; a row of zeros keeps its output instead of turning into NaN. Differs from
-adapters: in all of this, except with `convention="adapterhub"`, which computes the same.
+does not reach W x and so costs no second product with W; a row of zeros keeps its output instead of
+turning into NaN. Differs from adapters: in all of this, except with `convention="adapterhub"`,
+which computes the same.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
-output, and one over the weight for the norm: in each forward of training, in evaluation once. On a
-CPU, where the weight is smaller than the features, g multiplies the weight instead of the output;
-evaluation keeps g and forms that weight in each call.
+output, and one over the weight for the norm: in each forward of training, in evaluation once.
 Cannot do: layers without a floating-point weight to take norms of.
 """
 
@@ -22,7 +20,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
@@ -31,7 +29,6 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.dora import row_norm
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _dora_spelling
@@ -119,30 +116,16 @@ class DoRA(Magnitudes, LowRank):
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, A x and B; in an embedding `x` is token numbers `[*batch]`."""
-        if self.looks_up:
-            return x, self.looked_up(x, base) * base.scale, self.lora_B
-        return *base.from_input(self, x), self.lora_B
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A dropout(x) and B; in an embedding `x` is token numbers `[*batch]`."""
+        t = self.looked_up(x, base) * base.scale if self.looks_up else self.down(x)
+        return t, self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they are of the same dtypes, dropout and convention, on features."""
         kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.looks_up or a.m.dim() > 1 for a in adapters)
-
-    @classmethod
-    def projected_by_rows(
-        cls,
-        adapters: Sequence[Self],
-        a: Sequence[Tensor],
-        groups: Groups,
-        x: Tensor,
-        base: BaseLayer,
-    ) -> Tensor:
-        """Return A x of each row, computed together with layers that read x too."""
-        t: Tensor = base.from_rows(adapters, groups, x)
-        return t
 
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return A and B."""
@@ -151,16 +134,6 @@ class DoRA(Magnitudes, LowRank):
     def gain_at(self, base: BaseLayer) -> Tensor:
         """Return g `[*experts, d_out]`."""
         return self.gain(base.weight)
-
-    def kept_at(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return g, A and B where g is kept."""
-        w = layer._parameters.get("weight")
-        # a parametrization or a replica has tensors in their place
-        a, b, m = map(self._parameters.get, ("lora_A", "lora_B", "m"))
-        if self.looks_up or w is None or a is None or b is None or m is None:
-            return None
-        gain = self.kept_gain.found(self.scaling, w, a, b, m)
-        return None if gain is None else (gain, a, b)
 
     def gain(self, w: Tensor) -> Tensor:
         """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""

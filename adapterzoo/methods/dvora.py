@@ -78,11 +78,11 @@ class DvoRA(Magnitudes, Projected):
         shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         self.make_magnitudes(shape, config.convention, device, dtype)
 
-    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, Λ_d A x and Λ_b B."""
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return Λ_d A dropout(x) and Λ_b B."""
         a, _ = self.projections(base, self.lambda_d)
         _, b = self.low_rank(base)
-        return x, self.shrunk(x, a), b
+        return self.shrunk(x, a), b
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

@@ -5,10 +5,9 @@ y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha 
 alpha / √rank with `use_rslora`. With `alora_invocation_tokens` it is aLoRA (`_invocation`).
 
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: parameters
-live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
-drop the same features of it; PiSSA and OLoRA do not change the base weight (`_started`). Differs
-from adapters: a `Stack` adds the updates; a gated update is scaled by s as well; without
-`convention="adapterhub"` a gate does not read padding.
+live in the dtype of their layer unless `dtype` says otherwise; PiSSA and OLoRA do not change the
+base weight (`_started`). Differs from adapters: a `Stack` adds the updates; a gated update is
+scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
 Cost per site: rank · (d_in + d_out) parameters, two products of that size, four with a start.
 """
 
@@ -18,26 +17,25 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, change_forms, config_strings
-from adapterzoo.contracts import BaseLayer, Run
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import Choice, field
-from adapterzoo.kernels.frozen import product
-from adapterzoo.kernels.grouped import Groups
-from adapterzoo.kernels.low_rank import expand, expand_few
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.spelling import spelled
 
 from . import _adalora_spelling, _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._invocation import InvokedConfig, invoked
-from ._low_rank_rows import updated, updated_with_options
+from ._low_rank_rows import updated_with_options
 from ._started import Started
 from ._starts import starts_from_weight
 
@@ -111,35 +109,23 @@ class LoRA(Started):
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call |= self.gate.reads_call
             self.reads_prompt |= self.gate.reads_sequence
-        self._is_plain = self.gate is None and self.lora_B_bias is None and self.start is None
-        self._is_uniform = self._is_plain and not (self.looks_up or self.invocation)
+        options = self.gate, self.lora_B_bias, self.start, self.invocation
+        self._is_plain = not self.looks_up and all(option is None for option in options)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
-        b = self.lora_B
-        if self._is_plain and (frozen := base.frozen(x)) is not None:
-            own, t = base.from_input(self, x)  # [*batch, d_in], [*batch, rank]
-            return product(own, *frozen, invoked(t, self.invocation, x, base), b, self.scaling)
-        y = base(x)
+        y, a, b = base(x), self.lora_A, self.lora_B
+        if self._is_plain:
+            return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
         if self.looks_up:
             t = invoked(self.looked_up(x, base), self.invocation, x, base)  # [*batch, rank]
             return y + (t @ b.T * (self.scaling * base.scale)).to(y.dtype)
-        _, t = base.from_input(self, x)  # [*batch, rank]
-        if self._is_plain:
-            return expand(y, invoked(t, self.invocation, x, base), b, self.scaling)
         start = 0.0 if self.start is None else self.start(x)
-        update = (linear(t, b, self.lora_B_bias) - start) * self.scaling  # [*batch, d_out]
+        update = (linear(self.down(x), b, self.lora_B_bias) - start) * self.scaling
         update = invoked(update, self.invocation, x, base)
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
-
-    def on_few(self, x: Tensor, layer: nn.Module, run: Run) -> Tensor | None:
-        """Return the output for few tokens in evaluation; None where `forward` must."""
-        a, b = self._parameters.get("lora_A"), self._parameters.get("lora_B")
-        if a is None or b is None or not (self._is_uniform and a.dtype is b.dtype is x.dtype):
-            return None
-        return expand_few(run(x), linear(x, a), b, self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -158,7 +144,9 @@ class LoRA(Started):
         biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
         invocations = [each.invocation for each in adapters]
         if not (gates or biases or any(invocations)) or not groups.rows:
-            return updated(y, adapters, groups, x, base)
+            one, scaling = adapters[0], [each.scaling for each in adapters]
+            a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
+            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
         return updated_with_options(y, adapters, groups, x, base, biases, gates, invocations)
 
     def combine(

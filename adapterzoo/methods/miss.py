@@ -25,7 +25,7 @@ from torch.nn.functional import dropout, linear, pad
 from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter
+from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, field
 from adapterzoo.kernels.exact import exactly
@@ -60,7 +60,7 @@ class MissConfig(ShardConfig):
         return Miss(self, site, device, dtype)
 
 
-class Miss(SharedInputAdapter, WeightAdapter):
+class Miss(WeightAdapter):
     """y = base(x) + Dᵀ Σ_k dropout(x)_k, or base(x) + (W_g D_g + D_g) x for "bat".
 
     Attributes:
@@ -107,15 +107,15 @@ class Miss(SharedInputAdapter, WeightAdapter):
         """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
         if not self.is_bat:
-            return expand(y, base.from_input(self, x), self.columns(), 1.0)
+            return expand(y, self.summed(x), self.columns(), 1.0)
         change = self.change(base.weight, self.miss_block.dtype)  # [d_out, d_in]
         return y + linear(x.to(change.dtype), change).to(y.dtype)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they share one sum over the shards, and D has columns and no experts."""
-        same = len({a.shared_input_key for a in adapters}) == 1
-        return same and adapters[0].miss_block.dim() == 2 and not adapters[0].is_bat
+        kinds = {(a.miss_block.dtype, a.is_bat, a.rank, a.dropout) for a in adapters}
+        return len(kinds) == 1 and adapters[0].miss_block.dim() == 2 and not adapters[0].is_bat
 
     @classmethod
     def forward_batched(
@@ -123,24 +123,17 @@ class Miss(SharedInputAdapter, WeightAdapter):
     ) -> Tensor:
         """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
         b = torch.stack([a.columns() for a in adapters])  # [adapters, d_out, r]
-        t = cls.from_input(adapters, x)[0]  # [rows, *tokens, r]
+        t = adapters[0].summed(x)  # [rows, *tokens, r]
         return grouped_expand(base(x), t, b, [1.0] * len(adapters), groups)
 
-    @property
-    def shared_input_key(self) -> tuple[object, ...]:
-        """Equal for adapters that share one sum over the shards: r, kind of D, and dropout."""
-        D = self.miss_block
-        return type(D), D.device, D.dtype, self.is_bat, self.rank, self.dropout, self.training
-
-    @classmethod
-    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """Return Σ_k dropout(x)_k `[*batch, r]` for each; it is the same."""
-        one = adapters[0]
-        x = dropout(x.to(one.miss_block.dtype), one.dropout, one.training)
+    def summed(self, x: Tensor) -> Tensor:
+        """Return Σ_k dropout(x)_k, `[*batch, d_in]` → `[*batch, r]`."""
+        x = dropout(x.to(self.miss_block.dtype), self.dropout, self.training)
         # padding by nothing would copy x
-        rest = -one.d_in % one.rank
-        shards = (pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, one.rank))
-        return [shards.sum(-2)] * len(adapters)  # [*batch, r] each
+        rest = -self.d_in % self.rank
+        shards = (pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, self.rank))
+        summed: Tensor = shards.sum(-2)
+        return summed
 
     @property
     def rank(self) -> int:

@@ -166,7 +166,7 @@ class MTLLoRA(LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y, b = base(x), self.up(self.lora_B.dtype)
-        shrunk = self.looked_up(x, base) if self.looks_up else base.from_input(self, x)[1]
+        shrunk = self.looked_up(x, base) if self.looks_up else self.down(x)
         t: Tensor = self.task_specific(shrunk)  # [*batch, rank]
         if self.looks_up:
             return y + ((t @ b.T) * (self.scaling * base.scale)).to(y.dtype)

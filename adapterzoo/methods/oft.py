@@ -120,14 +120,14 @@ class OFT(Rotating):
         if self.looks_up:
             y = base(x)  # [*batch, d_out]
             # autocast narrows products, and no look-up
-            return rotated(y, self.from_input((self,), y)[0]).to(y.dtype)
-        Q = base.from_input(self, x)
+            return rotated(y, self.rotation(y)).to(y.dtype)
+        Q = self.rotation(x)
         return base(in_layout_of(rotated(x, Q), x, Q))
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether their rotations have one shape, rule, dtype and dropout."""
-        same = len({a.shared_input_key for a in adapters}) == 1
+        same = len({a.kind for a in adapters}) == 1
         return same and adapters[0].oft_R.dim() == 2 and not adapters[0].looks_up
 
     @classmethod
@@ -145,9 +145,9 @@ class OFT(Rotating):
         return self.oft_R
 
     @property
-    def shared_input_key(self) -> tuple[object, ...]:
-        """Adapters share if the rule of their blocks is the same too."""
-        return *super().shared_input_key, self.blocks
+    def kind(self) -> tuple[object, ...]:
+        """Equal if the rule of the blocks is the same too."""
+        return *super().kind, self.blocks
 
     def rotations_of(self, R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
         """Return the folded blocks."""

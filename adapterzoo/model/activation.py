@@ -26,7 +26,6 @@ from adapterzoo.composition import (
     fusion_key,
     fusions_of,
     has_tokens,
-    names_at_input,
     parse,
     parts_of,
     prompts_of,
@@ -38,7 +37,6 @@ from adapterzoo.contracts import (
     AttentionAdapter,
     InvertibleAdapter,
     PromptAdapter,
-    SharedInputAdapter,
     WeightAdapter,
 )
 from adapterzoo.errors import (
@@ -50,7 +48,7 @@ from adapterzoo.errors import (
     listing,
 )
 from adapterzoo.inject.building import layer_at
-from adapterzoo.runtime import HEAD, Plan, SharedLayers
+from adapterzoo.runtime import HEAD, Plan
 
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
@@ -138,9 +136,8 @@ def make_plan(
         for source, reader in state.records[name].sources():
             if reader.removeprefix("+") in steps and reader not in captures.get(source, ()):
                 captures[source] = (*captures.get(source, ()), reader)
-    shared = _shared_inputs(model, acting, steps, present)
     readers = {reader.removeprefix("+") for found in captures.values() for reader in found}
-    sites = _bound(model, setup, steps, present, {*captures, *shared, *readers})
+    sites = _bound(model, setup, steps, present, {*captures, *readers})
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     inverts = (
@@ -151,9 +148,7 @@ def make_plan(
     leaving = next(inverts, None)
     prompts = _prompts(model, parts, present)
     counted = _counted(model, present) & stacks
-    return Plan(
-        setup, heads, sites, captures, shared, skip_layers, rows, stacks, counted, leaving, prompts
-    )
+    return Plan(setup, heads, sites, captures, skip_layers, rows, stacks, counted, leaving, prompts)
 
 
 def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) -> frozenset[str]:
@@ -248,31 +243,6 @@ def _prompts(
     places = model._head_strategy.token_places()
     tokens = cast("TokenInput", model.anatomy.tokens)
     return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), places)
-
-
-def _shared_inputs(
-    model: AdaptedModel,
-    acting: list[str],
-    steps: Mapping[str, Step],
-    present: Mapping[str, Mapping[str, Adapter]],
-) -> dict[str, SharedLayers]:
-    """Return the `shared_inputs` of a plan."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for name in acting:
-        for around, paths in model._adapter_state.records[name].shared_inputs.items():
-            for path in paths:
-                chain = names_at_input(steps.get(path))
-                if name not in chain:
-                    continue
-                if isinstance(present[path][name], SharedInputAdapter):
-                    layer = path.rpartition(".")[2]
-                    numbers = found.setdefault(around, {}).setdefault(layer, [])
-                    numbers.append(chain.index(name))
-    return {
-        around: tuple((layer, tuple(numbers)) for layer, numbers in layers.items())
-        for around, layers in found.items()
-        if len(layers) > 1
-    }
 
 
 def set_active(

@@ -46,7 +46,6 @@ from .state import (
     fusion_modules,
     modules_of,
     parameters_of,
-    shared_inputs,
     stacks_of,
 )
 
@@ -293,9 +292,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     # no short-circuit: each module gets its key
     keys: dict[int | None, SharedKey] = {}
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name, keys)]
-    record = AdapterRecord(
-        record.config, record.places, shared_inputs(record.places), bool(reading), record.meta
-    )
+    record = AdapterRecord(record.config, record.places, bool(reading), record.meta)
     for path, adapter in modules.items():
         if path:
             layer = inject.place_at(backbone, path, active)
@@ -310,8 +307,6 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         key.module = shared_by(active.default.shared, key)
     for source, reader in record.sources():
         inject.capture_input(layer_at(backbone, source), reader, name, active, source)
-    for around in record.shared_inputs:
-        inject.capture_input(layer_at(backbone, around), around, name, active, around)
     for path in model.anatomy.fused:
         # its class lets it call its layers
         inject.capture_input(layer_at(backbone, path), path, name, active, path)
@@ -353,9 +348,8 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     record = state.records.pop(name)
     model._active.forget(name)
     state.plans.clear()
-    shared = ((around, around) for around in record.shared_inputs)
     fused = ((path, path) for path in model.anatomy.fused)
-    for source, reader in (*record.sources(), *shared, *fused):
+    for source, reader in (*record.sources(), *fused):
         inject.release_input(layer_at(backbone, source), reader, name)
     for path in record.places:
         if path:

@@ -43,7 +43,6 @@ class AdapterRecord:
     Attributes:
         config: its config.
         places: path of each adapted layer → its adapters.
-        shared_inputs: path of a module → those of its adapted layers that read the same input.
         reads_calls: whether its layers use facts about calls, or shared modules.
         meta: JSON values from its checkpoint, which are saved again.
         coming: its modules by path, until they are in the model.
@@ -52,7 +51,6 @@ class AdapterRecord:
 
     config: AdapterConfig
     places: Mapping[str, tuple[Placement, ...]]
-    shared_inputs: Mapping[str, list[str]] = field(default_factory=dict)
     reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
     coming: Mapping[str, Adapter] = field(default_factory=dict)
@@ -78,18 +76,6 @@ class AdapterRecord:
             for source in dict.fromkeys(p.site.also for p in placements):
                 if source is not None:
                     yield source, f"+{path}"
-
-
-def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[str]]:
-    """Return the path of a module → those of its layers that read the same input, at least two."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for path, placements in places.items():
-        # a shared module has a path but no placement
-        if placements and (shared := placements[0].site.shared_input) is not None:
-            found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
-    # a block without modules for its sub-layers has two such groups: keep the larger
-    largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
-    return {module: paths for module, paths in largest.items() if len(paths) > 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def composed(rank, of):
     y, t, b = of(OUT), of(rank), torch.randn(OUT, rank)
     gain, bias = torch.rand(OUT) + 1, torch.randn(OUT)
     for own, update in ((bias, (t, b)), (None, (t, b)), (bias, (None, None))):
-        yield "compose", (y, gain, own, *update, S, False, None)
+        yield "compose", (y, gain, own, *update, S, False, None, None)
         needs = (True, True, own is not None, *[update[0] is not None] * 2)
         yield "compose_backward", (of(OUT), y, gain, own, *update, S, False, *needs)
 

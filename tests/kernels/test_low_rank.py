@@ -84,7 +84,6 @@ def test_the_layout_does_not_matter(layout, factor):
     }[layout]
     values = [v.requires_grad_() for v in (y, x, a, b)]
     out = low_rank.low_rank(*values, S)
-    assert out.is_contiguous()
     # a gradient of one number for all, too
     grads = torch.autograd.grad(out.sum(), values, retain_graph=True)
     wide = [v.detach().double().requires_grad_() for v in values]
@@ -106,7 +105,7 @@ def test_the_layout_does_not_matter(layout, factor):
         (torch.float32, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("rows", [3, 300])  # 300: above the size where the path changes
+@pytest.mark.parametrize("rows", [3, 300])  # 300: more than a tile of Triton
 def test_the_output_is_not_rounded_to_the_dtype_of_the_factors(outer, factor, rows):
     y, x, a, b = drawn((rows,), 12, 64, 4, outer, factor)
     if outer is torch.bfloat16:
@@ -159,20 +158,11 @@ def test_as_many_features_drop_as_were_asked(p):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5,), (3, 7, 45), (0, 5), (303, 1000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_slices_are_those_of_the_mask(shape, dtype):
-    x = torch.empty(shape)
-    noise = _dropout.bits(x, 0.3)
+def test_a_mask_is_what_numpy_unpacks(shape):
+    noise = _dropout.bits(torch.empty(shape), 0.3)
     places = np.unpackbits(noise.numpy(), bitorder="little").reshape(-1, 8).T.copy()  # [8, bytes]
-    mask = _dropout.mask(noise, x.shape, 0.3)
-    assert torch.equal(mask.flatten(), torch.from_numpy(places).flatten()[: x.numel()])
-    found = list(_dropout.slices(noise, x.shape, 0.3, dtype))
-    rows = mask.reshape(-1, shape[-1])
-    for own, part in found:
-        assert part.dtype is dtype
-        assert torch.equal(part, rows[own].to(dtype))
-    assert sum(len(part) for _, part in found) == len(rows)
-    assert (len(found) > 1) == (len(rows) > 300 and dtype is not torch.bfloat16)
+    mask = _dropout.mask(noise, shape, 0.3)
+    assert torch.equal(mask.flatten(), torch.from_numpy(places).flatten()[: mask.numel()])
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7, 45), (0, 5), (300, 64)])
@@ -307,14 +297,12 @@ def test_reference_mode_is_the_definition():
     assert torch.equal(out, low_rank_reference(values[0], dropped, *values[2:], S))
 
 
-@pytest.mark.parametrize(
-    ("batch", "names"), [((1, 16), ["mm", "mm", "add"]), ((8, 128), ["mm", "_to_copy", "addmm_"])]
-)
-def test_few_operations_without_gradients(batch, names):
+@pytest.mark.parametrize("batch", [(1, 16), (8, 128)])
+def test_few_operations_without_gradients(batch):
     values = drawn(batch, 64, 64, 8, torch.float32, torch.float32)
     with torch.no_grad(), Operations() as seen:
         low_rank.low_rank(*values, S)
-    assert seen.names == names
+    assert seen.names == ["mm", "mm", "add"]
 
 
 def test_operands_that_do_not_fit_are_named():
