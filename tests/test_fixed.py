@@ -12,6 +12,7 @@ from adapterzoo import composition
 from adapterzoo.composition import Composition as Node
 
 FILES, VALUES = files.rows(), values.rows()
+STORED = {part: tables.read(part) for part in tables.PARTS}
 
 
 def check(part, found, stored):
@@ -21,18 +22,18 @@ def check(part, found, stored):
         pytest.fail("\n".join([*lines, hint]), pytrace=False)
 
 
-@pytest.mark.parametrize("row", sorted({*FILES, *tables.read("files")}))
+@pytest.mark.parametrize("row", sorted({*FILES, *STORED["files"]}))
 def test_files(row):
-    check("files", {row: FILES.get(row, dict)()}, {row: tables.read("files").get(row, {})})
+    check("files", {row: FILES.get(row, dict)()}, {row: STORED["files"].get(row, {})})
 
 
-@pytest.mark.parametrize("row", sorted({*VALUES, *tables.read("values")}))
+@pytest.mark.parametrize("row", sorted({*VALUES, *STORED["values"]}))
 def test_values(row):
-    check("values", {row: VALUES.get(row, dict)()}, {row: tables.read("values").get(row, {})})
+    check("values", {row: VALUES.get(row, dict)()}, {row: STORED["values"].get(row, {})})
 
 
 def test_names():
-    check("names", names.compute(), tables.read("names"))
+    check("names", names.compute(), STORED["names"])
 
 
 def test_every_composition_is_tried():
@@ -50,7 +51,7 @@ def test_a_millionth_of_an_output_is_seen(monkeypatch):
 
     monkeypatch.setattr(values, "add", add)
     monkeypatch.setattr(values, "SIZES", {"few": values.SIZES["few"]})
-    stored = tables.read("values")["lora"]
+    stored = STORED["values"]["lora"]
     changed = {line.partition(":")[0] for line in tables.differences(stored, VALUES["lora"]())}
     computed = {key for key, cell in stored.items() if key.endswith("few") and type(cell) is dict}
     assert len(computed) == 8
@@ -58,7 +59,7 @@ def test_a_millionth_of_an_output_is_seen(monkeypatch):
 
 
 def test_a_tensor_of_another_name_or_content_is_named():
-    stored = tables.read("files")["lora in bert"]
+    stored = STORED["files"]["lora in bert"]
     found = copy.deepcopy(stored)
     tensors = found["peft"]["adapter_model.safetensors"]
     first, second = sorted(key for key in tensors if "layer.0.attention.self.query" in key)

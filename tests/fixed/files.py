@@ -87,7 +87,7 @@ def of_fusion(kind: str) -> Row:
     for name in "ab":
         add(model, name, AdapterConfig.load("seq_bn"))
     model.add_adapter_fusion(["a", "b"], kind)
-    fill(tensors_of(model.fusion_modules("a,b")))
+    fill(tensors_of("a,b", model.fusion_modules("a,b")))
     return saved(lambda folder, form: model.save_adapter_fusion(folder, "a,b", format=form))
 
 

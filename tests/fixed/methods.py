@@ -6,6 +6,7 @@ integers does not.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -68,11 +69,11 @@ def _conventions(name: str, config: AdapterConfig) -> Iterator[tuple[str, Adapte
         yield (f"{name[:-1]},{option}]" if name.endswith("]") else f"{name}[{option}]"), changed
 
 
-def numbers(shape: Iterable[int], key: str) -> Tensor:
+@functools.lru_cache(maxsize=512)
+def numbers(shape: torch.Size, key: str) -> Tensor:
     """Float64 between −½ and ½ in steps of 2⁻¹³, others for each key."""
-    size = torch.Size(shape)
-    i, seed = torch.arange(size.numel()), zlib.crc32(key.encode()) % _PRIME
-    return ((31 * i * i + (2 * seed + 1) * i + seed) % _PRIME).double().view(size) / 8192 - 0.5
+    i, seed = torch.arange(shape.numel()), zlib.crc32(key.encode()) % _PRIME
+    return ((31 * i * i + (2 * seed + 1) * i + seed) % _PRIME).double().view(shape) / 8192 - 0.5
 
 
 def fill(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -103,15 +104,15 @@ def filled(family: str, dtype: torch.dtype) -> Any:
 def add(model: Any, name: str, config: AdapterConfig) -> None:
     """Add an adapter with the numbers of its name."""
     model.add_adapter(name, config)
-    fill((f"{name}:{key}", tensor) for key, tensor in tensors_of(model.adapter_modules(name)))
+    fill(tensors_of(name, model.adapter_modules(name)))
 
 
-def tensors_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under the keys of the native format."""
+def tensors_of(name: str, modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by the name of what they belong to and the keys of its file."""
     for path, module in modules:
         for tensors in (module.named_parameters(), module.named_buffers()):
             for key, tensor in tensors:
-                yield f"{path}/{key}", tensor
+                yield f"{name}:{path}/{key}", tensor
 
 
 def refusal(error: AdapterZooError) -> str:
