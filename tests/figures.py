@@ -28,24 +28,6 @@ RULES = (
     "head types in cli, model, trainer",
 )
 
-# everything else is the core
-EDGES = ("averaging", "checkpoint", "cli", "hub", "kernels", "spelling", "testing")
-# the contracts that only later methods need: sites other than layers and streams, and the call
-LATER = (
-    "anatomy.attentions", "anatomy.entries", "anatomy.positions", "anatomy.tokens", "call",
-    "composition._inverses", "composition._prefixes", "composition._prompts", "inject.attention",
-    "inject.embeddings", "inject.entry", "inject.inline", "inject.joining", "inject.positions",
-    "model.hf.texts",
-)  # fmt: skip
-# what only code written for adapters needs: its names, files and old ids, named embeddings
-MIGRATION = (
-    "checkpoint.adapterhub.hashes", "checkpoint.setup_files", "configuration", "context",
-    "hub.old_ids", "hub.setups", "interface", "loading", "model.adapterhub",
-    "model.adapterhub.arguments", "model.adapterhub.config", "model.adapterhub.loaders",
-    "model.adapterhub.names", "model.heads.embeddings",
-    "model.hf.embedding_files", "model.hf.owned", "model.hf.plugin", "model.hf.setups",
-    "model.hf.vocabularies", "models", "training", "utils", "wrappers",
-)  # fmt: skip
 # where no method may be named, and no type of head
 BLIND_TO_METHODS = ("checkpoint", "cli", "model")
 BLIND_TO_HEADS = ("cli", "model", "trainer")
@@ -274,19 +256,10 @@ def details(modules: Mapping[str, Module], known: Registered) -> dict[str, list[
 
 def figures(modules: Mapping[str, Module], known: Registered) -> dict[str, int]:
     """The figures by name."""
-    later = [x for x in modules.values() if x.name.partition(".")[2] in LATER]
-    names = [x for x in modules.values() if x.name.partition(".")[2] in MIGRATION]
-    apart = [*later, *names]
-    other = [x for x in modules.values() if x.area != "methods" and x not in apart]
     return {
-        "code lines of the later contracts": sum(x.code_lines for x in later),
-        "code lines for the names and files of adapters": sum(x.code_lines for x in names),
-        "code lines without methods": sum(x.code_lines for x in other),
-        "code lines of the core without methods": sum(
-            x.code_lines for x in other if x.area not in EDGES
-        ),
+        "code lines": sum(x.code_lines for x in modules.values()),
         **{name: len(things) for name, things in details(modules, known).items()},
-        "`Any`": sum(uses_of_any(x) for x in modules.values() if x not in later),
+        "`Any`": sum(uses_of_any(x) for x in modules.values()),
     }
 
 
@@ -307,7 +280,7 @@ def main(arguments: list[str]) -> int:
     by_area: dict[str, int] = {}
     for module in modules.values():
         by_area[module.area] = by_area.get(module.area, 0) + module.code_lines
-    print("\ncode lines:", sum(by_area.values()), "in all")
+    print("code lines by area:")
     for area, count in sorted(by_area.items(), key=lambda item: -item[1]):
         print(f"  {count:>6} {area or ROOT.name}")
     print("longest files:")
