@@ -5,8 +5,8 @@ The head has no adapters. Each adapter has a copy of it instead, see `copies`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import nn
 
@@ -90,7 +90,8 @@ def _of_base(
     Raises:
         SiteError: PEFT would adapt a layer of the head.
     """
-    wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
+    wanted: Any = config.get("target_modules")
+    excluded: Any = config.get("exclude_modules")
     left_out = [path for path in head if excluded and matches(path, excluded)]
     if left_out:
         config = config.replace(exclude_modules=_without(excluded, base, head))
@@ -113,7 +114,7 @@ def _without(
     wanted: str | tuple[str, ...], base: Iterable[str], head: Iterable[str]
 ) -> str | tuple[str, ...] | None:
     """Return names, or an expression, without those that only match the head; None if all do."""
-    parts = (wanted,) if isinstance(wanted, str) else [(name,) for name in wanted]
+    parts: Sequence[Any] = (wanted,) if isinstance(wanted, str) else [(name,) for name in wanted]
     kept = [
         part
         for part in parts
