@@ -222,14 +222,14 @@ def test_a_plan_is_made_once_for_a_set_of_adapters(monkeypatch):
 
 
 def test_lora_takes_one_call_a_site_whatever_the_number_of_adapters(monkeypatch):
-    from adapterzoo.methods import _low_rank_rows
+    from adapterzoo.methods import lora
 
     configs = {f"l{i}": f"lora[r={2 + i},attn_matrices=['q']]" for i in range(5)}
     model = with_adapters("bert", configs)
     calls = []
-    plain = _low_rank_rows.grouped_low_rank
+    plain = lora.grouped_low_rank
     monkeypatch.setattr(
-        _low_rank_rows, "grouped_low_rank", lambda *a, **k: calls.append(1) or plain(*a, **k)
+        lora, "grouped_low_rank", lambda *a, **k: calls.append(1) or plain(*a, **k)
     )
     inputs = tiny_inputs("bert", batch=6)
     check_rows(model, inputs, [*configs, None])
