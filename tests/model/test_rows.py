@@ -228,9 +228,7 @@ def test_lora_takes_one_call_a_site_whatever_the_number_of_adapters(monkeypatch)
     model = with_adapters("bert", configs)
     calls = []
     plain = lora.grouped_low_rank
-    monkeypatch.setattr(
-        lora, "grouped_low_rank", lambda *a, **k: calls.append(1) or plain(*a, **k)
-    )
+    monkeypatch.setattr(lora, "grouped_low_rank", lambda *a, **k: calls.append(1) or plain(*a, **k))
     inputs = tiny_inputs("bert", batch=6)
     check_rows(model, inputs, [*configs, None])
     assert len(calls) == 2
