@@ -411,6 +411,13 @@ class RecordedCall:
         return self._bounds
 
     @property
+    def is_masked(self) -> bool:
+        """Whether the stack, or a model around it, got a mask of any name."""
+        masks = (value for name, value in self._given.items() if "mask" in name)
+        is_given = any(mask is not None for mask in masks)
+        return is_given or (self._outer is not None and self._outer.is_masked)
+
+    @property
     def size(self) -> int:
         """The number of tokens of all rows that the model around the stack gets; 0 if unknown."""
         if self._outer is not None:
@@ -442,12 +449,15 @@ class LayerStackCall(StackCall):
         whole = self._whole_mask(rows, stack.cached + tokens)
         if whole is not None:
             real = whole[:, stack.cached :]  # [rows, tokens]
+        elif not stack.is_masked:
+            # the layer's own mask hides later tokens alone, with True for hidden ones in MPT
+            return None
         else:
             masks = (*members(own), *members(mask))
             read = (attended(m, rows, tokens, stack.cached) for m in masks)
             found = next((seen for seen in read if seen is not None), None)
             if found is None:
-                # without a mask, attention covers all tokens
+                # a layer without a mask attends to all tokens
                 if mask is None or ("attention_mask" in self._own and own is None):
                     return None
                 raise StateError(unreadable(mask, rows, tokens))
