@@ -13,15 +13,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .caches import cached_tokens
 from .errors import StateError, listing
-from .masks import BOUNDS, attended, bounds_in, has_values, members, packed, unreadable
-from .token_ids import CallIds, PromptIds, grid
+from .masks import attended, bounds_given, bounds_in, has_values, members, packed, unreadable
+from .token_ids import found_in_all, grid, last_start, no_ids, padded, without_padding
 
 Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
@@ -148,19 +148,23 @@ class StackCall(ABC):
 
 
 class Generation:
-    """What is known of a running `generate`; the calls that it makes share it.
+    """What is known of one prompt of a running `generate`; the calls for it share the record.
 
     Attributes:
         stacks: paths of the stacks that read the prompt and the tokens after it.
-        ids: of the prompt.
+        partial: the argument of `generate` by which no call has the whole prompt; empty if one has.
+        guesses: arguments of `generate` by which calls have tokens that may be dropped again.
         tokens: how many the prompt has, as `generate` counts them; None before it has counted.
+        ids: of the prompt, `[sequences, tokens]`, those in the cache included; None: unknown.
+        ids_mask: their mask, `[sequences, tokens]`; None if there is none.
         new: how many tokens follow the prompt in the running call; None outside of one.
         mask: the mask `[rows, tokens]` of all tokens up to the end of the running call; None: all
             are real, or unknown.
-        partial: the argument of `generate` by which no call has the whole prompt; empty if one has.
-        guesses: arguments of `generate` by which calls have tokens that may be dropped again.
         tensors: the tensors of `StackCall.remembered`.
         first: path of a stack → tokens of its first call, in a model that does not count them.
+        starts: sequence of tokens → where it begins in each row of the calls, `[rows, 1]`.
+        length: number of tokens, with those that adapters add, once it has been searched.
+        coming: arguments of the prompt that `generate` prepares, by name.
     """
 
     def __init__(
@@ -169,6 +173,7 @@ class Generation:
         given: Mapping[str, Any] | None = None,
         partial: str = "",
         guesses: tuple[str, ...] = (),
+        tokens: int | None = None,
     ) -> None:
         """Start before the first call.
 
@@ -177,23 +182,27 @@ class Generation:
             given: arguments of `generate`, by name; None if they follow.
             partial: see the class.
             guesses: see the class.
+            tokens: see the class.
         """
-        self.stacks, self.partial, self.guesses = stacks, partial, guesses
-        self.ids = PromptIds(given or {})
-        self.tokens: int | None = None
+        self.stacks, self.partial, self.guesses, self.tokens = stacks, partial, guesses, tokens
+        self._given_partial = partial
+        self.coming = given or {}
+        self.ids: Tensor | None = grid(self.coming.get("input_ids"))
+        self.ids_mask: Tensor | None = grid(self.coming.get("attention_mask"))
         self.new: int | None = None
         self.mask: Tensor | None = None
         self.tensors: dict[object, Tensor] = {}
         self.first: dict[str, int] = {}
+        self.starts: dict[tuple[int, ...], Tensor] = {}
+        self.length = 0
 
-    def start(self, tokens: int) -> None:
-        """Start with a prompt; a model may generate after several, one after the other.
+    def of_prompt(self, tokens: int) -> Generation:
+        """Return a new record, for the prompt that `generate` prepares; it may have several.
 
         Args:
-            tokens: how many it has.
+            tokens: how many the prompt has.
         """
-        self.tokens = tokens
-        self.tensors.clear()
+        return Generation(self.stacks, self.coming, self._given_partial, self.guesses, tokens)
 
     def step(self, tokens: int, mask: Tensor | None) -> None:
         """Start a call.
@@ -221,7 +230,7 @@ class RecordedCall:
         cached: number of tokens in the cache before the call.
         places: returns the places of added tokens; None if the call has no room.
         is_checked: whether each row has been checked for a real token.
-        ids: its token ids.
+        ids: of its tokens, `[rows, tokens]`; None if they are unknown.
     """
 
     def __init__(
@@ -240,7 +249,7 @@ class RecordedCall:
             given: arguments of its forward, by name.
             generation: the running `generate`, None if there is none.
             places: see `StackCall.added`; None if the call has no room for more tokens.
-            ids: of the tokens, `[rows, tokens]`; None if they are unknown.
+            ids: see the class.
             outer: the call of the model around the stack, None if there is none.
         """
         self.places = places
@@ -256,7 +265,8 @@ class RecordedCall:
         self._given, self._outer = given, outer
         self._bounds: Tensor | None = None
         self._knows_bounds = False
-        self.ids = CallIds(ids, given)
+        self.ids = ids
+        self._after: dict[tuple[int, ...], Tensor] = {}
 
     def later(self, tokens: int) -> int:
         """Return how many tokens follow the prompt; those of the call are the last of them.
@@ -298,6 +308,89 @@ class RecordedCall:
                 "guidance_scale and other options that need such calls."
             )
 
+    def after(self, sequence: tuple[int, ...], rows: int, tokens: int) -> Tensor:
+        """Return which tokens are at or after the last occurrence of a sequence.
+
+        Computed once in each call. In `generate` only the prompt is searched.
+
+        Args:
+            sequence: the sequence of tokens.
+            rows: of a call without ids.
+            tokens: the same.
+
+        Returns:
+            `[rows, tokens]` bool, false in rows without the sequence.
+
+        Raises:
+            StateError: the ids are unknown, or do not tell.
+        """
+        if sequence not in self._after:
+            if self.ids is not None:
+                rows, tokens = self.ids.shape
+            generation, first = self.generation, self.cached
+            if generation is None:
+                starts = self._starts(sequence)
+            else:
+                later = self.later(tokens)
+                if sequence not in generation.starts:
+                    found = self._prompt_starts(generation, sequence, rows, tokens)
+                    generation.starts[sequence] = found
+                starts = generation.starts[sequence]
+                if not first and not generation.partial:
+                    # a state may not count its tokens
+                    first = generation.length + later - tokens
+            steps = torch.arange(tokens, device=starts.device) + first  # [tokens]
+            self._after[sequence] = steps >= starts  # [rows, tokens]
+        return self._after[sequence]
+
+    def _starts(self, sequence: tuple[int, ...]) -> Tensor:
+        """Return where the sequence begins in each row of a call outside of `generate`."""
+        if self.ids is None:
+            raise StateError(no_ids(sequence))
+        if self.bounds is not None:
+            raise StateError(packed("alora_invocation_tokens are looked for"))
+        mask = grid(self.mask)
+        if mask is not None:
+            mask = mask[:, -self.ids.shape[1] :]  # [rows, tokens]
+        starts = last_start(without_padding(self.ids, mask), sequence)
+        if not self.cached and cached_tokens(self._given) is not None:
+            return starts
+        # the first tokens of the sequence, which may have the invocation, are unknown
+        return found_in_all(starts, sequence) + int(self.cached)
+
+    def _prompt_starts(
+        self, generation: Generation, sequence: tuple[int, ...], rows: int, tokens: int
+    ) -> Tensor:
+        """Return where the sequence begins in each row of the prompt of `generate`."""
+        given, own = generation.ids, self.ids
+        # of the prompt, up to the end of the call
+        read = self.cached + tokens - self.later(tokens)
+        if own is not None and (given is None or read > given.shape[1]) and not self.cached:
+            # with the tokens that adapters add
+            whole = own[:, :read]
+        elif given is None or rows % given.shape[0]:
+            raise StateError(no_ids(()))
+        elif own is None and given.shape[1] != read:
+            raise StateError(
+                f"generate(input_ids=…, inputs_embeds=…): the ids are {list(given.shape)}, but the "
+                f"model read {read} tokens in each row, and an active adapter "
+                f"needs their ids for alora_invocation_tokens. Pass input_ids alone."
+            )
+        else:
+            # each prompt has its beams, or returned sequences, one after the other
+            whole = without_padding(given, generation.ids_mask)
+            whole = whole.repeat_interleave(rows // len(given), 0)
+        # tokens that only the cache has
+        missing = max(read - whole.shape[1], 0)
+        whole = padded(whole, missing)  # [rows, tokens of the prompt]
+        for mask in (self.mask, generation.mask):
+            # `generate` makes a mask where none is given
+            if (of_all := grid(mask)) is not None:
+                whole = without_padding(whole, of_all[:, : whole.shape[1]])
+        generation.length = whole.shape[1]
+        starts = last_start(whole, sequence)
+        return found_in_all(starts, sequence) if missing else starts
+
     @property
     def outermost(self) -> Mapping[str, Any]:
         """The arguments of the outermost model around the stack, by name."""
@@ -316,6 +409,13 @@ class RecordedCall:
         if not self._knows_bounds and self.generation is None:
             self._bounds, self._knows_bounds = bounds_in(self._given), True
         return self._bounds
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the stack, or a model around it, got a mask of any name."""
+        masks = (value for name, value in self._given.items() if "mask" in name)
+        is_given = any(mask is not None for mask in masks)
+        return is_given or (self._outer is not None and self._outer.is_masked)
 
     @property
     def size(self) -> int:
@@ -349,12 +449,15 @@ class LayerStackCall(StackCall):
         whole = self._whole_mask(rows, stack.cached + tokens)
         if whole is not None:
             real = whole[:, stack.cached :]  # [rows, tokens]
+        elif not stack.is_masked:
+            # the layer's own mask hides later tokens alone, with True for hidden ones in MPT
+            return None
         else:
             masks = (*members(own), *members(mask))
             read = (attended(m, rows, tokens, stack.cached) for m in masks)
             found = next((seen for seen in read if seen is not None), None)
             if found is None:
-                # without a mask, attention covers all tokens
+                # a layer without a mask attends to all tokens
                 if mask is None or ("attention_mask" in self._own and own is None):
                     return None
                 raise StateError(unreadable(mask, rows, tokens))
@@ -391,8 +494,7 @@ class LayerStackCall(StackCall):
     def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
         """Return which tokens follow a sequence of tokens; see `StackCall.after`."""
         lead = x.shape[:-1] if x.is_floating_point() else x.shape
-        stack = self._stack
-        found = stack.ids.after(tokens, lead[0], math.prod(lead[1:]), stack)  # [rows, tokens]
+        found = self._stack.after(tokens, lead[0], math.prod(lead[1:]))  # [rows, tokens]
         if lead != found.shape and lead != (found.numel(),):
             raise StateError(
                 f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it is "
@@ -407,12 +509,16 @@ class LayerStackCall(StackCall):
 
     def prompt(self, x: Tensor) -> Tensor:
         """Return which tokens are real tokens of the prompt; see `StackCall.prompt`."""
-        rows, tokens = self._sizes(x)
-        count = self._prompt_tokens(x)
+        prompt = self._prompt_here(x)
         self._check_whole()
-        if count and self._stack.cached:
+        if self._stack.cached and self.has_prompt(x):
             self._refuse_part("the cache")
-        inside = torch.arange(tokens, device=x.device) < count  # [tokens]
+        return prompt
+
+    def _prompt_here(self, x: Tensor) -> Tensor:
+        """Return which tokens of the call are real tokens of the prompt, `[rows, tokens]`."""
+        rows, tokens = self._sizes(x)
+        inside = torch.arange(tokens, device=x.device) < self._prompt_tokens(x)  # [tokens]
         real = self.real(x)
         return inside.expand(rows, tokens) if real is None else real & inside
 
@@ -438,9 +544,7 @@ class LayerStackCall(StackCall):
         rows, tokens = self._sizes(x)
         seen = stack.cached + self._prompt_tokens(x)
         if not stack.cached:
-            inside = torch.arange(tokens, device=x.device) < seen  # [tokens]
-            real = self.real(x)
-            prompt = inside.expand(rows, tokens) if real is None else real & inside
+            prompt = self._prompt_here(x)
         elif (whole := self._whole_mask(rows, stack.cached + tokens)) is not None:
             prompt = whole[:, :seen].to(x.device)
         elif stack.mask is None:
@@ -463,9 +567,8 @@ class LayerStackCall(StackCall):
 
     def _bounds(self, x: Tensor) -> Tensor | None:
         """Return the bounds of packed sequences, `[sequences + 1]`; None if none are packed."""
-        own = next((b for n in BOUNDS if (b := self._own.get(n)) is not None), None)
-        if own is not None:
-            return cast("Tensor", own.long())
+        if (own := bounds_given(self._own)) is not None:
+            return own
         stack = self._stack
         shape = x.shape[:-1] if x.is_floating_point() else x.shape
         return stack.bounds if math.prod(shape) == stack.size else None

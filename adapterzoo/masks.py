@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .errors import StateError
 
-# arguments of a model or layer with the starts and ends of packed sequences
-BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
 # a mask adds less to the score of a hidden token: -10,000 in old models, else almost infinite
 _HIDDEN = -5_000.0
 
@@ -67,6 +65,17 @@ def unreadable(mask: Any, rows: int, tokens: int) -> str:
     )
 
 
+def bounds_given(given: Mapping[str, Any]) -> Tensor | None:
+    """Return where packed sequences begin and end, `[sequences + 1]`, if an argument says so.
+
+    Args:
+        given: arguments of a model or layer, by name.
+    """
+    names = ("cu_seqlens", "cu_seq_lens_q")
+    bounds = next((b for name in names if (b := given.get(name)) is not None), None)
+    return None if bounds is None else cast("Tensor", bounds.long())
+
+
 def bounds_in(given: Mapping[str, Any]) -> Tensor | None:
     """Return where the packed sequences of a call begin and end in its concatenated rows.
 
@@ -82,9 +91,8 @@ def bounds_in(given: Mapping[str, Any]) -> Tensor | None:
     Raises:
         StateError: the positions cannot be read.
     """
-    bounds = next((b for name in BOUNDS if (b := given.get(name)) is not None), None)
-    if bounds is not None:
-        return cast("Tensor", bounds.long())
+    if (bounds := bounds_given(given)) is not None:
+        return bounds
     positions, ids = given.get("position_ids"), given.get("input_ids")
     if given.get("attention_mask") is not None or not isinstance(positions, Tensor):
         return None

@@ -338,6 +338,47 @@ def test_layers_of_a_head_are_refused_where_peft_adapts_them(name, monkeypatch):
     assert same > 12
 
 
+PATTERNS: tuple[Any, ...] = (
+    "layers", "(layers|h)", "(h|layers)", "(l)ayers", "h|layers", "layers|h", r"la.*?rs", r"\w+",
+    "[lL]ayers", "model.layers", "^model.layers", "^layers", "laye", ".*layers", "layers.0.mlp|h",
+    ["h", "layers"], ["(h)", "(layers)"], r"(l|L)a(y)er\w",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_pattern_of_stacks_is_that_of_peft(pattern, way):
+    fields = {
+        # PEFT adapts a layer at a whole path whatever its block is
+        "target_modules": ["q_proj", "model.layers.0.mlp.up_proj"],
+        "layers_to_transform": [1],
+        "layers_pattern": pattern,
+    }
+    right = theirs("llama", fields)
+    got = ours(way("llama", copy.deepcopy(fields)))
+    assert got == right
+
+
+@pytest.mark.parametrize(
+    "pattern", ["h(", ["h(", "layers"], ["layers", "h("], "(?i)H", "(a+)+b", 5]
+)
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_pattern_of_stacks_that_is_none_is_refused(pattern, way):
+    fields = {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": pattern}
+    with pytest.raises(ConfigError, match=r"layers_pattern=.*Write layers_pattern='layers'"):
+        way("llama", fields)
+    assert ours(way("llama", fields | {"layers_pattern": "layers"}))
+
+
+@pytest.mark.parametrize("targets", ["(", "(a+)+b", 5])
+@pytest.mark.parametrize("shape", ["llama", "qwen3_moe"])
+def test_targets_that_are_no_expression_are_refused_in_a_config_of_peft(shape, targets):
+    fields = {"peft_type": "LORA", "target_modules": targets}
+    model = adapterzoo.init(plain(shape))
+    with pytest.raises(ConfigError, match=r"target_modules="):
+        model.add_adapter("a", fields)
+
+
 def test_a_number_counts_in_each_stack():
     model = adapterzoo.init(plain("bart"))
     model.add_adapter("a", LoRAConfig(attn_matrices=["q"], layers_to_transform=[1]))

@@ -113,27 +113,56 @@ def test_heads_are_left_out_where_save_pretrained_is_told_so(tmp_path):
     assert all("lora" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
 
 
-def test_what_the_format_cannot_hold_is_refused_before_training():
+SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
+UNSAVABLE = {
+    "prompt": (
+        lambda: built("BertForMaskedLM"),
+        peft.PromptTuningConfig(num_virtual_tokens=3),
+        adapterzoo.PromptTuningConfig(prompt_length=3),
+        "BertForMaskedLM is not one",
+    ),
+    "boft": (
+        lambda: GPT2LMHeadModel(GPT2Config(**SMALL)),
+        peft.BOFTConfig(boft_block_size=4, target_modules=["c_attn"]),
+        adapterzoo.BOFTConfig(boft_block_size=4, target_modules=["c_attn"]),
+        "PEFT has no BOFT",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSAVABLE)
+def test_what_the_format_cannot_hold_is_refused_before_training(case, tmp_path):
     """PEFT itself cannot add these."""
-    small = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
-    prompt = peft.PromptTuningConfig(num_virtual_tokens=3)
-    boft = peft.BOFTConfig(boft_block_size=4, target_modules=["c_attn"])
-    for model, config, words in (
-        (built("BertForMaskedLM"), prompt, "BertForMaskedLM is not one"),
-        (GPT2LMHeadModel(GPT2Config(**small)), boft, "PEFT has no BOFT"),
+    make, config, mine, words = UNSAVABLE[case]
+    model = make()
+    before = [*model.state_dict()]
+    says = rf"{words}.*Write save_adapter\(.*To train it, write adapterzoo\.{type(mine).__name__}\("
+    with pytest.raises(CheckpointError, match=rf"get_peft_model\(.*{says}"):
+        get_peft_model(model, config)
+    assert not hasattr(model, "adapters_config")
+    assert [*model.state_dict()] == before
+    made = get_peft_model(model, LoRAConfig(r=2), "a")
+    before = {key: tensor.clone() for key, tensor in made.state_dict().items()}
+    for add in (
+        lambda: made.add_adapter("b", config),
+        lambda: made.add_adapter(config, "b"),
+        lambda: made.add_adapter(config),
+        lambda: made.add_adapter("a", config, overwrite_ok=True),
+        lambda: get_peft_model(made, config, "b"),
     ):
-        before = [*model.state_dict()]
-        with pytest.raises(CheckpointError, match=f"get_peft_model: .*{words}.*Write save_adapter"):
-            get_peft_model(model, config)
-        assert not hasattr(model, "adapters_config")
-        assert [*model.state_dict()] == before
-        # the hint
-        model = adapterzoo.init(model)
-        model.add_adapter("default", config)
-        assert get_peft_model(model, LoRAConfig(r=2), "b") is model
-        with pytest.raises(CheckpointError, match=words):
-            get_peft_model(model, config, "c")
-        assert [*model.adapters_config] == ["default", "b"]
+        with pytest.raises(CheckpointError, match=says):
+            add()
+        assert [*made.adapters_config] == ["a"]
+        assert made.active_adapter == "a"
+        after = made.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    # the hint; and a model whose files are not those of PEFT takes the config
+    made.add_adapter("b", mine)
+    made.save_pretrained(tmp_path, format="native")
+    plain = adapterzoo.init(make())
+    plain.add_adapter("b", config)
+    plain.load_adapter(tmp_path / "b", load_as="b", overwrite_ok=True)
 
 
 def test_hints_name_a_call_that_takes_the_argument(tmp_path):

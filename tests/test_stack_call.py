@@ -145,8 +145,7 @@ def generated(generation, tokens, path="decoder", **given):
 
 
 def test_candidates_and_new_tokens_do_not_belong_to_the_prompt():
-    generation = Generation(["decoder"])
-    generation.start(4)
+    generation = Generation(["decoder"]).of_prompt(4)
     candidates = generated(generation, 6)
     assert candidates.prompt_ends(STATES, 1, 1).tolist() == [[0, 3], [6, 9], [12, 15]]
     # without a cache the next step has a token more
@@ -166,8 +165,7 @@ def test_a_prompt_in_parts_shows_its_first_tokens_alone():
         def get_seq_length(self):
             return 4
 
-    generation = Generation(["decoder"])
-    generation.start(10)
+    generation = Generation(["decoder"]).of_prompt(10)
     # the first of them are in the cache
     call = generated(generation, 6, past_key_values=Cache())
     assert call.prompt_ends(STATES, 5, 0).tolist() == [
@@ -182,8 +180,7 @@ def test_a_prompt_in_parts_shows_its_first_tokens_alone():
 
 
 def test_a_call_outside_of_the_sequence_is_refused():
-    generation = Generation(["decoder"])
-    generation.start(6)
+    generation = Generation(["decoder"]).of_prompt(6)
     call = LayerStackCall(RecordedCall("decoder", {}, generation), {})
     with pytest.raises(StateError, match=r"outside of the sequence.*guidance_scale"):
         call.has_prompt(STATES)

@@ -240,7 +240,7 @@ def ids_in(given: Mapping[str, Any], joined: Joined | None, context: CallContext
     """
     ids = grid(given.get("input_ids"))
     if context.stacks:
-        outer = context.stacks[-1].call.ids.ids
+        outer = context.stacks[-1].call.ids
         # a decoder has others than its encoder
         is_other = outer is None or (ids is not None and ids.shape != outer.shape)
         return ids if is_other else outer

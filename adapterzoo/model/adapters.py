@@ -6,7 +6,7 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -60,10 +60,12 @@ def add(
     active: bool = False,
     init_data: InitData = None,
     in_file: bool = False,
+    check: Callable[[AdapterRecord], None] | None = None,
 ) -> None:
     """Add an adapter with fresh parameters, on each layer's device and in its dtype.
 
-    With `in_file` its values come from the file of a whole model.
+    With `in_file` its values come from the file of a whole model. `check` gets the adapter before
+    it is in the model.
     """
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
@@ -79,6 +81,8 @@ def add(
             init_values(model, path, adapter, data.get(path))
         else:
             init_shared(model, loaded, adapter)
+    if check is not None:
+        check(record)
     bring_in(model, name, record, active)
     if with_output:
         model._head_strategy.save_output(name)

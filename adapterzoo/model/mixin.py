@@ -71,6 +71,8 @@ class AdapterModelMixin:
 
     _active: ActiveState
     _adapter_state: AdapterState
+    # whether `save_pretrained` writes files of PEFT
+    _is_saved_for_peft = False
 
     if TYPE_CHECKING:
 

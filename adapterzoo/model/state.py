@@ -163,6 +163,7 @@ class AdaptedModel(Protocol):
 
     _active: ActiveState
     _adapter_state: AdapterState
+    _is_saved_for_peft: bool
 
     @property
     def _head_strategy(self) -> HeadStrategy:

@@ -6,14 +6,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from adapterzoo.errors import CheckpointError, ConfigError, names_call, naming
+from adapterzoo.errors import ConfigError, names_call
 from adapterzoo.model import AdapterModelMixin, init
 from adapterzoo.model.hf.init_data import InitData
-from adapterzoo.model.peft import configs, in_memory, switching
+from adapterzoo.model.peft import switching
 
 from .model import as_peft, plain_on_error, refuse_uninitialized
 
 
+@names_call
 def get_peft_model(
     model: PreTrainedModel,
     peft_config: Any,
@@ -52,27 +53,8 @@ def get_peft_model(
             adapter_name, peft_config, init_data=init_data,
             autocast_adapter_dtype=autocast_adapter_dtype,
         )  # fmt: skip
-        if configs.is_peft(peft_config):
-            _check_savable(made, adapter_name)
     switching.train(made, adapter_name, not getattr(peft_config, "inference_mode", False))
     return made
-
-
-def _check_savable(model: Any, name: str) -> None:
-    """Check that `save_pretrained` can write a new adapter, before it is trained.
-
-    Raises:
-        CheckpointError: it cannot; the adapter is gone again.
-    """
-    try:
-        with naming("get_peft_model", takes=frozenset()):
-            in_memory.encoded(model, name)
-    except CheckpointError as error:
-        model.delete_adapter(name)
-        raise CheckpointError(
-            f"{error} To train it, write adapterzoo.init(model) and "
-            f"model.add_adapter({name!r}, config)."
-        ) from error
 
 
 @names_call

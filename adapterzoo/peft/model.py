@@ -34,6 +34,7 @@ class PeftModel:
 
     # how transformers asks whether a quantized model has something to train
     _hf_peft_config_loaded = True
+    _is_saved_for_peft = True
 
     if TYPE_CHECKING:
 
@@ -72,7 +73,6 @@ class PeftModel:
             made.requires_grad_(False)
         return made
 
-    @names_call
     def add_adapter(self, *args: Any, autocast_adapter_dtype: bool = True, **kwargs: Any) -> None:
         """Add an adapter: `AdapterModelMixin.add_adapter` with parameters in float32.
 
@@ -82,6 +82,7 @@ class PeftModel:
             **kwargs: see there.
 
         Raises:
+            CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
             ConfigError: a value of the config has no meaning here.
         """
         refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))

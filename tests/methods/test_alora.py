@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
@@ -213,6 +214,38 @@ def test_new_tokens_are_adapted_where_the_prompt_has_an_invocation(options, padd
     same = [torch.equal(a, b) for a, b in zip(want, base, strict=True)]
     assert all(same[2 * copies : 3 * copies])
     assert not all(same)
+
+
+class InTurns(LlamaForCausalLM):
+    """Generates after several prompts in one `generate`, as models of long speech do."""
+
+    def generate(self, input_ids, attention_mask, then=(), **options):
+        """Return the sequences of each prompt; others are pairs of ids and masks."""
+        return [
+            super(InTurns, self).generate(ids, attention_mask=mask, **options)
+            for ids, mask in ((input_ids, attention_mask), *then)
+        ]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 5}], ids=str)
+def test_each_prompt_of_a_generate_has_its_own_invocation(options):
+    torch.manual_seed(0)
+    model = init_model(InTurns(tiny_config("llama")).double().eval())
+    model.add_adapter("a", ALORA)
+    stir(model, "a", std=0.5)
+    model.set_active_adapters("a")
+    prompts = [rows("first", "twice"), rows("none", "in the middle"), rows("last", "none")]
+    # others with as many rows, more or fewer, and more tokens
+    prompts += [rows("in the middle"), rows(), torch.cat([rows(), rows()], 1)]
+    masks = [torch.ones_like(ids) for ids in prompts]
+    masks[2][0, :3], masks[3][0, :6] = 0, 0
+    then = list(zip(prompts, masks, strict=True))[1:]
+    found = model.generate(prompts[0], attention_mask=masks[0], then=then, **GREEDY, **options)
+    for ids, mask, sequences in zip(prompts, masks, found, strict=True):
+        plain = by_hooks(model, "a", ids, mask)
+        beams = {"num_beams": options.get("num_beams", 1)}
+        (want,) = plain.generate(ids, attention_mask=mask, use_cache=False, **GREEDY, **beams)
+        assert torch.equal(sequences, want)
 
 
 @pytest.mark.parametrize("options", [{"prefill_chunk_size": 5}, {"cache_implementation": "static"}])

@@ -79,15 +79,25 @@ class GeneratesWithAdapters:
                 records.enter_context(each._active.call.generating(record))
             return cast("Any", super()).generate(*args, **kwargs)
 
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the prompt, which transformers prepares here, and go on as it does."""
+        found = inputs, name, given = cast("Any", super())._prepare_model_inputs(*args, **kwargs)
+        generation = cast("Any", self)._active.call.generation
+        if generation is not None:
+            ids = inputs if name == "input_ids" else given.get("input_ids")
+            # beside embeddings, transformers makes ids of no tokens where there are none
+            has_ids = ids is not None and ids.numel() > 0
+            generation.coming = {**given, "input_ids": ids if has_ids else None}
+        return found
+
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         """Note the length of the prompt, which transformers passes here, and go on as it does."""
-        generation = cast("Any", self)._active.call.generation
-        tokens = kwargs.get("input_ids_length")
-        if generation is not None and tokens is not None:
+        context, tokens = cast("Any", self)._active.call, kwargs.get("input_ids_length")
+        if context.generation is not None and tokens is not None:
             is_draft = getattr(kwargs.get("generation_config"), "is_assistant", False)
             # each round of drafts has those that were accepted before
-            if not is_draft or generation.tokens is None:
-                generation.start(tokens)
+            if not is_draft or context.generation.tokens is None:
+                context.generation = context.generation.of_prompt(tokens)
         return cast("Any", super())._prepare_generated_length(*args, **kwargs)
 
     @names_call

@@ -14,9 +14,10 @@ from adapterzoo.checkpoint.peft.heads import task_of
 from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
+from adapterzoo.expressions import fault
 from adapterzoo.fields import FLAG
 from adapterzoo.inject.building import plain_modules
-from adapterzoo.methods._patterns import is_named
+from adapterzoo.methods._patterns import Targets, is_named
 from adapterzoo.model.heads.naming import names_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
@@ -92,6 +93,8 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
         )
         fields["target_modules"] = names_of(model, linear)
     if spelling.of_parameters:
+        # the names are read here before the config checks them
+        Targets()(arguments.class_name, "target_modules", given)
         fields = with_experts(model, fields, given, base_prefix(model), spelling)
     numbers = fields.get("layers_to_transform")
     stacks = fields.pop("layers_pattern", None) if numbers is not None else None
@@ -167,17 +170,32 @@ def _are_names(value: Any) -> bool:
 def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers: Any) -> Any:
     """Return a config that names its layers with these numbers in `layers_pattern`.
 
+    As in PEFT, a layer that is named by its whole path is adapted in any case.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the pattern is not a regular expression.
     """
-    names, prefix = [stacks] if isinstance(stacks, str) else [*stacks], base_prefix(model)
+    patterns, prefix = [stacks] if isinstance(stacks, str) else stacks, base_prefix(model)
+    known = [*(path.rpartition(".")[2] for path in model.anatomy.stacks), "layers"]
+    expressions, reason = [], "not a name or a list of names"
+    if _are_names(patterns):
+        expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
+        _, reason = fault(expressions) or ("", "")
+    if reason:
+        raise ConfigError(
+            f"layers_pattern={stacks!r}: {reason}. Write layers_pattern={known[0]!r}."
+        )
     wanted = {numbers} if isinstance(numbers, int) else {*numbers}
+    named = config.get("target_modules")
     kept = []
     for placement in config.below(prefix, model.anatomy).placements(model.anatomy):
-        path = f"{prefix}{placement.site.path}."
-        tried = (re.match(rf"(?:^|.*?\.){n}\.(\d+)\.", path) for n in names)
+        path = f"{prefix}{placement.site.path}"
+        tried = (re.match(expression, path) for expression in expressions)
         found = next((match for match in tried if match), None)
-        kept += [placement.site] if found and int(found[1]) in wanted else []
+        # the pattern may have groups of its own, and alternatives without a number
+        number = None if found is None else found[found.re.groups]
+        is_whole = isinstance(named, tuple) and path in named
+        kept += [placement.site] if is_whole or (number and int(number) in wanted) else []
     if not kept:
         raise ConfigError(
             f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: no layer is in such a "

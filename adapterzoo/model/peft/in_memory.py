@@ -10,12 +10,12 @@ from torch import Tensor
 
 from adapterzoo.checkpoint import fit, formats, places
 from adapterzoo.checkpoint import peft as format_of_peft
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.heads.interface import HeadRecord, LoadOptions
 from adapterzoo.model.hf.info import info_of
-from adapterzoo.model.state import AdaptedModel, modules_of, named_tensors
+from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, named_tensors
 
 
 def tensors_of_peft(
@@ -39,6 +39,34 @@ def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, T
     info = info_of(model)
     stored = formats.exported(checkpointing.checkpoint_of(model, name, True, None, "peft"), info)
     return format_of_peft.encoded(stored, info)
+
+
+def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
+    """Check that PEFT's format can express an adapter that is not in the model yet.
+
+    Args:
+        model: that gets the adapter.
+        name: of the adapter.
+        record: of the adapter, with its modules.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    records = model._adapter_state.records
+    before = dict(records)
+    records[name] = record
+    try:
+        encoded(model, name)
+    except CheckpointError as error:
+        kind = type(record.config).__name__
+        raise CheckpointError(
+            f"save_pretrained could not write {name!r}: {error} To train it, write "
+            f"adapterzoo.{kind}(…) in place of PEFT's config, and "
+            f"save_pretrained(folder, format='native')."
+        ) from error
+    finally:
+        records.clear()
+        records.update(before)
 
 
 def one_name(model: AdaptedModel, name: str | None) -> str:

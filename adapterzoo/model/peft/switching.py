@@ -16,7 +16,7 @@ from adapterzoo.model.activation import make_plan, set_active
 from adapterzoo.model.sharding import size_of
 from adapterzoo.model.state import AdaptedModel, parameters_of
 
-from . import autocast, configs
+from . import autocast, configs, in_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +43,10 @@ def add(
     made = AdapterConfig.load(config) if found is None else found.config
     if in_float32:
         made = autocast.widened(model, made)
-    adapters.add(model, name, made, overwrite_ok, active, init_data)
+    check = None
+    if found is not None and model._is_saved_for_peft:
+        check = functools.partial(in_memory.check_savable, model, name)
+    adapters.add(model, name, made, overwrite_ok, active, init_data, check=check)
     if found is not None and found.is_frozen:
         for parameter in parameters_of(model, name):
             parameter.requires_grad_(False)
