@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
-from families import tiny_inputs
+from families import tiny_config, tiny_inputs
+from transformers import RobertaForSequenceClassification
 
 import adapterzoo
-from adapterzoo import errors
+from adapterzoo import errors, kernels
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 
 # fails · the class · the advice in the message, as a pattern · code that has it as {0}, {1}, …
 TABLE = {
@@ -21,6 +25,9 @@ TABLE = {
         ("model.average_adapter('n', [])", r"Write (\[.*\])\.", "model.average_adapter('n', {0})"),
         ("model.average_adapter('n', ['a', 'b'], combine_strategy='ties', density=2.0)", r"Write (density=[\d.]+\d)", "model.average_adapter('n', ['a', 'b'], combine_strategy='ties', {0})"),
         ("model.convert_adapter('a', 'lora', new_name='q', rank=0)", r"Write (rank=\d+)", "model.convert_adapter('a', 'lora', new_name='q', {0})"),
+        ("model.set_active_adapters(Fuse('a', 'b'))", r"Write (set_active_adapters\(Stack\(.*?\)\)), or", "model.{0}; model(**inputs)"),
+        ("model.add_adapter('p', 'prefix_tuning'); model.add_adapter('q', 'prompt_tuning'); model.set_active_adapters(Fuse('p', 'q'))", r"Write (set_active_adapters\(Stack\(.*?\)\)), or", "model.{0}; model(**inputs)"),
+        ("model.train_adapter(Fuse('a', 'b'))", r"or (add_adapter\('another_name', 'seq_bn'\)) and fuse", "model.{0}; model.add_adapter('s', 'seq_bn'); model.add_adapter_fusion(Fuse('another_name', 's')); model.train_adapter(Fuse('another_name', 's'))"),
         ("model.add_adapter_fusion(['a'])", r"Write (add_adapter\('another_name', 'seq_bn'\))", "model.{0}; model.add_adapter_fusion(['another_name'])"),
         ("model.add_adapter('n', LoRAConfig(leave_out=[7]))", r"Write (leave_out=\[\d\])", "model.add_adapter('n', LoRAConfig({0}))"),
         ("LoRAConfig(rank_pattern={'(': 2})", r"Write names of layers instead: (rank_pattern=\{.*\})\.", "model.add_adapter('n', LoRAConfig({0}))"),
@@ -59,6 +66,9 @@ TABLE = {
         ("model(**inputs, labels=[y, y, y])", r"Write (labels=.*)\.$", "model(**inputs, {0})", ("torch.tensor(…)", "y")),
     ],
     "SiteError": [
+        ("static().add_adapter('n', LoRAConfig(target_modules=['dense']))", r"Write (target_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)'))", r"Write (target_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_parameters=['dense.weight']))", r"Write (target_parameters=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
         ("model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))", r"Write model(\.resize_token_embeddings\(\d+\))", "model{0}; model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))"),
         ("model.add_adapter('n', LoRAConfig(target_modules=['nope']))", r"('all-linear')", "model.add_adapter('n', LoRAConfig(target_modules={0}))"),
         ("model.add_adapter('n', SeqBnConfig(cross_adapter=True))", r"Write (cross_adapter=False)", "model.add_adapter('n', SeqBnConfig({0}))"),
@@ -100,6 +110,7 @@ TABLE = {
         ("model.active_head = Split('x', 'y', splits=[3, 4])", r"Write '(\w)', ", "model.active_head = '{0}'"),
     ],
     "StateError": [
+        ("model.add_adapter('s', 'seq_bn'); model.add_adapter('t', 'seq_bn'); model.add_adapter_fusion(Fuse('s', 't', name='f')); model.set_active_adapters(Fuse('t', 's', name='f'))", r"Write (add_adapter_fusion\(.*\))\.", "model.{0}; model.set_active_adapters(Fuse('t', 's', name='f')); model(**inputs)"),
         ("model.add_adapter('s', 'seq_bn'); model.add_adapter('t', 'seq_bn'); model.set_active_adapters(Fuse('s', 't'))", r"Write (add_adapter_fusion\(.*\))\.", "model.{0}; model.set_active_adapters(Fuse('s', 't')); model(**inputs)"),
         ('model.train_adapter([])', r"Write (add_adapter\(.*?\)) and then (train_adapter\(.*\))\.", 'model.{0}; model.{1}'),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.delete_adapter('a')", r"Write (reset_adapter\(\)) first", "model.{0}; model.delete_adapter('a')"),
@@ -110,6 +121,22 @@ TABLE = {
         ("model.active_head = None; model(**inputs, labels=y)", r"Write (add_classification_head\('my_task'\)) or", "model.{0}; model(**inputs, labels=y)"),
         ("model.active_head = 'x'; model(**inputs, start_positions=y, end_positions=y)", r"it takes '(\w+)'\.", "model(**inputs, {0}=y)"),
         ("model.active_head = None; model.generate(**ids)", r"Write (add_causal_lm_head\('my_task'\))", "model.{0}; model.generate(**ids, max_new_tokens=1)"),
+    ],
+    "SetupError": [
+        ("model.set_active_adapters(5)", r"Write ('a') or (Stack\('a', 'b'\))", "model.set_active_adapters({0}); model(**inputs); model.set_active_adapters({1}); model(**inputs)"),
+        ("model.train_adapter(5)", r"Write ('a') or (Stack\('a', 'b'\))", "model.train_adapter({0}); model.train_adapter({1})"),
+    ],
+    "KernelError": [
+        ("kernels.use('cuda')", r"Write (use\('auto'\))", "kernels.{0}"),
+        ("with no_gpu(): kernels.use('triton')", r"write (use\('auto'\))", "with no_gpu(): kernels.{0}; model(**inputs)"),
+        ("kernels.mode._mode = 'triton'; kernels.mode.takes_triton('shrink', y)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; assert not kernels.mode.takes_triton('shrink', y)"),
+        ("from adapterzoo.kernels import low_rank_triton\nwith no_gpu(): low_rank_triton.shrink(torch.ones(5, 40), torch.ones(8, 40), 0.0, None)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; from adapterzoo.kernels.low_rank import low_rank; low_rank(torch.ones(5, 8), torch.ones(5, 40), torch.ones(8, 40), torch.ones(8, 8), 1.0)"),
+        ("Groups.of([0, -2])", r"Write (Groups.of\(\[.*\]\))", "{0}"),
+        ("Groups.of(torch.zeros(2))", r"Write (Groups.of\(\[.*\]\))", "{0}"),
+        ("grouped([0, 1, 0])", r"Write (Groups.of\(index\)) with an entry for each row", "index = [0, 1]; {0}; grouped(index)"),
+        ("grouped([0, 4])", r"Legal are (\d) to (\d)\. Write Groups.of\(index\) with these, or (None)", "grouped([{0}, {1}]); grouped([{2}, {1}])"),
+        ("in_place(); backward('d')", r"write (adapterzoo.kernels.use\('reference'\)), which", "{0}; backward('d')"),
+        ("in_place(); backward('d')", r"leave the layer out by (exclude_modules)", "model.add_adapter('e', DoRAConfig(r=2, {0}=['encoder.layer.0.attention.self.query'])); backward('e')"),
     ],
     "BatchError": [
         ("model(**inputs, adapter_names=['a'])", r"Write one name, or (None), for each row", "model(**inputs, adapter_names=['a', {0}])"),
@@ -122,6 +149,27 @@ TABLE = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
+def no_gpu():
+    """What torch and Triton are on a machine without a GPU."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(kernels._launch, "INTERPRETED", False),
+    ):
+        yield
+
+
+def static():
+    """A model whose class has a head."""
+    return adapterzoo.init(RobertaForSequenceClassification(tiny_config("roberta")))
+
+
+def grouped(index):
+    """Two rows and four adapters."""
+    a, b = [torch.ones(2, 11)] * 4, [torch.ones(7, 2)] * 4
+    grouped_low_rank(torch.ones(2, 7), torch.ones(2, 11), a, b, [1.0] * 4, Groups.of(index))
+
+
 @pytest.fixture
 def names(tiny, tmp_path):
     """What the code in the table uses."""
@@ -132,11 +180,26 @@ def names(tiny, tmp_path):
         model.add_classification_head(name, num_labels=2)
     inputs = {k: v[:2] for k, v in tiny_inputs("bert").items()}
     found = {name: getattr(adapterzoo, name) for name in adapterzoo.__all__}
-    return found | {
+
+    def in_place():
+        """Change the output of an adapted layer in place, as a model may."""
+        model.add_adapter("d", adapterzoo.DoRAConfig(r=2, target_modules=["query"]))
+        layer = model.base_model.encoder.layer[0].attention.self.query
+        layer.register_forward_hook(lambda _, args, output: output.mul_(2.0))
+
+    def backward(name):
+        model.train_adapter(name)
+        model(**inputs, head="x", labels=torch.zeros(2).long()).loss.backward()
+
+    yield found | {
+        "adapterzoo": adapterzoo, "kernels": kernels, "Groups": Groups, "grouped": grouped,
+        "static": static,
+        "no_gpu": no_gpu, "in_place": in_place, "backward": backward,
         "model": model, "other": other, "inputs": inputs, "torch": torch,
         "y": torch.zeros(2).long(),
         "folder": str(tmp_path / "folder"), "ids": {"input_ids": inputs["input_ids"]},
     }  # fmt: skip
+    kernels.use("auto")
 
 
 ROWS = [(error, *row) for error, rows in TABLE.items() for row in rows]

@@ -35,6 +35,7 @@ from adapterzoo.composition import (
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
+    FusibleAdapter,
     InvertibleAdapter,
     PromptAdapter,
     WeightAdapter,
@@ -44,6 +45,7 @@ from adapterzoo.errors import (
     CompositionError,
     ConfigError,
     DuplicateNameError,
+    SiteError,
     StateError,
     listing,
 )
@@ -396,14 +398,54 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
                 )
 
 
+def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fused") -> list[str]:
+    """Return the paths of the layers where adapters can be fused.
+
+    Args:
+        model: with adapters.
+        names: of the adapters.
+        entry: as in `AdapterFusionConfig`.
+
+    Raises:
+        ConfigError: an adapter cannot be fused.
+        SiteError: the adapters have different sites.
+    """
+    paths: list[str] = []
+    for name in names:
+        places = model._adapter_state.find(name).places
+        # what layers share has no place
+        own = [(path, module) for path, module in modules_of(model, name) if places[path]]
+        if entry == "first":
+            own = [pair for pair in own if not isinstance(pair[1], InvertibleAdapter)]
+        for path, module in own:
+            if not isinstance(module, FusibleAdapter):
+                stack = f"set_active_adapters(Stack{names!r}), or " if len(names) > 1 else ""
+                raise ConfigError(
+                    f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
+                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn') "
+                    f"and fuse such adapters."
+                )
+        if name == names[0]:
+            paths = [path for path, _ in own]
+        elif lost := sorted({path for path, _ in own} ^ {*paths}):
+            raise SiteError(
+                f"{names[0]!r} and {name!r} have different sites: only one of them is at "
+                f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
+            )
+    return paths
+
+
 def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
     fusions = model._adapter_state.fusions
     for fuse in fusions_of(setup):
-        found = fusions.get(fuse.name)
-        if found is None or found.adapters != fused(fuse):
+        found, asked = fusions.get(fuse.name), fused(fuse)
+        if found is None or found.adapters != asked:
+            # what cannot be fused has no fusion layers either
+            fusible_paths(model, asked)
+            again = "" if found is None else ", overwrite_ok=True"
             raise StateError(
                 f"there are no fusion layers {fuse.name!r} for {fuse!r}; fusions: "
-                f"{listing(fusions)}. Write add_adapter_fusion({fuse!r})."
+                f"{listing(fusions)}. Write add_adapter_fusion({fuse!r}{again})."
             )
 
 

@@ -20,14 +20,13 @@ from adapterzoo.composition import (
     parse,
     without,
 )
-from adapterzoo.contracts import FusibleAdapter, InvertibleAdapter
-from adapterzoo.errors import CompositionError, ConfigError, DuplicateNameError, SiteError
+from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, make_plan, refuse_overridden, set_active
+from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, set_active
 from .hf.backbone import text_config
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
@@ -119,39 +118,16 @@ def make(
         ConfigError: an adapter cannot be fused.
         SiteError: the adapters have different sites.
     """
-    records = {name: model._adapter_state.find(name) for name in names}
-    # what layers share has no place
-    places = {
-        name: [
-            path
-            for path, module in modules_of(model, name)
-            if own.places[path]
-            and not (config.entry == "first" and isinstance(module, InvertibleAdapter))
-        ]
-        for name, own in records.items()
-    }
-    first = places[names[0]]
-    for name, paths in places.items():
-        if paths != first:
-            lost = sorted(set(paths) ^ set(first))
-            raise SiteError(
-                f"{names[0]!r} and {name!r} have different sites: only one of them is at "
-                f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
-            )
-        for path, module in modules_of(model, name):
-            if path in paths and not isinstance(module, FusibleAdapter):
-                raise ConfigError(
-                    f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
-                    f"outputs of bottlenecks. Write add_adapter('another_name', 'seq_bn')."
-                )
+    paths = fusible_paths(model, names, config.entry)
     text = text_config(model.config)
     inherited = getattr(text, "attention_probs_dropout_prob", 0.0)
     dropout = inherited if config.dropout_prob is None else config.dropout_prob
     made, last = {}, dict(modules_of(model, names[-1]))
-    for path in first:
+    places = model._adapter_state.find(names[-1]).places
+    for path in paths:
         # of a bottleneck that shares all, those that it shares
         parameter = next(p for at in (path, "") for p in last[at].parameters())
-        width = records[names[-1]].places[path][0].site.d_out
+        width = places[path][0].site.d_out
         made[path] = Fusion(config, width, dropout, parameter.device, parameter.dtype)
     return made
 
