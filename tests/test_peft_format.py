@@ -26,10 +26,11 @@ from peft_world import (
     trained,
 )
 from safetensors.torch import load_file, save_file
-from snapshots import adapter_bits, same_bits, stir
+from snapshots import adapter_bits, refused, same_bits, stir
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel, BOFTConfig, ConfigUnion, DoRAConfig, IA3Config, LoRAConfig
+from adapterzoo.errors import SiteError
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 
@@ -500,3 +501,18 @@ def test_nor_does_another_class_than_that_it_was_written_for(tiny, tmp_path):
     adapted = {n.partition(".lora_A")[0] for n, _ in theirs.named_parameters() if ".lora_A" in n}
     assert len(adapted) == 6
     assert all(path.endswith("attn.out_proj") for path in adapted)
+
+
+@pytest.mark.parametrize("family", ["t5", "mt5"])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapter_at_a_table_that_is_never_called_is_refused(tmp_path, family):
+    """It changes nothing in PEFT, where the stacks look tokens up in tables of their own."""
+    found = trained(family, peft.LoraConfig(r=2, target_modules=["shared"]), tmp_path / "a")
+    assert torch.equal(found, logits(plain(family), family))
+    model = ours(family)
+    with refused(model, SiteError, "'shared' only holds the table of others", "'embed_tokens'"):
+        model.load_adapter(tmp_path / "a")
+    found = trained(family, peft.LoraConfig(r=2, target_modules=["embed_tokens"]), tmp_path / "b")
+    assert not torch.equal(found, logits(plain(family), family))
+    model.load_adapter(tmp_path / "b", set_active=True)
+    close(logits(model, family), found)
