@@ -6,7 +6,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from measured import Operations, kept, loss, near, rounding
+from measured import Operations, kept, loss, near
+from rounded import rounding
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels

@@ -1,11 +1,13 @@
 """DoRA's product with a weight that is changed: values and gradients of the formula in float64."""
 
 import itertools
+import math
 from unittest import mock
 
 import pytest
 import torch
 from measured import Operations, adapted, gradients_stay, kept, near
+from rounded import rounding
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -97,7 +99,7 @@ def test_values_and_gradients_are_those_of_float64(dtype, layers, p, gain, biase
         mask = _dropout.mask(_dropout.bits(x, p), x.shape, p).double() * _dropout.kept_scale(p)
     far = wide(x, made)
     expected = truth(*far, mask)
-    limit = {torch.float64: 1e-13, torch.float32: 4e-6}[dtype]
+    limit = rounding(D_IN + RANK + layers * D_OUT + math.prod(ROWS), dtype)
     for y, value in zip(ys, expected, strict=True):
         near(y, value.detach(), limit)
     found = gradients(ys, learned(x, made))

@@ -1,8 +1,11 @@
 """Rotated features times a frozen weight in one node: bits, gradients, what is kept."""
 
+import math
+
 import pytest
 import torch
 from measured import Operations, adapted, kept, near, only_needed_gradients
+from rounded import rounding
 from test_butterfly import dense
 from torch import nn
 from torch.nn.functional import linear
@@ -58,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_formula(dtype, least, m, biased):
     given = drawn(dtype, biased, m, least)
     y = product(*given)
     expected, wanted = exact(*given)
-    limit = 1e-13 if dtype is torch.float64 else 3e-6
+    limit = rounding(D_IN + D_OUT + math.prod(ROWS), dtype)
     near(y, expected.detach(), limit)
     found = torch.autograd.grad(y.square().sum(), (given[0], *given[3:]))
     for own, of in zip(found, wanted, strict=True):

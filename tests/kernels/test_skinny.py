@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from measured import Operations, near, rounding
+from measured import Operations, near
+from rounded import rounding
 
 from adapterzoo.kernels._skinny import _FEW_COLUMNS, _MANY_COLUMNS, outer, project
 
