@@ -3,7 +3,8 @@
 import math
 
 import torch
-from hostile import drawn, near, second_gradients
+from hostile import both_gradients, drawn, near
+from rounded import Rounded, right, rounding
 
 from adapterzoo import kernels
 from adapterzoo.kernels import butterfly, cayley_fold, cayley_fold_triton
@@ -45,10 +46,12 @@ def against_float64(R, dropped, far=1.0):
     wide = R.double().requires_grad_()
     truth = truth_of(wide, dropped)
     whole, Q = cayley_fold_triton.cayley_fold(R, dropped)
-    near("whole", whole, truth.detach(), 5e-7, torch.float32)
-    m = R.shape[-4]
+    exact, m, b = rotations(R.double(), dropped), R.shape[-4], R.shape[-1]
+    # the factors are rounded once, and so are their products
+    limit = rounding(m + (m - 1) * b, torch.float32) * butterfly.fold(exact.abs(), 1).max()
+    right("whole", whole, Rounded(truth, limit), torch.float32)
     if m > 1:
-        near("Q", Q, rotations(R.double(), dropped), 1e-7, torch.float32)
+        near("Q", Q, exact, 2.0**-24, torch.float32)
     elif Q.numel():
         raise ValueError("Q is there twice")
     dy = drawn(*truth.shape, dtype=torch.float32)
@@ -127,7 +130,7 @@ def module():
                     weight = torch.linspace(0.5, 2.0, out.numel(), dtype=torch.float64)
                     out = out * weight.view_as(out).to(out.dtype)
                     out = out + out.square()
-                    found.append((out.detach(), *second_gradients(out, (x,))))
+                    found.append((out.detach(), *both_gradients(out, (x,))))
             for got, want in zip(*found, strict=True):
                 near("second", got, want, 2e-5, torch.float32)
 

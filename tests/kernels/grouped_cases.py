@@ -3,8 +3,9 @@
 import math
 
 import torch
-from hostile import LAYOUTS, arranged, drawn, edged, far, near, second_gradients
-from low_rank_cases import kept
+from hostile import LAYOUTS, arranged, both_gradients, drawn, edged, far
+from low_rank_cases import DTYPES, kept, rows_of
+from rounded import Rounded, chained, right
 
 from adapterzoo import kernels
 from adapterzoo.kernels import _dropout, grouped, grouped_triton
@@ -24,60 +25,53 @@ SHAPES = {
     "several parts": ([1, 0], 2, 300, 270, 8),
     "rank over its tile": ([2, None, 1], 2, 40, 36, 100),
 }
-# of x and y, of the factors, and how exact the result is
-DTYPES = {
-    "float32": (torch.float32, torch.float32, 1e-6),
-    "float16": (torch.float16, torch.float16, 1.5e-3),
-    "float32 factors": (torch.float16, torch.float32, 1e-3),
-    "float16 factors": (torch.float32, torch.float16, 2e-3),
-    "bfloat16": (torch.bfloat16, torch.bfloat16, 1.6e-2),
-    "bfloat16, float32 factors": (torch.bfloat16, torch.float32, 1.6e-2),
-}
 
 
-def against_float64(groups, x, dy, y, a, b, tolerance, p=0.0, seed=None):
+def against_float64(groups, x, dy, y, a, b, p=0.0, seed=None):
     """All products, each on the operands that it would have in a training step."""
     n, wide = a.shape[0], a.dtype
     plan = groups.plan(math.prod(x.shape[1:-1]), n, x.device)
     scales = groups.scales(SCALING[:n], x.device, torch.float32)
-    scale = _dropout.kept_scale(p)
     mask = torch.ones(x.shape, dtype=torch.float64) if seed is None else kept(x.shape, p, seed)
+    scaled = Rounded(mask * _dropout.kept_scale(p))
     # each row's own factors, and zeros for a row without adapter
-    none = groups.numbers("index", x.device) < 0  # [batch]
-    each = groups.numbers("index", x.device).clamp(min=0)
+    index = groups.numbers("index", x.device)  # [batch]
+    none = index < 0
     lead = (-1, *[1] * (x.dim() - 2))
-    of_a, of_b = ((v.double()[each]).masked_fill(none.view(-1, 1, 1), 0.0) for v in (a, b))
-    own_a, own_b = (v.view(*lead, *v.shape[1:]) for v in (of_a, of_b))
-    s = torch.tensor(SCALING, dtype=torch.float64)[each].view(*lead, 1)
+    of_a, of_b = (v[index.clamp(min=0)].masked_fill(none.view(-1, 1, 1), 0.0) for v in (a, b))
+    own_a, own_b = (Rounded(v.view(*lead, *v.shape[1:])) for v in (of_a, of_b))
+    s = Rounded(torch.tensor(SCALING, dtype=torch.float64)[index].view(*lead, 1))
+    # [n, rows, 1]: which rows are those of an adapter
+    hot = (
+        (torch.arange(n).view(-1, 1) == index)
+        .repeat_interleave(math.prod(x.shape[1:-1]), 1)
+        .unsqueeze(-1)
+    )
 
     def times(u, factor):
-        return (u.double().unsqueeze(-2) @ factor).squeeze(-2)
+        return (u.arranged(lambda v: v.unsqueeze(-2)) @ factor).arranged(lambda v: v.squeeze(-2))
 
     def outer(u, v):
         """The sum of uᵀ v over the rows of each adapter."""
-        shape = (len(groups.index), -1 if u.numel() else 0)
-        pairs = u.double().reshape(*shape, u.shape[-1]).mT @ v.double().reshape(*shape, v.shape[-1])
-        hot = torch.zeros(n, len(groups.index), dtype=torch.float64)
-        for row, i in enumerate(groups.index):
-            if i >= 0:
-                hot[i, row] = 1.0
-        return torch.einsum("nb,bij->nij", hot, pairs)
+        return u.arranged(lambda w: rows_of(w) * hot).mT @ v.arranged(rows_of)
 
-    dropped = x.double() * mask * scale
+    dropped, own_dy = Rounded(x.to(wide)) * scaled, Rounded(dy.to(wide))
     t = grouped_triton.shrink(x, a, p, seed, plan)
-    near("t", t, times(dropped, own_a.mT), tolerance, wide)
+    right("t", t, times(dropped, own_a.mT), wide)
+    own_t = Rounded(t)
     out = grouped_triton.expand(y, t, b, scales, plan)
-    near("out", out, y.double() + s * times(t, own_b.mT), tolerance, y.dtype)
+    right("out", out, Rounded(y) + times(own_t, own_b.mT) * s, y.dtype)
     for row in torch.nonzero(none).flatten().tolist():
         same = out[row].contiguous().view(torch.uint8) == y[row].contiguous().view(torch.uint8)
         if not bool(same.all()):
             raise ValueError(f"row {row} without adapter has changed")
     dt, db = grouped_triton.expand_backward(dy, t, b, scales, plan)
-    near("dt", dt, s * times(dy, own_b), tolerance, wide)
-    near("db", db, outer(dy, s * t.double()), tolerance, b.dtype)
+    right("dt", dt, times(own_dy, own_b) * s, wide)
+    right("db", db, outer(own_dy, own_t * s), b.dtype)
     dx, da = grouped_triton.shrink_backward(dt, x, a, p, seed, plan)
-    near("dx", dx, times(dt, own_a) * mask * scale, tolerance, x.dtype)
-    near("da", da, outer(dt, dropped), tolerance, wide)
+    own_dt = Rounded(dt)
+    right("dx", dx, times(own_dt, own_a) * scaled, x.dtype)
+    right("da", da, outer(own_dt, dropped), wide)
     # only what is needed
     assert torch.equal(grouped_triton.expand_backward(dy, t, b, scales, plan, False, True)[1], db)
     nothing = x.new_empty(0)
@@ -93,7 +87,7 @@ def cut_out(n, rows, width, dtype):
 
 def shaped(shape, dtypes):
     index, tokens, d_in, d_out, rank = SHAPES[shape]
-    outer, factor, tolerance = DTYPES[dtypes]
+    outer, factor = DTYPES[dtypes]
     rows = len(index)
     x, dy, y = (
         edged(rows * tokens, d, outer).unflatten(0, (rows, tokens)) for d in (d_in, d_out, d_out)
@@ -101,7 +95,7 @@ def shaped(shape, dtypes):
     if rows > 1 and tokens:
         y[1, 0, 0] = -0.0
     a, b = cut_out(3, rank, d_in, factor), cut_out(3, d_out, rank, factor)
-    against_float64(Groups.of(index), x, dy, y, a, b, tolerance)
+    against_float64(Groups.of(index), x, dy, y, a, b)
 
 
 def layout(name):
@@ -109,13 +103,13 @@ def layout(name):
     a, b = (arranged(name, 9, 40), arranged(name, 50, 9)) if x.dim() == 2 else (x, y)
     a, b = a.reshape(-1, 40)[:9].unflatten(0, (3, 3)), b.reshape(-1)[:450].view(3, 50, 3)
     index = [0, None, 2] * 6 if x.dim() == 2 else [2, 0]
-    against_float64(Groups.of(index), x, dy, y, a, b, 1e-6)
+    against_float64(Groups.of(index), x, dy, y, a, b)
 
 
 def far_rows():
     rows = far(10, 20)
     a, b = drawn(2, 3, 20, dtype=torch.float16), drawn(2, 20, 3, dtype=torch.float16)
-    against_float64(Groups.of([1, 0] * 5), rows, rows, rows, a, b, 1.5e-3)
+    against_float64(Groups.of([1, 0] * 5), rows, rows, rows, a, b)
 
 
 def far_factors():
@@ -127,16 +121,16 @@ def far_factors():
     t = grouped_triton.shrink(x, a, 0.0, None, plan)
     out = grouped_triton.expand(x, t, b, scales, plan)
     for row, i in enumerate((9, 8)):
-        near("t", t[row], x[row].double() @ a[i].double().T, 1.5e-3, t.dtype)
-        truth = x[row].double() + t[row].double() @ b[i].double().T
-        near("out", out[row], truth, 1.5e-3, x.dtype)
+        right("t", t[row], Rounded(x[row]) @ Rounded(a[i]).mT, t.dtype)
+        truth = Rounded(x[row]) + Rounded(t[row]) @ Rounded(b[i]).mT
+        right("out", out[row], truth, x.dtype)
 
 
 def dropout():
     seed = torch.tensor([(123 << 32) + 77])
     x, dy, y = (drawn(3, 7, d, dtype=torch.float32) for d in (45, 20, 20))
     a, b = drawn(3, 3, 45, dtype=torch.float32), drawn(3, 20, 3, dtype=torch.float32)
-    against_float64(Groups.of([2, None, 0]), x, dy, y, a, b, 1e-6, 0.3, seed)
+    against_float64(Groups.of([2, None, 0]), x, dy, y, a, b, 0.3, seed)
 
 
 def padded_plan():
@@ -176,33 +170,30 @@ def three_ways():
 
 def module():
     """Through the operators: gradients in float32 equal those of the definition in float64."""
-    index, ranks = [2, 0, None, 2], (1, 4, 3)
+    index, ranks, scaling = [2, 0, None, 2], (1, 4, 3), (0.7, 1.5, 0.25)
     shapes = [(4, 6, 5), (4, 6, 33), *[(r, 33) for r in ranks], *[(5, r) for r in ranks]]
     for p in (0.0, 0.25):
-        values = [drawn(*s, dtype=torch.float64) for s in shapes]
-        own = [v.float().requires_grad_() for v in values]
+        own = [drawn(*s, dtype=torch.float32).requires_grad_() for s in shapes]
         groups = Groups.of(index)
         torch.manual_seed(3)
         with kernels.use("triton"):
             y, x, *factors = own
-            args = (y, x, factors[:3], factors[3:], SCALING, groups)
+            args = (y, x, factors[:3], factors[3:], scaling, groups)
             out = grouped.grouped_low_rank(*args, p, training=True)
-            again = second_gradients(out, own)
-            out.square().sum().backward()
+            found = [out, *both_gradients(out, own)]
         torch.manual_seed(3)
         seed = torch.randint(2**63 - 1, (1,))
-        y, x, *factors = (v.requires_grad_() for v in values)
-        mask = kept(x.shape, p, seed) * _dropout.kept_scale(p) if p else 1.0
-        args = (y, x * mask, factors[:3], factors[3:], SCALING, groups)
-        truth = grouped.grouped_low_rank_reference(*args)
-        second = second_gradients(truth, values)
-        truth.square().sum().backward()
-        near("out", out.detach(), truth.detach(), 1e-6, torch.float32)
-        for i, (got, wide) in enumerate(zip(own, values, strict=True)):
-            # an adapter without rows: zeros here, nothing there
-            expected = torch.zeros_like(wide) if wide.grad is None else wide.grad
-            near(f"gradient {i}", got.grad, expected, 1e-6, torch.float32)
-            near(f"second gradient {i}", again[i], second[i], 2e-6, torch.float32)
+        mask = kept((4, 6, 33), p, seed) * _dropout.kept_scale(p) if p else 1.0
+
+        def formula(y, x, *factors, mask=mask):
+            args = (y, x * mask, factors[:3], factors[3:], scaling, Groups.of(index))
+            out = grouped.grouped_low_rank_reference(*args)
+            return [out, *both_gradients(out, (y, x, *factors))]
+
+        # a second gradient goes through all sums three times
+        truth = chained(formula, own, 3 * (24 + 33 + 4 + 5), torch.float32)
+        for i, (got, of) in enumerate(zip(found, truth, strict=True)):
+            right(f"result {i}", got, of, torch.float32)
 
 
 def cases():

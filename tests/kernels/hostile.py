@@ -41,13 +41,13 @@ def arranged(layout, rows, width, dtype=torch.float32):
     }[layout]
 
 
-def second_gradients(out, values):
-    """Those of the squares of the gradients of the squares of `out`."""
+def both_gradients(out, values):
+    """Those of the squares of `out`, and those of the squares of these."""
     first = torch.autograd.grad(
         out.square().sum(), values, create_graph=True, materialize_grads=True
     )
     total = sum(g.square().sum() for g in first)
-    return torch.autograd.grad(total, values, retain_graph=True, materialize_grads=True)
+    return *first, *torch.autograd.grad(total, values, materialize_grads=True)
 
 
 def far(rows, width):

@@ -11,19 +11,29 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
-from hostile import near
+from hostile import drawn, near
+from rounded import Rounded, right
 
 
 def planted() -> None:
-    """The check itself: an output that is wrong in one element."""
+    """A check itself: an output that is wrong in one element."""
     good = torch.ones(3, 4, dtype=torch.float64)
     bad = good.float()
     bad[2, 3] = float("nan")
     near("planted", bad, good, 1e-6, torch.float32)
+
+
+def short() -> None:
+    """The other check: a sum without the last of its terms."""
+    x, a = drawn(3, 100, dtype=torch.float16), drawn(5, 100, dtype=torch.float16)
+    got = x[:, 1:].float() @ a[:, 1:].float().T
+    right("short", got.half(), Rounded(x) @ Rounded(a).mT, torch.float16)
 
 
 def main() -> None:
@@ -31,7 +41,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     errors = {}
     cases = importlib.import_module(f"{sys.argv[1]}_cases").cases()
-    for name, case in (*cases, ("planted", planted)):
+    for name, case in (*cases, ("planted", planted), ("short", short)):
         torch.manual_seed(0)
         errors[name] = ""
         try:

@@ -39,21 +39,6 @@ def adapted(
     return model, attention.query
 
 
-def rounding(terms: int, *dtypes: torch.dtype) -> float:
-    """The part of Σ |a| |b| by which a sum of products may be off, in any order of its terms.
-
-    n roundings are n·u, with u half the distance of 1 to the next number (Higham 2002, §3.1): one
-    for each term, in float32 or float64, and a few in the dtypes that hold values between.
-
-    Args:
-        terms: of all sums that follow each other.
-        dtypes: of the values.
-    """
-    single = torch.float64 if all(d is torch.float64 for d in dtypes) else torch.float32
-    coarsest = max(torch.finfo(d).eps for d in dtypes)
-    return (terms * torch.finfo(single).eps + 8 * coarsest) / 2
-
-
 def near(got: Tensor, expected: Tensor, tolerance: float, sizes: Tensor | None = None) -> None:
     """Whole tensors, to a part of the largest element: of the expected values, or of `sizes`.
 
@@ -67,13 +52,6 @@ def near(got: Tensor, expected: Tensor, tolerance: float, sizes: Tensor | None =
     if got.numel():
         size = max((expected if sizes is None else sizes).abs().max().item(), 1e-9)
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
-
-
-def as_near(own: Tensor, reference: Tensor, truth: Tensor) -> None:
-    """The error is at most twice that of the reference of the same dtype, and one rounding."""
-    rounding = torch.finfo(reference.dtype).eps * truth.abs().max()
-    errors = [(found.double() - truth).abs().max() for found in (own, reference)]
-    assert errors[0] <= 2 * errors[1] + rounding, errors
 
 
 def loss(out: Tensor) -> Tensor:

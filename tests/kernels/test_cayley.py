@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured import kept
+from rounded import Rounded, right
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
@@ -152,8 +153,11 @@ def test_float32_gradients_are_those_of_float64(degrees, autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         own = gradient(cayley, R)
     assert own.dtype is torch.float32
-    truth = gradient(formula, R.double())
-    torch.testing.assert_close(own.double(), truth, rtol=0, atol=2e-6)
+    # Q is kept in float32, and so is all that follows
+    twice = (Rounded(formula(R)).to(torch.float32) + Rounded(torch.eye(8))).mT
+    whole = twice @ Rounded(random(*R.shape, seed=1)).to(torch.float32) @ twice * 0.25
+    error = (whole + whole.mT).error
+    right("gradient", own, Rounded(gradient(formula, R.double()), error), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

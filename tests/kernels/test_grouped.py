@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from measured import kept, loss, near, rounding
+from measured import kept, loss, near
+from rounded import rounding
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels

@@ -14,9 +14,9 @@ from measured import (
     loss,
     near,
     only_needed_gradients,
-    rounding,
     writable,
 )
+from rounded import rounding
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from rounded import as_near, rounding
 from snapshots import refused
 from torch import Tensor, nn
 from torch.autograd import gradcheck
@@ -235,8 +236,8 @@ def test_precision_of_each_dtype(dtype, m, wide):
     Rot = rot(adapter.boft_R.detach()).to(dtype)
     s = adapter.boft_s.detach().squeeze(-1).to(dtype)
     same = (x @ Rot) @ layer.weight.T * s + layer.bias
-    error, allowed = ((t.double() - exact).abs().max() for t in (y, same))
-    assert error <= 2 * allowed + torch.finfo(dtype).eps
+    sizes = (x.double().abs() @ Rot.double().abs()) @ layer.weight.double().abs().T * s.abs()
+    as_near(y, same, exact, rounding(2 * 64, torch.float32) * sizes.max())
 
 
 def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts():

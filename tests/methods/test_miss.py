@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import tiny_inputs
+from rounded import as_near, rounding
 from snapshots import refused, stir
 from torch import nn
 from torch.autograd import gradcheck
@@ -169,8 +170,8 @@ def test_precision_of_each_dtype(dtype, wide, form):
     exact = nn.functional.linear(x.double(), W, layer.bias.double())
     # what a reference of the same dtype does: the layer, and the product with the change, rounded
     same = layer(x) + x @ (W - layer.weight.double()).to(dtype).T
-    error, allowed = ((t.double() - exact).abs().max() for t in (y, same))
-    assert error <= 2 * allowed + torch.finfo(dtype).eps
+    sizes = x.double().abs() @ (W.abs() + layer.weight.double().abs()).T
+    as_near(y, same, exact, rounding(2 * 32, torch.float32) * sizes.max())
 
 
 # --- dropout ---

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from families import tiny_inputs
+from rounded import as_near, rounding
 from snapshots import refused, stir
 from torch import nn
 from torch.autograd import gradcheck
@@ -231,8 +232,8 @@ def test_precision_of_each_dtype(dtype, wide, terms):
     exact = nn.functional.linear(x.double() @ Rot, layer.weight.double(), layer.bias.double())
     # what a reference of the same dtype does: rotate, multiply, each rounded
     same = (x @ Rot.to(dtype)) @ layer.weight.T + layer.bias
-    error, allowed = ((t.double() - exact).abs().max() for t in (y, same))
-    assert error <= 2 * allowed + torch.finfo(dtype).eps
+    sizes = (x.double().abs() @ Rot.abs()) @ layer.weight.double().abs().T
+    as_near(y, same, exact, rounding(2 * 64, torch.float32) * sizes.max())
 
 
 # --- dropout ---
