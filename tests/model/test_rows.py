@@ -422,7 +422,7 @@ def test_rows_generate_with_heads_of_their_own():
 
 
 def test_names_that_do_not_fit_are_refused_before_anything_happens():
-    model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
+    model = with_adapters("bert", {"a": "lora", "b": "seq_bn", "c": "seq_bn"}, dtype=torch.float32)
     inputs = tiny_inputs("bert", batch=2)
     cases = [
         (["a"], CompositionError, "names 1 rows: the batch has 2", "legal are 1"),
@@ -432,7 +432,8 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
         ("ab", CompositionError, "adapter_names='ab'", "Write adapter_names=['a', None, 'b']"),
         ([Parallel("a", "b"), None], CompositionError, "Parallel('a', 'b') divides", "Write a"),
         ([Stack("a", "z"), None], UnknownNameError, "'z'", "Known adapters"),
-        ([Fuse("a", "b"), None], StateError, "no fusion layers 'a,b'", "Write add_adapter_fusion"),
+        ([Fuse("b", "c"), None], StateError, "no fusion layers 'b,c'", "Write add_adapter_fusion"),
+        ([Fuse("a", "b"), None], ConfigError, "a fusion weighs the outputs of bottlenecks", "'seq_bn'"),
         ([{"a": 1}, None], UnknownNameError, "{'a': 1}", "Known adapters"),
     ]
     for names, error, *says in cases:
