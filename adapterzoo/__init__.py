@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         TaskHead,
     )
     from .hub import AdapterInfo, adapter_info, list_adapters
-    from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
         BnConfig,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
         SeqBnInvConfig,
     )
     from .methods.compacter import CompacterConfig, CompacterPlusPlusConfig
-    from .methods.dora import DoRAConfig
-    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
@@ -51,20 +48,17 @@ if TYPE_CHECKING:
     )
     from .methods.ia3 import IA3Config
     from .methods.ln_tuning import LNTuningConfig
-    from .methods.loha import LoHaConfig
-    from .methods.lokr import LoKrConfig
-    from .methods.lora import LoRAConfig
+    from .methods.low_rank import DoRAConfig, DvoRAConfig, LoRAConfig, MTLLoRAConfig, VeraConfig
+    from .methods.lycoris import LoHaConfig, LoKrConfig
     from .methods.mam import MAMConfig
     from .methods.miss import MissConfig
-    from .methods.mtl_lora import MTLLoRAConfig
     from .methods.no_language_adapters import NoLanguageAdaptersConfig
-    from .methods.oft import OFTConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.rotation import BOFTConfig, OFTConfig
     from .methods.trainable_tokens import TrainableTokensConfig
     from .methods.unipelt import UniPELTConfig
-    from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 

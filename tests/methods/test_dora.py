@@ -19,7 +19,7 @@ from adapterzoo.composition import evaluate
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import adapters_of, base_of
 from adapterzoo.kernels import use
-from adapterzoo.methods import _magnitudes
+from adapterzoo.methods.low_rank import dora
 from adapterzoo.testing import report
 
 CONVENTIONS = ("paper", "adapterhub")
@@ -458,7 +458,7 @@ def test_a_part_of_a_fused_layer_is_composed_as_a_layer_of_its_own(tiny, monkeyp
     model = tiny("gpt2")
     model.add_adapter("a", "dora", set_active=True)
     seen = []
-    monkeypatch.setattr(_magnitudes, "compose", lambda y, *rest: seen.append(y) or y)
+    monkeypatch.setattr(dora, "compose", lambda y, *rest: seen.append(y) or y)
     model.bfloat16()(**tiny_inputs("gpt2"))
     # the wide detour is for what earlier adapters have changed
     assert seen

@@ -1,12 +1,13 @@
-"""AdapterHub's spelling of methods with low-rank factors."""
+"""AdapterHub's files of methods with low-rank factors: one architecture, told apart by fields."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.methods import _gate, _layer_flags
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -14,18 +15,24 @@ from adapterzoo.spelling import (
     Fields,
     Tensors,
     same,
+    spelled,
 )
 
-from . import _gate, _layer_flags
-from ._low_rank_config import LowRankConfig
+from .config import LowRankConfig
+from .dora import DoRAConfig
+from .lora import LoRAConfig
+from .mtl_lora import MTLLoRAConfig
+from .vera import DvoRAConfig, VeraConfig
 
-FIELDS = _layer_flags.FLAGS | same(
+# the fields of AdapterHub's LoRAConfig, without those that select another method
+_FIELDS = _layer_flags.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
-"""The fields of AdapterHub's LoRAConfig, without those that select another method."""
+_VERA_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
+_OF_LAYER = Callable[[Tensors, AdapterConfig], Tensors]
 
 
-def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
+def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     """Return the fields of a file in our terms."""
     # the initialization does not matter for loaded values
     if fields.get("init_weights") not in ("lora", "bert"):
@@ -38,7 +45,7 @@ def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     return fields | {"leave_out": fields.get("leave_out") or ()}
 
 
-def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
+def _as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
     """Return the config with its places and its scaling in AdapterHub's fields."""
     config = cast("LowRankConfig", config)
     if config.use_rslora:
@@ -46,7 +53,7 @@ def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
     return _layer_flags.as_flags(config, anatomy)
 
 
-def unsayable(config: AdapterConfig) -> str | None:
+def _unsayable(config: AdapterConfig) -> str | None:
     """Return why AdapterHub's format cannot express the config."""
     values = config.to_dict()
     unknown = [m for m in values["attn_matrices"] if m not in _layer_flags.MATRICES.values()]
@@ -62,7 +69,16 @@ def unsayable(config: AdapterConfig) -> str | None:
     return None
 
 
-def read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+def _unsayable_dora(config: AdapterConfig) -> str | None:
+    if config["convention"] != "adapterhub":
+        return (
+            "adapters computes another DoRA, without the scaling in the norm and with a scaled "
+            "bias: convention='adapterhub'"
+        )
+    return _unsayable(config)
+
+
+def _read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     """Return a file's tensors with its `m.weight` `[d_out, 1]` as `m` `[d_out]`."""
     found = dict(tensors)
     m = found.pop("m.weight")
@@ -71,40 +87,115 @@ def read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     return found
 
 
-def write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """Undo `read_magnitudes`."""
+def _write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Undo `_read_magnitudes`."""
     found = dict(tensors)
     return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
 
 
-def spelling(
-    config: type[AdapterConfig],
-    fixed: Mapping[str, Any],
-    *containers: Container,
-    architecture: str = "lora",
-    **more: Any,
-) -> AdapterHubSpelling:
-    """Return how AdapterHub spells a method of its LoRA layers.
+def _read_vera(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Return a file's tensors of one layer under our names."""
+    return {_VERA_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _write_vera(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Undo `_read_vera`."""
+    theirs = {ours: name for name, ours in _VERA_NAMES.items()}
+    return {theirs.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _of_lora(
+    fixed: Mapping[str, Any], container: Container, **more: Any
+) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
+    """Return the spelling of a method with A and B in each layer.
 
     Args:
-        config: of the method.
         fixed: the fields that identify it.
-        containers: of its tensors.
-        architecture: its name in AdapterHub.
+        container: of its tensors.
         **more: other arguments of `AdapterHubSpelling`.
     """
-    return AdapterHubSpelling(
-        config=config,
-        architecture=(architecture,),
-        fixed={"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed},
-        containers=containers,
-        **{
-            "fields": FIELDS,
-            "feed_forward": _layer_flags.FEED_FORWARD,
-            "read_fields": read_fields,
-            "place": _layer_flags.place,
-            "unsayable": unsayable,
-            "as_flags": as_flags,
-            **more,
-        },
+    chosen: dict[str, Any] = {
+        "architecture": ("lora",),
+        "fields": _FIELDS,
+        "feed_forward": _layer_flags.FEED_FORWARD,
+        "read_fields": _read_fields,
+        "place": _layer_flags.place,
+        "unsayable": _unsayable,
+        "as_flags": _as_flags,
+        **more,
+    }
+    fields = {"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed}
+    return lambda config: AdapterHubSpelling(
+        config=config, fixed=fields, containers=(container,), **chosen
     )
+
+
+def _of_vera(
+    name: str, fixed: Mapping[str, Any], read: _OF_LAYER, write: _OF_LAYER
+) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
+    """Return the spelling of a method with A and B once for all layers.
+
+    Args:
+        name: of the method, for errors.
+        fixed: the fields that identify it.
+        read: a layer's tensors to ours.
+        write: ours to a layer's.
+    """
+    return lambda config: AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed={"composition_mode": "add", "use_gating": False, **fixed},
+        constants={"init_weights": "vera"},
+        required=("vera_d", "vera_b"),
+        implied={"convention": "adapterhub"},
+        fields=_layer_flags.FLAGS
+        | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
+        omitted=("projection_prng_key",),
+        containers=(
+            Container("loras", "layer", read=read, write=write),
+            Container("shared_parameters", "model"),
+        ),
+        fused=f"adapters cannot run {name} in a fused layer",
+        feed_forward=_layer_flags.FEED_FORWARD,
+        read_fields=lambda fields, _: fields | {"leave_out": fields.get("leave_out") or ()},
+        place=_layer_flags.place,
+        as_flags=_layer_flags.as_flags,
+    )
+
+
+spelled(
+    _of_lora(
+        {"use_dora": False},
+        Container("loras", "layer"),
+        fields=_FIELDS | same("use_gating"),
+        omitted=("convention",),
+    )
+)(LoRAConfig)
+spelled(
+    _of_lora(
+        {"use_dora": True, "use_gating": False},
+        Container("loras", "layer", read=_read_magnitudes, write=_write_magnitudes),
+        implied={"convention": "adapterhub"},
+        fused="adapters cannot run DoRA in a fused layer",
+        unsayable=_unsayable_dora,
+    )
+)(DoRAConfig)
+# its files cannot hold a dense matrix Λ
+spelled(
+    _of_lora(
+        {"use_dora": False, "use_gating": False, "task_specific_matrix_type": "singular_values"},
+        Container("loras", "layer"),
+        architecture=("mtl_lora",),
+        fields=_FIELDS | same("n_up_projection", "weights_sharpness"),
+        fused="adapters cannot run MTL-LoRA in a fused layer",
+    )
+)(MTLLoRAConfig)
+spelled(_of_vera("VeRA", {"use_dora": False}, _read_vera, _write_vera))(VeraConfig)
+spelled(
+    _of_vera(
+        "DVoRA",
+        {"use_dora": True},
+        lambda tensors, config: _read_magnitudes(_read_vera(tensors, config), config),
+        lambda tensors, config: _write_vera(_write_magnitudes(tensors, config), config),
+    )
+)(DvoRAConfig)

@@ -8,23 +8,27 @@ methods differ in ΔW. In training `rank_dropout` drops rows of ΔW, the same fo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Site
+from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config_base import config_class
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import MAX_WIDTH, Check, Range, Share, field
+from adapterzoo.fields import FACTOR, SEED, Check, Share, field
 from adapterzoo.kernels.exact import exactly
-
-from ._sizes import SizedConfig
-from ._slots import refuse_larger, rescaled
-
-_RANK = Range(1, MAX_WIDTH)
+from adapterzoo.methods._init import DTYPE
+from adapterzoo.methods._patterns import Patterns, matching
+from adapterzoo.methods._peft_arguments import EXCLUDED, TARGETS, ours
+from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled
+from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
 
 class _Off(Check):
@@ -40,26 +44,61 @@ class _Off(Check):
 
 
 @config_class
-class LycorisConfig(SizedConfig):
-    """Base of the configs of LoHa and LoKr; `SizedConfig` has ranks and scalings.
+class LycorisConfig(TargetedConfig):
+    """Base of the configs of LoHa and LoKr; `TargetedConfig` chooses the layers.
 
     Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        init_weights_seed: makes the initial values independent of earlier random numbers.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
         rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
         module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
         use_effective_conv2d: must be False; PEFT's decomposition of convolutions.
     """
 
-    training_fields = SizedConfig.training_fields | {"rank_dropout", "module_dropout"}
+    training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
 
+    r: int = field(8, RANK)
+    alpha: float = field(8, FACTOR)
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
     rank_dropout: float = field(0.0, Share())
     module_dropout: float = field(0.0, Share())
     use_effective_conv2d: bool = field(False, _Off())
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer that the config names.
+
+        Raises:
+            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
+        """
+        placements = super().placements(anatomy)
+        check_size_keys(self, placements, anatomy)
+        return placements
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The layers, the ranks, and the scaling, which a factor can absorb."""
+        return super().slot_fields | SIZES
 
     def of_rank(self, rank: int) -> Self:
         """Return the config of one rank for all layers, with the scaling of r."""
         refuse_larger(self, rank, (self.r, *self.rank_pattern.values()))
         alpha = self.alpha * rank / self.r
         return self.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+    def rank_at(self, name: str) -> int:
+        """Return the rank of the adapter at a site, by `Site.name`."""
+        return matching(self.rank_pattern, name, self.r)
+
+    def alpha_at(self, name: str) -> float:
+        """Return the numerator of the scaling of the adapter at a site, by `Site.name`."""
+        return matching(self.alpha_pattern, name, self.alpha)
 
     def scaling_at(self, name: str) -> float:
         """Return the factor s of the adapter at a site, by `Site.name`."""
@@ -137,3 +176,80 @@ class Lycoris(WeightAdapter):
         """Return the merged weight w + s · ΔW, `[*experts, d_out, d_in]`."""
         with exactly(w.device):
             return w + self.scaling * self.delta(w.dtype)
+
+
+FIELDS = {
+    "r": PeftField(8, RANK),
+    "alpha": PeftField(8.0, FACTOR),
+    "rank_dropout": PeftField(0.0, Share()),
+    "module_dropout": PeftField(0.0, Share()),
+}
+
+
+def peft_spelling(
+    peft_type: str,
+    class_name: str,
+    names: Sequence[str],
+    extra: Mapping[str, PeftField],
+    **more: Any,
+) -> Callable[[type[AdapterConfig]], PeftSpelling]:
+    """Return how PEFT spells LoHa or LoKr.
+
+    Args:
+        peft_type: in its files.
+        class_name: of its config.
+        names: of the tensors.
+        extra: fields that the other method does not have.
+        **more: other arguments of `PeftSpelling`.
+    """
+    fields = FIELDS | extra
+
+    def read(layers: Sequence[PeftLayer]) -> list[Fields]:
+        return [{name: layer.fields[name] for name in fields} for layer in layers]
+
+    def write(layers: Sequence[PeftOutput]) -> list[Fields]:
+        return [_written(layer, [*fields]) for layer in layers]
+
+    arguments = {
+        **TARGETS,
+        **EXCLUDED,
+        **{name: ours(field.default, name) for name, field in fields.items()},
+        "rank_pattern": ours({}, "rank_pattern"),
+        "alpha_pattern": ours({}, "alpha_pattern"),
+        "use_effective_conv2d": ours(False, "use_effective_conv2d"),
+        "init_weights": ours(True, "init_weights"),
+    }
+    return lambda config: PeftSpelling(
+        config=config,
+        peft_type=peft_type,
+        arguments=PeftArguments(class_name=class_name, fields=arguments),
+        tensors={name: (name,) for name in names},
+        fields=fields,
+        patterns={"rank_pattern": ("r", "r"), "alpha_pattern": ("alpha", "alpha")},
+        # of convolutions, which are refused by their tensors
+        inert=frozenset(("init_weights", "use_effective_conv2d")),
+        read_layers=read,
+        unsayable=lambda placement: unsayable(
+            placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"
+        ),
+        write_layers=write,
+        **more,
+    )
+
+
+def _written(layer: PeftOutput, names: Sequence[str]) -> Fields:
+    """Return the fields of PEFT's config for a layer; the scalings of its parts are equal."""
+    placement = layer.parts[0].placement
+    config, path = cast("LycorisConfig", placement.config), placement.site.path
+    rank = config.rank_at(path)
+    if len(layer.parts) > 1:
+        # a joined adapter has the sum of the ranks
+        rank = layer.tensors["hada_w1_a"].shape[1]
+    alpha, values = config.scaling_at(path) * rank, config.to_dict()
+    return {
+        **{name: values[name] for name in names},
+        "r": rank,
+        "alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_effective_conv2d": False,
+        "init_weights": True,
+    }

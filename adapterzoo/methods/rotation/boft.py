@@ -13,6 +13,7 @@ Cannot do: embeddings, whose input has no features to rotate.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
@@ -23,30 +24,36 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import ConfigError
-from adapterzoo.fields import SEED, Share, field
+from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.fields import MAX_WIDTH, SEED, Range, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
+from adapterzoo.kernels.cayley_fold import cayley_fold
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.spelling import spelled
+from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
+from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
+from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._rows import features, restored
+from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from . import _boft_spelling
-from ._blocks import BlockConfig, rotation
-from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._rotating import Rotating
-from ._rows import features, restored
+from .rotating import Rotating, block_sizes, dropped, nearest
 
 
 @architectures.register("boft")
 @config_strings.register("boft")
-@spelled(_boft_spelling.peft)
 @config_class
-class BOFTConfig(BlockConfig):
-    """Config of BOFT; `TargetedConfig` chooses the layers, `BlockConfig` the blocks.
+class BOFTConfig(TargetedConfig):
+    """Config of BOFT; `TargetedConfig` chooses the layers.
 
     Attributes:
+        boft_block_size: features b that a block rotates, at least 2; 0: d_in / `boft_block_num`,
+            or 4 if that is 0 too.
+        boft_block_num: instead of the size: number of blocks of each factor, d_in / b.
+        boft_n_butterfly_factor: factors m; above 1, b is even and b · 2^(m−1) divides d_in.
         boft_dropout: share, 0 to below 1, of the blocks of one random factor that a training step
             replaces by the identity.
         init_weights: True: no rotation, scale 1; False: normal with deviation 0.1 around that.
@@ -55,12 +62,50 @@ class BOFTConfig(BlockConfig):
     """
 
     architecture: ClassVar[str] = "boft"
-    training_fields = BlockConfig.training_fields | {"boft_dropout"}
+    training_fields = TargetedConfig.training_fields | {"boft_dropout"}
 
+    boft_block_size: int = field(0, Range(0, MAX_WIDTH))
+    boft_block_num: int = field(0, Range(0, MAX_WIDTH))
+    boft_n_butterfly_factor: int = field(1, Range(1, 16))
     boft_dropout: float = field(0.0, Share())
     init_weights: bool = True
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        super().__post_init__()
+        if (b := self.boft_block_size) and (n := self.boft_block_num):
+            kind = type(self).__name__
+            raise ConfigError(
+                f"{kind}(boft_block_size={b}, boft_block_num={n}): one follows from the other "
+                f"at each layer. Write {kind}(boft_block_size={b})."
+            )
+
+    def block_size_at(self, site: Site) -> int:
+        """Return the block size b at a site.
+
+        Raises:
+            ConfigError: no block size fits d_in, or not the one asked for.
+        """
+        m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
+        asked = num or self.boft_block_size or 4
+        legal = {d_in // b if num else b: b for b in block_sizes(d_in, m)}
+        if asked in legal:
+            return legal[asked]
+        near = nearest([*legal], asked)
+        kind, field = type(self).__name__, f"boft_block_{'num' if num else 'size'}"
+        rule = "into blocks b > 1, even for m > 1, with b · 2^(m−1) dividing it too "
+        raise ConfigError(
+            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): {field}={asked} does not "
+            f"divide d_in={d_in} {'' if d_in % asked else rule}at {site.path!r}; "
+            + (f"legal near it: {near}. Write {kind}({field}={near[-1]})." if near else "")
+            + ("" if near else "nothing does. Write boft_n_butterfly_factor=1 or exclude_modules.")
+        )
 
     @property
     def starts_as_identity(self) -> bool:
@@ -79,7 +124,6 @@ class BOFT(Rotating):
         boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
-        kept_rotation: the folded factors of evaluation.
     """
 
     def __init__(
@@ -99,7 +143,7 @@ class BOFT(Rotating):
             raise ConfigError(f"BOFTConfig(boft_dropout={self.dropout}) at {site.path!r}: {why}")
         b, m = config.block_size_at(site), config.boft_n_butterfly_factor
         lead = (site.experts,) if site.experts else ()
-        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        dtype = dtype_named(config.dtype, dtype)
         fresh = constant(0.0), constant(1.0)
         if not config.init_weights:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}")
@@ -120,7 +164,7 @@ class BOFT(Rotating):
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether their rotations have one shape, dtype and dropout, and no experts."""
-        kinds = {(a.kind, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
+        kinds = {(a.boft_R.dtype, a.boft_R.shape, a.dropout, a.boft_s.dtype) for a in adapters}
         return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
 
     @classmethod
@@ -139,19 +183,15 @@ class BOFT(Rotating):
         """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""
         return {"boft_s": torch.ones_like(self.boft_s)}
 
-    @property
-    def rotation_parameter(self) -> Tensor:
-        """R, whose skew part generates the rotation."""
-        return self.boft_R
-
-    def rotations_of(self, R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-        """Return the folded factors."""
-        return rotation(R, dropout, compute_dtype(dtype))
+    def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the factors, folded into one where that is faster."""
+        R = self.boft_R.to(dtype)
+        return cayley_fold(R, dropped(R, dropout) if dropout else None)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
-            merged = butterfly(w, self.rotations(w.dtype), transposed=True)
+            merged = butterfly(w, cayley(self.boft_R.to(compute_dtype(w.dtype))), transposed=True)
         return (merged * self.boft_s).to(w.dtype)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
@@ -159,11 +199,99 @@ class BOFT(Rotating):
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)
 
-    def rotations(self, dtype: torch.dtype) -> Tensor:
-        """Q `[*experts, m, d_in / b, b, b]`, in float64 for a float64 layer, else in float32."""
-        return cayley(self.boft_R.to(compute_dtype(dtype)))
-
     def extra_repr(self) -> str:
         """Return widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
+
+
+_FIELDS = {
+    "boft_dropout": PeftField(0.0, Share()),
+    "boft_n_butterfly_factor": PeftField(1, Range(1, 30)),
+    "boft_block_num": PeftField(0, Range(0, MAX_WIDTH)),
+}
+_ARGUMENTS = PeftArguments(
+    class_name="BOFTConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **bias("boft_only"),
+        "boft_block_size": ours(4, "boft_block_size"),
+        "boft_block_num": ours(0, "boft_block_num"),
+        "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor"),
+        "boft_dropout": ours(0.0, "boft_dropout"),
+        "init_weights": ours(True, "init_weights"),
+    },
+)
+
+
+def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
+    """Return the fields of our config at each layer; the tensors give the factors and blocks.
+
+    Raises:
+        CheckpointError: a tensor has another number of dimensions.
+    """
+    for layer in layers:
+        shape = list(layer.tensors["boft_R"].shape)
+        if len(shape) != 4 or shape[2] != shape[3]:
+            raise CheckpointError(
+                f"at {layer.name!r} boft_R is {shape}; it is [factors, blocks, size, size]. Copy "
+                f"the file again from where it was saved."
+            )
+    fields = layers[0].fields
+    shapes = [layer.tensors["boft_R"].shape for layer in layers]
+    by_number = fields["boft_block_num"] > 0 and len({shape[1] for shape in shapes}) == 1
+    claimed = fields["boft_n_butterfly_factor"]
+    if odd := sorted({shape[0] for shape in shapes} - {claimed}):
+        warnings.warn(
+            f"adapter_config.json says boft_n_butterfly_factor={claimed}, and the tensors have "
+            f"{odd[0]}: PEFT trains one factor if its CUDA extension does not build, and saves "
+            f"the number that was asked for. The factors of the tensors are loaded.",
+            stacklevel=2,
+        )
+    return [
+        {
+            "boft_n_butterfly_factor": m,
+            "boft_block_num": number if by_number else 0,
+            "boft_block_size": 0 if by_number else size,
+            "boft_dropout": fields["boft_dropout"],
+        }
+        for m, number, size, _ in shapes
+    ]
+
+
+def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
+    shapes = [layer.tensors["boft_R"].shape for layer in layers]
+    configs = [layer.parts[0].placement.config.to_dict() for layer in layers]
+    by_number = len({shape[1] for shape in shapes}) == 1 and (
+        bool(configs[0]["boft_block_num"]) or len({shape[-1] for shape in shapes}) > 1
+    )
+    return [
+        {
+            "boft_block_size": 0 if by_number else size,
+            "boft_block_num": number if by_number else 0,
+            "boft_n_butterfly_factor": m,
+            "boft_dropout": config["boft_dropout"],
+            "init_weights": True,
+            "bias": "none",
+        }
+        for (m, number, _, size), config in zip(shapes, configs, strict=True)
+    ]
+
+
+spelled(
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="BOFT",
+        beside=frozenset({"bias"}),
+        arguments=_ARGUMENTS,
+        tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
+        fields=_FIELDS,
+        inert=frozenset(("boft_block_size", "init_weights")),
+        read_layers=_read_layers,
+        unsayable=lambda placement: unsayable(placement, "a BOFTConfig", "PEFT has no BOFT"),
+        write_layers=_write_layers,
+    )
+)(BOFTConfig)

@@ -1,49 +1,36 @@
-"""Rotations of features."""
+"""Rotations of blocks of features, which OFT and BOFT share."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from adapterzoo.caches import cached
 from adapterzoo.contracts import WeightAdapter, compute_dtype
 from adapterzoo.kernels.butterfly import in_layout_of, rotated
 from adapterzoo.kernels.grouped import Groups
-
-from ._rows import restored, taken
-from ._weight_cache import WeightCache
+from adapterzoo.methods._rows import restored, taken
 
 
 class Rotating(WeightAdapter):
     """Base of the adapters that rotate the layer's input by chunks.
 
     Attributes:
-        kept_rotation: the rotations of evaluation.
         dropout: share of the blocks that training replaces by the identity.
     """
 
     dropout: float
 
-    def __init__(self) -> None:
-        """Start with nothing kept."""
-        super().__init__()
-        self.kept_rotation = WeightCache()
-
-    @property
     @abstractmethod
-    def rotation_parameter(self) -> Tensor:
-        """The parameter that generates the rotation."""
-
-    @abstractmethod
-    def rotations_of(self, R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+    def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
         """Return the rotations by chunks, folded into one factor where that is faster.
 
         Args:
-            R: `[*experts, …]`, the parameter.
             dropout: share of the blocks that are replaced by the identity.
             dtype: of the features.
 
@@ -51,23 +38,11 @@ class Rotating(WeightAdapter):
             `[*experts, 1 or m, chunks, width, width]`, in float32 or float64.
         """
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for adapters whose rotations have one shape, dtype and dropout."""
-        R = self.rotation_parameter
-        return R.dtype, R.shape, self.dropout
-
     def rotation(self, x: Tensor) -> Tensor:
-        """Return the rotations by chunks, `[*experts, 1 or m, chunks, width, width]`.
-
-        Args:
-            x: the features, whose dtype the rotations fit.
-        """
-        R = self.rotation_parameter
-        if self.training:
-            return self.rotations_of(R, self.dropout, x.dtype)
-        make = partial(self.rotations_of, R, 0.0, x.dtype)
-        return self.kept_rotation.get(make, R, facts=compute_dtype(x.dtype))
+        """Return the rotations of features `x` by chunks, see `folded`."""
+        dtype = compute_dtype(x.dtype)
+        make = partial(self.folded, self.dropout if self.training else 0.0, dtype)
+        return cached(self, make, partial(list, self.parameters()), dtype)
 
     @classmethod
     def rotated_rows(cls, adapters: Sequence[Self], groups: Groups, x: Tensor) -> Tensor:
@@ -75,3 +50,25 @@ class Rotating(WeightAdapter):
         # each row has its own rotation, as each expert has in other layers
         Q = taken([a.rotation(x) for a in adapters], groups)  # [rows, 1, chunks, width, width]
         return in_layout_of(restored(rotated(x, Q), x, groups), x, Q)
+
+
+@cache
+def block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
+    """Return the legal sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
+    step = 1 if factors == 1 else 2
+    return tuple(b for b in range(2, d_in + 1, step) if d_in % (b << (factors - 1)) == 0)
+
+
+def nearest(legal: Sequence[int], asked: int) -> list[int]:
+    """Return the two legal values nearest to the one that was asked for, ascending."""
+    return sorted(sorted(legal, key=lambda value: abs(value - asked))[:2])
+
+
+def dropped(Q: Tensor, p: float) -> Tensor:
+    """Draw int(p · blocks) blocks of one factor. Q `[*adapters, m, blocks, b, b]` → bool."""
+    m, blocks = Q.shape[-4:-2]
+    lead = Q.shape[:-4]
+    chosen = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)
+    drawn = torch.randint(m, (*lead, 1, 1), device=Q.device)
+    factor = torch.arange(m, device=Q.device).unsqueeze(-1) == drawn  # [*adapters, m, 1]
+    return factor & chosen  # [*adapters, m, blocks]
