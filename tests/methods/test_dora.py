@@ -268,9 +268,9 @@ def test_half_precision_rounds_the_output_once(tiny, dtype, adapter_dtype, conve
 
 def test_autocast_leaves_the_gain_in_float32(tiny):
     layer, module = first_of(adapted(tiny, "bert", DoRAConfig(**ALL)))
-    expected = module.gain(layer.weight)
+    expected = module.gain(base_of(layer))
     with torch.autocast("cpu", torch.bfloat16):
-        gain = module.gain(layer.weight)
+        gain = module.gain(base_of(layer))
         y = module(torch.randn(2, layer.weight.shape[1]), base_of(layer))
         merged = module.weight(layer.weight, base_of(layer))
     assert torch.equal(gain, expected)
