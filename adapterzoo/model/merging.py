@@ -18,8 +18,7 @@ from adapterzoo.inject.quantized import is_quantized
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import token_rows
-from .hf.continuous_batching import refuse_while_batching
-from .hf.hosts import refuse_trained
+from .hf.hosts import refuse_trained, refuse_while_batching
 from .hf.untying import untied
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, modules_of, parameters_of

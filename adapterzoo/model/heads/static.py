@@ -21,11 +21,11 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.activation import withdraw
 from adapterzoo.model.hf.hosts import gives_loss
 from adapterzoo.model.hf.info import Tasks, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
-from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies, embeddings, naming

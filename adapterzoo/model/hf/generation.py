@@ -19,7 +19,7 @@ from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.state import anatomy_of, backbone_of
 
-from .continuous_batching import refuse_names, refuse_other_than_default, watch
+from .hosts import refuse_names, refuse_other_than_default, watch
 
 
 class GeneratesWithAdapters:

@@ -25,9 +25,7 @@ from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
 
 from . import task_heads
-from .backbone import describe, text_config
-from .renaming import renamer
-from .split_experts import split_experts
+from .backbone import describe, renamer, split_experts, text_config
 from .task_classes import from_static, is_task, to_static
 
 

@@ -9,6 +9,7 @@ ratio of two scalings goes into the values.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -22,16 +23,16 @@ from adapterzoo.composition import parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
-from adapterzoo.model import checkpointing, sharding
-from adapterzoo.model.activation import check_setup, refuse_merged, set_active
-from adapterzoo.model.adapterhub import arguments, loaders
-from adapterzoo.model.heads import checkpoints
-from adapterzoo.model.heads.interface import LoadOptions
-from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 
-from . import documents
-from .continuous_batching import refuse_while_batching
-from .info import info_of
+from . import adapters, checkpointing, sharding
+from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
+from .adapterhub import arguments, loaders
+from .heads import checkpoints, tables
+from .heads.interface import LoadOptions
+from .hf import documents
+from .hf.hosts import refuse_while_batching
+from .hf.info import info_of
+from .state import AdaptedModel, AdapterRecord, modules_of
 
 _Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
 
@@ -51,18 +52,43 @@ def load(
     source: str | None,
     hub_options: Mapping[str, Any],
     asked: LoadOptions,
-) -> str:
+    or_add: bool = False,
+) -> tuple[str, bool]:
     """Load a file into an adapter of the model; arguments as of `checkpointing.load_adapter`.
+
+    Args:
+        model: with adapters.
+        path: a folder, or a name on the Hub.
+        version: the same as `revision`.
+        revision: branch, tag or commit on the Hub.
+        source: "hf" for the Hub, "ah" for an old id.
+        hub_options: arguments of `hub.resolve`.
+        asked: the other arguments of the public method.
+        or_add: whether a file of another name becomes a slot of the rank `slot_rank`.
+
+    Returns:
+        The adapter's name, and whether it was added.
 
     Raises:
         ConfigError: the adapter cannot take these values; nothing has changed.
         UnknownNameError: there is no adapter of this name.
     """
-    _refuse_changes(asked)
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     folder, hub_name = checkpointing.found(model, path, version, revision, source, hub_options)
     stored = formats.read(Path(folder), "adapter", info_of(model, asked.with_head))
     name = documents.name_in(asked.load_as, stored, hub_name or folder)
+    if or_add and name not in model._adapter_state.records:
+        rank = model._adapter_state.slot_rank or 1
+        if stored.metadata.get("embeddings") is not None:
+            raise StateError(_EMBEDDINGS.format(name=name))
+        if isinstance(config := stored.metadata.get("config"), Mapping):
+            # refuses a larger rank before anything changes
+            AdapterConfig.from_dict(config).of_rank(rank)
+        given = path, version, revision, source, hub_options, asked
+        name = checkpointing.load_adapter(model, *given)
+        widen(model, name, rank)
+        return name, True
+    _refuse_changes(asked)
+    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     slot = _slot(model, name)
     coming = checkpointing.filled(model, stored, (), asked.dtype)
     writes = _writes(model, name, coming.config, coming.places, coming.coming)
@@ -79,7 +105,7 @@ def load(
         set_active(model, name)
     arguments.report(asked.loading_info)
     loaders.load(asked, folder, name)
-    return name
+    return name, False
 
 
 def copy(model: AdaptedModel, name: str, into: str) -> None:
@@ -301,3 +327,89 @@ def write(writes: list[Write]) -> None:
             if tensor.shape != values.shape:
                 tensor.zero_()
             tensor[tuple(slice(size) for size in values.shape)].copy_(values)
+
+
+# --- slots: adapters of one rank, into which later ones are loaded ---
+
+_EMBEDDINGS = (
+    "the adapter {name!r} has its own embeddings, and cannot get another rank with them. Add "
+    "it with the largest rank, and write load_adapter(…, load_as={name!r}, hotswap=True)."
+)
+
+
+def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
+    """Let adapters that are loaded from now on be slots of a rank.
+
+    Args:
+        model: with adapters, or without.
+        rank: the largest of all adapters.
+        check_compiled: whether adapters that the model has, which become slots too, are an
+            "error", something to "warn" of, or neither: "ignore".
+
+    Raises:
+        ConfigError: an argument is not legal, or the rank of an adapter is larger.
+        StateError: the model has adapters, or one of them is in use.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"target_rank={rank!r} is not a rank. Write target_rank=128.")
+    if check_compiled not in ("error", "warn", "ignore"):
+        raise ConfigError(
+            f"check_compiled={check_compiled!r} is not 'error', 'warn' or 'ignore'. Leave it out."
+        )
+    records = model._adapter_state.records
+    if records and check_compiled != "ignore":
+        text = (
+            f"the model has the adapters {listing(records)}, whose sizes change, so that a "
+            f"compiled model compiles again. Write it before the first adapter is loaded, or "
+            f"check_compiled='ignore'."
+        )
+        if check_compiled == "error":
+            raise StateError(text)
+        warnings.warn(text, UserWarning, stacklevel=3)
+    for name in records:
+        _check_widening(model, name, rank)
+    for name in tuple(records):
+        widen(model, name, rank)
+    model._adapter_state.slot_rank = rank
+
+
+def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
+    """Return the config of an adapter after `widen`.
+
+    Raises:
+        ConfigError: its rank is larger.
+        StateError: the model is sharded, or the adapter is in use.
+    """
+    config = model._adapter_state.find(name).config.of_rank(rank)
+    sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_used(model, name)
+    if tables.table_of(model, name) is not None:
+        raise StateError(_EMBEDDINGS.format(name=name))
+    return config
+
+
+def widen(model: AdaptedModel, name: str, rank: int) -> None:
+    """Give an adapter the rank of a slot; what it computes stays.
+
+    Raises:
+        ConfigError: its rank is larger.
+        StateError: the model is sharded, or the adapter is in use.
+    """
+    config, record = _check_widening(model, name, rank), model._adapter_state.find(name)
+    if config == record.config:
+        return
+    with torch.random.fork_rng(devices=()):
+        made = adapters.make(model, config)
+    for path, old in modules_of(model, name):
+        module = made.coming[path]
+        values, own = in_slot(old, module), module.state_dict(keep_vars=True)
+        before = old.state_dict(keep_vars=True)
+        for key, tensor in own.items():
+            tensor.data = tensor.data.to(values[key].device, values[key].dtype)
+            if tensor.is_floating_point():
+                tensor.requires_grad_(key in before and before[key].requires_grad)
+        write([Write(tensor, values[key]) for key, tensor in own.items()])
+        module.train(old.training)
+    adapters.uninstall(model, name)
+    adapters.install(model, name, dataclasses.replace(made, meta=record.meta))
+    replan(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,14 +14,16 @@ from adapterzoo.checkpoint import setup_files
 from adapterzoo.checkpoint.setup_files import HeadSetup, names_of
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import AdapterZooError, DuplicateNameError, StateError, unknown_name
-from adapterzoo.model import adapters, checkpointing, fusion
-from adapterzoo.model.activation import set_active as activate
-from adapterzoo.model.adapterhub import loaders
-from adapterzoo.model.heads import checkpoints as head_files
-from adapterzoo.model.heads.interface import LoadOptions
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.hub.card import card_text, check_card
+from adapterzoo.hub.client import refuse_if_offline
 
-from . import fusion_files
+from . import adapters, checkpointing, fusion, sharding
+from .activation import set_active as activate
+from .adapterhub import loaders
+from .heads import checkpoints as head_files
+from .heads.interface import LoadOptions
+from .hf import fusion_files
+from .state import AdaptedModel
 
 
 def names_in(adapter_setup: object) -> list[str]:
@@ -130,3 +133,64 @@ def load(
         model._active.default.plan = before
         raise
     return setup, heads
+
+
+# --- Publishing an adapter on the Hub ---
+
+
+def push(
+    model: AdaptedModel,
+    repo_id: str,
+    name: object,
+    *,
+    datasets_tag: str | None,
+    local_path: str | os.PathLike[str] | None,
+    adapter_card_kwargs: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    base_model: str | None,
+    commit_message: str | None,
+    saving: Mapping[str, Any],
+    is_setup: bool = False,
+    **options: Any,
+) -> str:
+    """Publish an adapter, and its head, on the Hub, with a model card.
+
+    Args:
+        model: with adapters.
+        repo_id: `user/repository`.
+        name: of the adapter; or a composition, which is saved as a setup.
+        datasets_tag: the dataset that it was trained on.
+        local_path: a folder to keep the files in too.
+        adapter_card_kwargs: texts for the card.
+        metrics: names and values of metrics.
+        base_model: the base model's name on the Hub.
+        commit_message: first line of the commit.
+        saving: arguments of `save_adapter`, or of `save`.
+        is_setup: whether a setup is published.
+        **options: arguments of `hub.push`.
+
+    Returns:
+        The address of the commit, or of the pull request.
+    """
+    for each in names_in(name) if is_setup else [name]:
+        model._adapter_state.find(each)
+    sharding.refuse_if_sharded(
+        model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
+    )
+    text = card_text(
+        adapter_card_kwargs or {},
+        base_model=base_model,
+        datasets=() if datasets_tag is None else (datasets_tag,),
+        results=dict(metrics or {}),
+    )
+    check_card(text)
+    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
+    what = "adapter setup" if is_setup else "adapter"
+    message = commit_message or f"Upload {what} {name!r}"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary if local_path is None else local_path)
+        if is_setup:
+            save(model, folder, name, **saving)
+        else:
+            checkpointing.save_adapter(model, folder, str(name), **saving)
+        return hub.push(folder, repo_id, text=text, commit_message=message, **options)
