@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     ActiveHeads,
     BoundStep,

@@ -1,31 +1,34 @@
-"""Room for the tokens that adapters add: the arguments of a call, changed before it runs.
+"""Tokens that adapters add to the sequences of a call, and the position numbers that they change.
 
 The module called first, the whole model or an encoder in it, gets longer sequences: each added
 token has a placeholder, with an entry in mask, positions, types and labels. The adapter inserts its
-values where they join.
+values where they join: at the table of tokens, or at the output of the module that embeds, which is
+called with the model's own tokens, so that their positions, types and norms do not change.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens
-from adapterzoo.call import Generation, Places
-from adapterzoo.composition import Joined, Prompts, RowMap
-from adapterzoo.contracts import PromptAdapter
+from adapterzoo.call import Generation, Places, RecordedCall
+from adapterzoo.composition import Joined, Prompts, RowMap, evaluate
+from adapterzoo.contracts import PositionAdapter, PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import bounds_in, packed
-from adapterzoo.runtime import CallContext
+from adapterzoo.runtime import HEAD, ActiveState, CallContext, Frame, Plan
 from adapterzoo.token_ids import NO_TOKEN, grid
 
-from .containers import adapters_of
-from .views import LayerCall
+from .adapted import Adapted, acting, adapters_of, shared_of
+from .building import layer_at
+from .layers import LayerCall
 
 _IGNORED = -100
 _NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
@@ -292,3 +295,242 @@ def check_called(joined: Joined) -> None:
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+class AdaptedEmbeddings(Adapted):
+    """Mixed into the class of an embedding module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the model's own tokens, and add the tokens of adapters."""
+        link = self._link
+        active = link.active
+        plan, joined = active.plan, active.call.joined
+        site = plan.sites.get(link.path)
+        if joined is None or site is None or joined.prompts.joins != "embeddings":
+            return super().forward(*args, **kwargs)
+        if not joined.adds:
+            return super(Adapted, self).forward(*args, **kwargs)
+        # the first argument is what layers are told apart by: one that is there
+        kwargs = dict(sorted(kwargs.items(), key=lambda item: not isinstance(item[1], Tensor)))
+        plain = super(Adapted, self).forward
+        base = LayerCall(
+            self, functools.partial(_own, plain, joined), args, kwargs, None, active.call
+        )
+        x = args[0] if args else next(iter(kwargs.values()))
+        return base.pack(evaluate(*acting(self, site), x, base, plan.rows))
+
+
+def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:
+    """Return the module's output for the model's own tokens, with room for the others."""
+
+    def cut(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == joined.length
+        return joined.own(value) if wide else value
+
+    if joined.is_laid_out:
+        out = plain(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+    else:
+        out = plain(*args, **kwargs)
+    y = out[0] if isinstance(out, tuple) else out
+    if not isinstance(y, Tensor) or y.dim() != 3:
+        raise StateError(
+            f"the module that embeds returned {list(getattr(y, 'shape', ())) or type(y).__name__}, "
+            f"and tokens join [rows, tokens, d]. Write joins='inputs', or another method."
+        )
+    if not joined.is_laid_out:
+        joined.lay_out(y.shape[0], y.shape[1], None, y.device)
+    elif y.shape[1] != joined.length - joined.count:
+        raise StateError(
+            f"the module that embeds returned {list(y.shape)} for {joined.length - joined.count} "
+            f"tokens, so that the places of others are not known. Write joins='inputs'."
+        )
+    wide = joined.extended(y, 0.0)
+    return (wide, *out[1:]) if isinstance(out, tuple) else wide
+
+
+NUMBERS = "position_ids"
+"""The argument for the numbers of tokens."""
+
+
+class AdaptedPositions(Adapted):
+    """Mixed into the class of a module whose position numbers adapters change."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward on the position numbers of the active adapters."""
+        link = self._link
+        active = link.active
+        plan = active.plan
+        site = plan.sites.get(link.path)
+        plain = super(Adapted, self).forward
+        if site is None:
+            return plain(*args, **kwargs)
+        given = {**dict(zip(self._positions, args, strict=False)), **kwargs}
+        name = NUMBERS if NUMBERS in given else next(iter(given))
+        numbers = given[name]
+        if plan.rows is not None and numbers.shape[0] == 1:
+            numbers = numbers.expand(len(plan.rows.index), -1)  # [rows, tokens]
+
+        def read(numbers: Tensor) -> Any:
+            # a table gives embeddings, to which other adapters may add; a rotation has none
+            return plain(self._checked(numbers)) if is_table else numbers
+
+        is_table = isinstance(self, nn.Embedding)
+        base = LayerCall(self, read, context=active.call)
+        found = evaluate(*acting(self, site), numbers, base, plan.rows)
+        return found if is_table else plain(**{**given, name: found})
+
+    def _checked(self, numbers: Tensor) -> Tensor:
+        """Check that the table has the numbers, and return them; on a GPU the look-up raises."""
+        if numbers.is_cpu and not torch.compiler.is_compiling():
+            self._check(int(numbers.max()))
+        return numbers
+
+    def _check(self, last: int) -> None:
+        size = cast("nn.Embedding", self).num_embeddings
+        if last >= size:
+            raise StateError(
+                f"position {last}: the prefix comes before the tokens, and the model has {size} "
+                f"positions for both. Give it {last - size + 1} tokens less."
+            )
+
+
+def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call with numbers that start at the first real token of each row.
+
+    Rotations depend on distances only, so that padding at the start changes nothing between tokens,
+    but a prefix keeps its position. Numbers that the caller gives are kept.
+
+    Args:
+        given: arguments of the model that numbers the tokens of its stack, by name.
+        around: those of the outermost model, which may have numbered them already.
+    """
+    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    if t is None or around.get(NUMBERS) is not None:
+        return given
+    tokens, before = t.shape[1], cached_tokens(given) or 0
+    masks = (given.get("attention_mask"), around.get("attention_mask"))
+    mask = next((m for m in masks if isinstance(m, Tensor) and m.dim() == 2), None)
+    numbers = given.get(NUMBERS)
+    if numbers is None:
+        numbers = torch.arange(before, before + tokens, device=t.device)[None]  # [1, tokens]
+    # three numbers for each token are counted by the mask
+    if mask is None or mask.shape[1] != before + tokens or numbers.dim() != 2:
+        return given
+    first = (mask != 0).int().argmax(1, keepdim=True)  # [rows, 1]
+    start = numbers[:, :1]
+    if before:
+        shift = torch.minimum(first, start - before + first)
+    else:
+        shift = numbers.expand(len(first), -1).gather(1, first) - start
+    numbers = (numbers - shift.clamp(min=0)).clamp(min=0)  # [rows, tokens]
+    return {**given, NUMBERS: numbers}
+
+
+def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:
+    """Check that the tables of positions have a number for each token, as adapters change it.
+
+    Args:
+        model: the base model.
+        plan: the active plan.
+        tokens: of the longest row.
+        legal: how many tokens the tables are for.
+
+    Raises:
+        StateError: there are too many.
+    """
+    for path, site in plan.sites.items():
+        if path.startswith(HEAD):
+            continue
+        table = layer_at(model, path)
+        if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
+            continue
+        # a table may begin with numbers that no token has
+        last = table.num_embeddings - legal + tokens - 1
+        rows = 1 if plan.rows is None else len(plan.rows.index)
+        numbers = torch.full((rows, 1), last, device=table.weight.device)
+
+        def read(numbers: Tensor, table: Any = table) -> Any:
+            table._check(int(numbers.max()))
+            return torch.zeros_like(numbers)
+
+        base = LayerCall(table, read, context=table._link.active.call)
+        if all(isinstance(adapter, PositionAdapter) for adapter in adapters_of(table).values()):
+            evaluate(*acting(table, site), numbers, base, plan.rows)
+
+
+class AdaptedStack(Adapted):
+    """Mixed into the class of an encoder or decoder whose calls adapters read."""
+
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """Return a forward with the original signature, which `generate` inspects."""
+
+        @functools.wraps(plain.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return AdaptedStack.forward(self, *args, **kwargs)
+
+        return {"forward": forward}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; its arguments are recorded meanwhile."""
+        link = self._link
+        if link.path not in link.active.plan.stacks:
+            return super().forward(*args, **kwargs)
+        call = recorded(self, self._positions, link.active, link.path, args, kwargs)
+        with call as (values, named):
+            return super().forward(*values, **named)
+
+
+@contextmanager
+def recorded(
+    module: nn.Module,
+    positions: tuple[str, ...],
+    active: ActiveState,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    with_head: bool = False,
+) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """Record the arguments of an encoder or decoder for its adapters while it runs.
+
+    The outermost of several such calls makes room for the tokens that adapters add.
+
+    Args:
+        module: that is called.
+        positions: names of the arguments of its forward that can be given by position.
+        active: of the model.
+        path: of the module below the base model.
+        args: of the call.
+        kwargs: of the call.
+        with_head: whether the module is a model around the one at the path.
+
+    Yields:
+        The arguments to call it with.
+    """
+    context, plan = active.call, active.plan
+    given = {**dict(zip(positions, args, strict=False)), **kwargs}
+    joined = context.joined
+    is_first = plan.prompts is not None and joined is None
+    if plan.prompts is not None and joined is None:
+        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
+        if joined is not None:
+            args, kwargs, given = (), changed, changed
+    shared = None if path else functools.partial(shared_of, module)
+    places = None if joined is None else places_in(joined, path)
+    ids = ids_in(given, joined, context)
+    outer = context.stacks[-1].call if context.stacks else None
+    call = RecordedCall(path, given, context.generation, places, ids, outer)
+    context.stacks.append(Frame(call, shared, module, joined))
+    try:
+        if joined is not None and not with_head and given.get("inputs_embeds") is not None:
+            given = entered(module, path, joined, context, given)
+            args, kwargs = (), given
+        if path in plan.counted and not with_head and NUMBERS in positions:
+            args, kwargs = (), counted(given, call.outermost)
+        yield args, kwargs
+        if is_first and joined is not None:
+            check_called(joined)
+    finally:
+        context.stacks.pop()
+        if call.generation is not None:
+            call.generation.new = None

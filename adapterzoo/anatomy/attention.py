@@ -1,8 +1,10 @@
-"""Attention sites: attention modules that accept keys and values in addition to their own.
+"""Attention modules that can take a prefix, and modules that take position numbers.
 
 In transformers 5 an attention module looks up its function by a name in its config, so that we can
 replace the function. Other modules compute attention themselves; `INLINE` lists those whose
-operations can be followed. Linear attention has no keys that a prefix could join.
+operations can be followed. Linear attention has no keys that a prefix could join. A position table
+is called with the numbers of tokens, a rotary embedding with `position_ids`; a module that computes
+positions itself does not accept others.
 """
 
 from __future__ import annotations
@@ -10,15 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any, cast
 
 from torch import nn
 
-from .names import below, joined
 from .sites import Block, Site
-from .tree import Tree, number
+from .tree import Tree, below, joined, leaf, number, parent
 
 # the table of attention functions, by its name in the code of a forward
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -161,3 +162,65 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site |
 def _projection(inside: Iterable[Site], role: str) -> Site | None:
     named = [s for s in inside if s.role == role]
     return next((s for s in named if s.output_slice is None), named[0] if named else None)
+
+
+_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+# T5's attention modules, which only use distances
+RELATIVE_BIAS = "has_relative_attention_bias"
+# attention modules that add a bias linear in the position, which only changes distances
+ALIBI = frozenset(("BloomAttention",))
+_NUMBERS = "position_ids"
+_ROTARY = "Rotary"
+
+
+def positions_of(
+    tree: Tree, blocks: Iterable[Block]
+) -> tuple[tuple[Site, ...], Mapping[str, str], frozenset[str]]:
+    """Return the modules that take position numbers.
+
+    Args:
+        tree: of the model.
+        blocks: its blocks.
+
+    Returns:
+        Their sites; the stacks whose positions cannot be changed, with the reason; and those whose
+        positions rotate queries and keys.
+    """
+    stacks = list(dict.fromkeys(block.stack for block in blocks))
+    found: list[Site] = []
+    unmovable: dict[str, str] = {}
+    rotary: set[str] = set()
+    for path, module in tree.modules.items():
+        takes = _takes_numbers(cast("Any", type(module)))
+        if module._modules or not (takes or leaf(path) in _TABLES):
+            continue
+        stack = _stack_of(path, stacks)
+        if takes and _ROTARY in type(module).__name__:
+            # several stacks may share one, or each attention has its own
+            rotary |= {s for s in stacks if below(s, parent(path)) or below(path, s)}
+        is_table = isinstance(module, nn.Embedding)
+        if stack is None or (is_table and takes) or not (is_table or takes):
+            reason = f"{path!r}, a {type(module).__name__}, counts the tokens itself"
+            unmovable |= dict.fromkeys(stacks if stack is None else [stack], reason)
+            continue
+        found.append(Site(path, "other", -1, stack, "positions", d_in=0, d_out=0))
+    for stack in stacks:
+        if not any(site.stack == stack for site in found) and not _is_relative(tree, stack):
+            unmovable.setdefault(stack, "no module is known that takes position numbers")
+    return tuple(found), unmovable, frozenset(rotary)
+
+
+@functools.cache
+def _takes_numbers(cls: Any) -> bool:
+    return _NUMBERS in inspect.signature(cls.forward).parameters
+
+
+def _stack_of(path: str, stacks: list[str]) -> str | None:
+    """Return the only stack that a module of positions can belong to; None if several can be."""
+    near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
+    return near[0] if len(near) == 1 else None
+
+
+def _is_relative(tree: Tree, stack: str) -> bool:
+    modules = [module for _, module in tree.branch(stack).modules]
+    return any(hasattr(m, RELATIVE_BIAS) or type(m).__name__ in ALIBI for m in modules)

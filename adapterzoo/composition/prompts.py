@@ -16,7 +16,7 @@ from torch import Tensor
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.contracts import Joins, PromptAdapter, SharedKey
 
-from ._node import Child, Node
+from .nodes import Child, Node
 
 
 class Added(NamedTuple):
