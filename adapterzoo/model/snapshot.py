@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.checkpoint import files, fit, fusions, native
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse, fusion_key
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.formats import files, fit, fusions, native
+from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import checkpointing
 from .heads import checkpoints as head_files

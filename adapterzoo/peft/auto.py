@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import transformers
 
-from adapterzoo.checkpoint import files
-from adapterzoo.checkpoint.peft.config import CONFIG
 from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.formats import files
+from adapterzoo.formats.peft.config import CONFIG
 from adapterzoo.model.hf import adapter_folders
 from adapterzoo.model.peft.switching import DEFAULT
 

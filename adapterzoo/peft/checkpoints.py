@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from adapterzoo.checkpoint import files, fit
+from adapterzoo.formats import files, fit
 from adapterzoo.model import sharding
 from adapterzoo.model.state import AdaptedModel, modules_of, own_parameters_of
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import peft as format_of_peft
 from adapterzoo.errors import ConfigError, StateError, names_call
+from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.inject import quantized
 from adapterzoo.model import AdapterModelMixin
 from adapterzoo.model.peft import in_memory, original_weights, switching

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from adapterzoo.checkpoint.peft.patterns import exactly
 from adapterzoo.errors import ConfigError, listing
+from adapterzoo.formats.peft.patterns import exactly
 from adapterzoo.model.hf.split_experts import split_experts
 from adapterzoo.model.state import AdaptedModel
 from adapterzoo.spelling import PeftSpelling

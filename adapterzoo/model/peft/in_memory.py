@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint import fit, formats, places
-from adapterzoo.checkpoint import peft as format_of_peft
+from adapterzoo import formats
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
+from adapterzoo.formats import fit, places
+from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.heads.interface import HeadRecord, LoadOptions

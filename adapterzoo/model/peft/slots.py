@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from adapterzoo.checkpoint import formats
+from adapterzoo import formats
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.model import adapters, checkpointing, sharding

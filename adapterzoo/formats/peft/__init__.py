@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.checkpoint import files
-from adapterzoo.checkpoint.formats import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 from adapterzoo.errors import CheckpointError, argument, in_python
+from adapterzoo.formats import files
+from adapterzoo.formats.checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 
 from .config import CONFIG, checked
 from .heads import head_for, head_from

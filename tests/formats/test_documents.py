@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from snapshots import adapter_bits, refused, stir
 
-from adapterzoo.checkpoint import native
 from adapterzoo.errors import AdapterZooError, CheckpointError
+from adapterzoo.formats import native
 
 FILE, CONFIG = "adapter.safetensors", "adapter_config.json"
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from adapterzoo.errors import CheckpointError
 
 from . import files, folders
+from .checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 from .digest import fingerprint
-from .formats import Base, Checkpoint, Kind, ModelInfo, base_of, formats
 
 FORMAT = "adapterzoo"
 VERSION = 1

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.files import (
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo, inexpressible
+from adapterzoo.formats.files import (
     AGAIN,
     json_bytes,
     pickle_bytes,
@@ -21,10 +24,7 @@ from adapterzoo.checkpoint.files import (
     read_tensors,
     tensor_bytes,
 )
-from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo, inexpressible
-from adapterzoo.checkpoint.places import Place, places_of
-from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.places import Place, places_of
 from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of

@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.checkpoint.files import (
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
+from adapterzoo.formats.files import (
     AGAIN,
     fields_of,
     json_bytes,
@@ -22,9 +25,6 @@ from adapterzoo.checkpoint.files import (
     read_tensors,
     tensor_bytes,
 )
-from adapterzoo.checkpoint.formats import Base, Checkpoint, Kind, ModelInfo, base_of, formats
-from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError
 
 from .config import VERSION
 from .fusion import CONFIG, TENSORS

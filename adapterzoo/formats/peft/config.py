@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterzoo import peft_only
-from adapterzoo.checkpoint.formats import method_of, short
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
+from adapterzoo.formats.checkpoint import method_of, short
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"

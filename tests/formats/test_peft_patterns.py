@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from adapterzoo.checkpoint.peft.patterns import (
+from adapterzoo.errors import CheckpointError
+from adapterzoo.expressions import short_names
+from adapterzoo.formats.peft.patterns import (
     by_name,
     by_path,
     exactly,
     most_common,
     values_at,
 )
-from adapterzoo.errors import CheckpointError
-from adapterzoo.expressions import short_names
 
 PATHS = [
     f"{stack}.layers.{i}.{part}"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
-from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
-from adapterzoo.checkpoint.places import Place
 from adapterzoo.errors import listing
+from adapterzoo.formats.checkpoint import ModelInfo, inexpressible
+from adapterzoo.formats.places import Place
 from adapterzoo.spelling import Container
 
 BlockLocation = tuple[int, str]

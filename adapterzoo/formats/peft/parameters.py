@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from adapterzoo.anatomy import Site
-from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.formats.checkpoint import ModelInfo
 from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 _WRAPPED = "base_layer"

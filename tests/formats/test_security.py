@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adapterzoo
 from adapterzoo import AdapterZooError, AutoAdapterModel, LoRAConfig
-from adapterzoo.checkpoint import files, native
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import files, native
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.hub.card import CardText, adapter_card
 
 # the two of AdapterHub differ in the file of tensors alone

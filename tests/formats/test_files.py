@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapterzoo.checkpoint import files, native
-from adapterzoo.checkpoint.fit import check_fit, differences
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import files, native
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.fit import check_fit, differences
 
 FP16, FP32 = torch.float16, torch.float32
 DOCUMENT = {"format": "adapterzoo", "version": 1, "name": "a", "ünï": [1, None, 0.5]}

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.checkpoint.files import AGAIN
-from adapterzoo.checkpoint.formats import inexpressible, method_of
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import AdapterZooError, CheckpointError, listing
+from adapterzoo.formats.checkpoint import inexpressible, method_of
+from adapterzoo.formats.files import AGAIN
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, adapterhub_spellings
 
 # the release whose format is written

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
-from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import argument
+from adapterzoo.formats.checkpoint import ModelInfo, inexpressible
+from adapterzoo.formats.places import Place, places_of, shared_tensors
 from adapterzoo.spelling import Container, Tensors
 
 from .config import added, joined, spelling_of, unsayable, write_config

@@ -148,7 +148,7 @@ def test_only_the_native_format_has_it(folder, tmp_path):
 
 
 def test_files_without_it_load(folder, tmp_path, caplog, monkeypatch):
-    from adapterzoo.checkpoint import base_sample
+    from adapterzoo.formats import base_sample
 
     monkeypatch.setattr(base_sample, "sample", lambda tensors: {})
     model = base()

@@ -10,7 +10,7 @@ from adapterzoo.errors import argument, unknown_name
 
 from . import files, folders, native
 from .adapterhub import fusion as adapterhub
-from .formats import Checkpoint, ModelInfo, inexpressible
+from .checkpoint import Checkpoint, ModelInfo, inexpressible
 
 KIND = "adapter_fusion"
 _NATIVE = native.names_of_files(KIND)

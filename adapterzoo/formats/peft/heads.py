@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from adapterzoo.checkpoint.formats import OWN_OUTPUT, Checkpoint, ModelInfo
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
+from adapterzoo.formats.checkpoint import OWN_OUTPUT, Checkpoint, ModelInfo
 from adapterzoo.heads import STATIC, head_types
 
 from .config import CONFIG, MERGE, PeftConfig

@@ -18,9 +18,9 @@ import torch
 from disks import full_disk
 
 from adapterzoo import LoRAConfig
-from adapterzoo.checkpoint import folders
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import folders
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.model.state import tensors_of
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -32,7 +32,8 @@ from adapterzoo import (
     UniPELTConfig,
     init,
 )
-from adapterzoo.checkpoint.adapterhub.names import (
+from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.adapterhub.names import (
     LAYOUTS,
     find_block,
     find_layer,
@@ -41,9 +42,8 @@ from adapterzoo.checkpoint.adapterhub.names import (
     location_of,
     name_of,
 )
-from adapterzoo.checkpoint.adapterhub.read import take_apart
-from adapterzoo.checkpoint.places import places_of
-from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.adapterhub.read import take_apart
+from adapterzoo.formats.places import places_of
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.spelling import adapterhub_spellings
 

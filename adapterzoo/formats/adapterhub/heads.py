@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.checkpoint.digest import same_values
-from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
+from adapterzoo.formats.checkpoint import ModelInfo, inexpressible
+from adapterzoo.formats.digest import same_values
 from adapterzoo.heads import STATIC, HeadConfig, head_types
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from adapterzoo.checkpoint.digest import same_bits
-from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
-from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
 from adapterzoo.expressions import short_names
+from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo
+from adapterzoo.formats.digest import same_bits
+from adapterzoo.formats.places import Place, places_of, shared_tensors
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from . import beside, parameters

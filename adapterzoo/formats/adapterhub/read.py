@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.checkpoint.formats import ModelInfo
-from adapterzoo.checkpoint.places import Place, places_of, shared_key
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.formats.checkpoint import ModelInfo
+from adapterzoo.formats.places import Place, places_of, shared_key
 from adapterzoo.spelling import AdapterHubFile, Container, Tensors, adapterhub_spellings
 
 from .config import added, joined, read_config, spelling_of

@@ -20,8 +20,8 @@ from snapshots import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.checkpoint import files
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import files
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "golden_adapterhub" / "bert"
 BIN = "pytorch_adapter.bin"
