@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, cast
 
 from adapterzoo.registry import Registry
 
-from ._base import HeadConfig
+from .base import HeadConfig
 from ._labels import labels_from
 
 Labels = Mapping[int, str] | None

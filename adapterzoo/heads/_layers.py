@@ -10,8 +10,8 @@ from adapterzoo.activations import ActivationName, activation
 from adapterzoo.config_base import config_class
 from adapterzoo.fields import Maybe, Range, Share, field
 
-from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead
+from .backbone import Backbone
+from .base import HeadConfig, PredictionHead
 from ._pooling import Pooling
 
 # far above any published use: they catch typos before memory is allocated

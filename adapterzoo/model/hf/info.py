@@ -317,9 +317,9 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         model: of a class of transformers, perhaps with adapters.
     """
     own = plain_state(model)
-    start = f"{model.base_model_prefix}."
+    start = base_prefix(model)
     inside = {key for key in own if key.startswith(start)}
-    if model.base_model is model:
+    if not start:
         # T5's language model holds the parts of the base model, not the base model itself
         if type(model.config) not in MODEL_MAPPING:
             return {}

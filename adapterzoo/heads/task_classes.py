@@ -14,7 +14,7 @@ from typing import Any
 
 from adapterzoo.config_base import Config
 
-from ._backbone import Backbone
+from .backbone import Backbone
 
 Shapes = Mapping[str, tuple[int, ...]]
 

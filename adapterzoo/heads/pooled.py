@@ -14,11 +14,11 @@ from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
-from ._backbone import Backbone
+from .backbone import Backbone
 from ._layers import LayersConfig, LayersHead
-from ._losses import LOSSES, Count, Logits
+from .losses import LOSSES, Count, Logits
 from ._pooling import POOLINGS, Pooling, pool
-from ._static import InexpressibleError, Static, StaticHead
+from .task_classes import InexpressibleError, Static, StaticHead
 from ._static_activations import activation_after
 
 _SUMMARIES = {"first": "cls", "last": "last"}

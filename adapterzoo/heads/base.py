@@ -17,12 +17,12 @@ from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Head
 from adapterzoo.registry import Registry
 
-from ._backbone import Backbone
+from .backbone import Backbone
 from ._call import HeadCall
 from ._labels import checked, find_labels, labels_from, recounted
-from ._losses import IGNORED, Count, Logits
+from .losses import IGNORED, Count, Logits
 from ._pooling import Pooling
-from ._static import Static, StaticHead
+from .task_classes import Static, StaticHead
 
 head_types: Registry[type[HeadConfig]] = Registry("head type")
 """The `head_type` of a config → its class."""

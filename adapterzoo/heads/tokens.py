@@ -15,11 +15,11 @@ from adapterzoo.config_base import config_class
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
-from ._backbone import Backbone
-from ._base import head_types
+from .backbone import Backbone
+from .base import head_types
 from ._layers import COUNT, LayersConfig, LayersHead
-from ._losses import Count, Logits, cross_entropy
-from ._static import InexpressibleError, Static, StaticHead
+from .losses import Count, Logits, cross_entropy
+from .task_classes import InexpressibleError, Static, StaticHead
 
 # encoder–decoders whose token classifiers have the encoder only
 _OF_ENCODER = frozenset({"mt5", "t5", "umt5"})
