@@ -6,14 +6,11 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 from __future__ import annotations
 
 from ._adding import add_methods, adds_head
-from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types, token_places
 from ._labels import by_head, labels_from
 from ._lm import LMHead
-from ._losses import IGNORED, Logits, next_labels
-from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
-from ._static import InexpressibleError, Shapes, Static, StaticHead, label_numbers
+from .backbone import Backbone
+from .base import HeadConfig, PredictionHead, head_types, token_places
 from .classification import ClassificationConfig, MultilabelClassificationConfig
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
 from .image_classification import ImageClassificationConfig
@@ -25,10 +22,13 @@ from .language_modeling import (
     Seq2SeqLMConfig,
     Seq2SeqLMHead,
 )
+from .losses import IGNORED, Logits, next_labels
 from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
+from .pooled import PooledHead
 from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
 from .static import STATIC, StaticConfig, TaskHead
-from .tagging import TaggingConfig, TaggingHead
+from .task_classes import InexpressibleError, Shapes, Static, StaticHead, label_numbers
+from .tokens import TaggingConfig, TaggingHead
 
 # their names in `adapters`, which has a class for each task
 BiaffineParsingHead = DependencyParsingHead

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar, cast
 
 from adapterzoo.registry import Registry
 
-from ._base import HeadConfig
 from ._labels import labels_from
+from .base import HeadConfig
 
 Labels = Mapping[int, str] | None
 _F = TypeVar("_F", bound=Callable[..., None])

@@ -10,9 +10,9 @@ from adapterzoo.activations import ActivationName, activation
 from adapterzoo.config_base import config_class
 from adapterzoo.fields import Maybe, Range, Share, field
 
-from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead
 from ._pooling import Pooling
+from .backbone import Backbone
+from .base import HeadConfig, PredictionHead
 
 # far above any published use: they catch typos before memory is allocated
 COUNT = Range(1, 10_000_000)

@@ -14,13 +14,13 @@ from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Positive, Range, field
 
-from ._backbone import Backbone
-from ._base import HeadConfig
 from ._layers import LAYERS, Activation, number
 from ._lm_static import lm_fields
-from ._losses import Count, Logits, cross_entropy, next_labels
-from ._static import Static, StaticHead
 from ._vocabulary import VocabularyHead
+from .backbone import Backbone
+from .base import HeadConfig
+from .losses import Count, Logits, cross_entropy, next_labels
+from .task_classes import Static, StaticHead
 
 _FACTOR = Maybe(Positive())
 

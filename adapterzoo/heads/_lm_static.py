@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._static import InexpressibleError, Static
 from ._static_activations import activation_after
+from .task_classes import InexpressibleError, Static
 
 # config fields that change logits in ways that no head type here has
 _STRANGE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ._static import InexpressibleError
+from .task_classes import InexpressibleError
 
 # model types whose `classifier.dense` is followed by config.hidden_act instead of tanh
 _HIDDEN_ACT = frozenset({"big_bird", "convbert", "mra", "nystromformer", "roformer", "yoso"})

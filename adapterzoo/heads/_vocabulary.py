@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import ConfigError
 
-from ._base import PredictionHead
+from .base import PredictionHead
 
 
 class VocabularyHead(PredictionHead):

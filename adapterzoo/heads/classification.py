@@ -11,11 +11,11 @@ from adapterzoo.config_base import config_class
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
-from ._base import head_types
 from ._layers import COUNT
-from ._pooled import PooledConfig, is_multilabel
 from ._pooling import Pooling
-from ._static import Static, StaticHead
+from .base import head_types
+from .pooled import PooledConfig, is_multilabel
+from .task_classes import Static, StaticHead
 
 
 @head_types.register("classification")

@@ -22,9 +22,9 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Range, field
 
 from ._adding import Labels, Model, adds_head
-from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types
-from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
+from .backbone import Backbone
+from .base import HeadConfig, PredictionHead, head_types
+from .losses import IGNORED, Count, Logits, check_range, cross_entropy
 
 
 @head_types.register("dependency_parsing")

@@ -12,11 +12,11 @@ from adapterzoo.config_base import config_class
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
-from ._base import head_types
 from ._layers import COUNT
-from ._pooled import PooledConfig, is_multilabel
 from ._pooling import Pooling
-from ._static import InexpressibleError, Static
+from .base import head_types
+from .pooled import PooledConfig, is_multilabel
+from .task_classes import InexpressibleError, Static
 
 # the pooling before the single layer, by type of model
 _POOLING: Mapping[str, str] = {

@@ -18,10 +18,10 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
 from ._adding import Model, adds_head
-from ._backbone import Backbone
-from ._base import head_types
 from ._lm import LMConfig, LMHead
-from ._static import Static, StaticHead
+from .backbone import Backbone
+from .base import head_types
+from .task_classes import Static, StaticHead
 
 # classes that generate, with an encoder or without one
 _CONDITIONAL = ("ForConditionalGeneration", "MTModel")

@@ -14,12 +14,12 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
-from ._backbone import Backbone
-from ._base import head_types
 from ._layers import COUNT
-from ._pooled import PooledConfig, PooledHead
 from ._pooling import Pooling
-from ._static import Static
+from .backbone import Backbone
+from .base import head_types
+from .pooled import PooledConfig, PooledHead
+from .task_classes import Static
 
 # arguments of the base model with one row for each sequence
 _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")

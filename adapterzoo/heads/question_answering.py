@@ -20,11 +20,11 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
 from ._adding import Labels, Model, adds_head
-from ._backbone import Backbone
-from ._base import head_types
 from ._layers import LayersConfig, LayersHead
-from ._losses import IGNORED, Count, Logits, cross_entropy
-from ._static import Static, StaticHead
+from .backbone import Backbone
+from .base import head_types
+from .losses import IGNORED, Count, Logits, cross_entropy
+from .task_classes import Static, StaticHead
 
 
 @head_types.register("question_answering")

@@ -18,11 +18,11 @@ from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
-from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types
 from ._call import HeadCall
 from ._layers import COUNT
-from ._losses import Count, Logits
+from .backbone import Backbone
+from .base import HeadConfig, PredictionHead, head_types
+from .losses import Count, Logits
 
 STATIC = "static"
 """The type, and the key of a task class in checkpoints of such a class."""

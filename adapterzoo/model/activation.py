@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     ActiveHeads,
     BoundStep,

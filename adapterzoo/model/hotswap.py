@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint import fit, formats
-from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo import formats
 from adapterzoo.composition import parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active

@@ -16,11 +16,11 @@ from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.arguments import one_of
 from adapterzoo.averaging import LINEAR_OF_PEFT
-from adapterzoo.checkpoint.setup_files import HeadSetup
 from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
+from adapterzoo.formats.setup_files import HeadSetup
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import input_embeddings_of, unwrapped
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject import quantized
 
 

@@ -204,9 +204,15 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
     return unwrapped(cast("nn.Module", model if state.is_base else model.base_model))
 
 
-def base_prefix(model: AdaptedModel) -> str:
-    """Return what precedes the paths of the base model in the model, such as "bert."."""
-    return "" if model._backbone is cast("nn.Module", model) else f"{model.base_model_prefix}."
+def base_prefix(model: Any) -> str:
+    """Return what precedes the paths of the base model in the model, such as "bert.".
+
+    Args:
+        model: a `PreTrainedModel`, with adapters or without.
+    """
+    has_adapters = "_adapter_state" in vars(model)
+    alone = model._backbone is model if has_adapters else is_base(model)
+    return "" if alone else f"{model.base_model_prefix}."
 
 
 def is_base(model: nn.Module) -> bool:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from adapterzoo.checkpoint.digest import digests, fingerprint
 from adapterzoo.composition import Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
+from adapterzoo.formats.digest import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._table import Table

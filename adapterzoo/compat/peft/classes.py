@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import files
-from adapterzoo.checkpoint.peft.config import CONFIG, checked
+from adapterzoo import methods as _methods  # noqa: F401  registers the classes
 from adapterzoo.errors import FieldError, listing, names_call
+from adapterzoo.formats import files
+from adapterzoo.formats.peft.config import CONFIG, checked
 from adapterzoo.peft_arguments import COMMON, TASK_TYPES, PeftArgument, classes_of_peft
 from adapterzoo.spelling import peft_readable
 

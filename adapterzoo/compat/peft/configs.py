@@ -10,13 +10,13 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.checkpoint.peft.heads import task_of
-from adapterzoo.checkpoint.peft.patterns import exactly
 from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.expressions import fault
 from adapterzoo.fields import FLAG
+from adapterzoo.formats.peft.heads import task_of
+from adapterzoo.formats.peft.patterns import exactly
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.methods._patterns import Targets, is_named
 from adapterzoo.model.heads.naming import names_of

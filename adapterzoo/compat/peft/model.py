@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import files
-from adapterzoo.checkpoint import peft as format_of_peft
-from adapterzoo.checkpoint.peft.config import CONFIG
 from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
+from adapterzoo.formats import files
+from adapterzoo.formats import peft as format_of_peft
+from adapterzoo.formats.peft.config import CONFIG
 from adapterzoo.inject import quantized, set_class
 from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, training
 from adapterzoo.model.hf import adapter_folders

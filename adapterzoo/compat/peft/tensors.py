@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from adapterzoo.checkpoint import files, fit, formats, places
-from adapterzoo.checkpoint import peft as format_of_peft
+from adapterzoo import formats
 from adapterzoo.contracts import WeightPlan
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
+from adapterzoo.formats import files, fit, places
+from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.adapters import init_values

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import fit
-from adapterzoo.checkpoint.digest import digest, same_bits
-from adapterzoo.checkpoint.formats import OWN_OUTPUT
 from adapterzoo.composition import Composition, Step
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import OWN_OUTPUT
+from adapterzoo.formats.digest import digest, same_bits
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import withdraw

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from adapterzoo.anatomy import find
-from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import FILE, AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan

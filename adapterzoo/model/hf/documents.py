@@ -11,9 +11,10 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import base_sample, formats
-from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo import formats
 from adapterzoo.errors import ConfigError, argument
+from adapterzoo.formats import base_sample
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, is_offloaded, plain_modules
 from adapterzoo.inject.quantized import is_quantized
 from adapterzoo.model import sharding

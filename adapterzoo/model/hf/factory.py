@@ -29,6 +29,7 @@ from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
+from adapterzoo.model.state import base_prefix
 
 from . import adapter_folders, config_entry, hosts
 from .backbone import feature_names
@@ -178,7 +179,7 @@ def _make_named(
 
 def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Load tensors as `nn.Module.load_state_dict`; keys may lack the prefix of the base model."""
-    prefix, mine = f"{self.base_model_prefix}.", self.state_dict().keys()
+    prefix, mine = base_prefix(self), self.state_dict().keys()
     missing = mine - state_dict.keys()
     # such as those of T5ForConditionalGeneration, which has the parts of a T5Model
     bare = {key for key in state_dict if key not in mine and prefix + key in missing}

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.checkpoint.digest import same_values
-from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
+from adapterzoo.formats.checkpoint import ModelInfo
+from adapterzoo.formats.digest import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
 from adapterzoo.inject.building import layer_at, plain_state
@@ -315,9 +315,9 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         model: of a class of transformers, perhaps with adapters.
     """
     own = plain_state(model)
-    start = f"{model.base_model_prefix}."
+    start = base_prefix(model)
     inside = {key for key in own if key.startswith(start)}
-    if model.base_model is model:
+    if not start:
         # T5's language model holds the parts of the base model, not the base model itself
         if type(model.config) not in MODEL_MAPPING:
             return {}

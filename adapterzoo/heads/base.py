@@ -1,0 +1,313 @@
+"""The base of all heads and head configs, and the registry of head types.
+
+A head config is a frozen, keyword-only dataclass in the file of its task. Its fields and its dict
+are those of AdapterHub's `head_config.json`. Fields that AdapterHub lacks are written only if they
+differ from their default, so that both libraries can read the files.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from adapterzoo.config_base import Config, config_class
+from adapterzoo.contracts import Head
+from adapterzoo.registry import Registry
+
+from ._call import HeadCall
+from ._labels import checked, find_labels, labels_from, recounted
+from ._pooling import Pooling
+from .backbone import Backbone
+from .losses import IGNORED, Count, Logits
+from .task_classes import Static, StaticHead
+
+head_types: Registry[type[HeadConfig]] = Registry("head type")
+"""The `head_type` of a config → its class."""
+
+
+def token_places() -> tuple[str, ...]:
+    """Return the arguments of all known head types that are positions of tokens."""
+    return tuple(dict.fromkeys(name for cls in head_types.values() for name in cls.token_places))
+
+
+@config_class
+class HeadConfig(Config):
+    """Base of all head configs.
+
+    The class attributes tell the model how to run the heads. If one depends on other fields, set it
+    on the config in `__post_init__`.
+
+    Attributes:
+        head_type: name of the type in files.
+        output_class: name of the task's class in `transformers.modeling_outputs`.
+        label_names: arguments of the model's `forward` that hold the labels; several are stacked
+            along dimension 1 for the head's `loss`.
+        inputs: further arguments of the model's `forward` that the head's own `forward` takes.
+        logit_names: fields of the output class for the results of the head's `forward`.
+        token_labels: whether labels are ignored at tokens where the attention mask is 0.
+        decoder_inputs_from: the argument whose tokens, shifted by one, become the decoder's inputs
+            if none are given; None: the encoder's tokens.
+        scores_vocabulary: whether its heads have `output_embeddings`.
+        pipeline_tag: the Hub's name of the task.
+        peft_task: PEFT's name of the task; None if it has none.
+        peft_classes: for tasks without a name in PEFT: the mapping of
+            `transformers.models.auto.modeling_auto` with the model classes.
+        task_classes: ends of the names of task classes whose heads `from_static` reads.
+        count_field: the field with the number of labels, if there is one.
+        token_places: arguments of the model's `forward` that are positions of tokens.
+        label2id: names of the labels → their numbers; None without labels.
+    """
+
+    kind_field: ClassVar[str] = "head_type"
+    kinds: ClassVar[Registry[Any] | None] = head_types
+
+    head_type: ClassVar[str]
+    output_class: ClassVar[str]
+    label_names: ClassVar[tuple[str, ...]] = ("labels",)
+    inputs: ClassVar[tuple[str, ...]] = ()
+    logit_names: ClassVar[tuple[str, ...]] = ("logits",)
+    token_labels: ClassVar[bool] = False
+    decoder_inputs_from: ClassVar[str | None] = None
+    scores_vocabulary: ClassVar[bool] = False
+    pipeline_tag: ClassVar[str | None] = None
+    peft_task: ClassVar[str | None] = None
+    peft_classes: ClassVar[str | None] = None
+    task_classes: ClassVar[tuple[str, ...]] = ()
+    count_field: ClassVar[str] = "num_labels"
+    token_places: ClassVar[tuple[str, ...]] = ()
+
+    label2id: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field, and number the labels that have no names."""
+        super().__post_init__()
+        if (count := self.label_count) is not None:
+            names = checked(type(self).__name__, self.label2id, count)
+            object.__setattr__(self, "label2id", names)
+
+    @property
+    def label_count(self) -> int | None:
+        """The number of labels; None for heads without labels."""
+        return getattr(self, self.count_field, None)
+
+    @abstractmethod
+    def build(self, backbone: Backbone) -> PredictionHead:
+        """Return a fresh head on the backbone's device and of its dtype.
+
+        Raises:
+            ConfigError: a value does not fit the backbone.
+        """
+
+    @classmethod
+    def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
+        """Return how AdapterHub's computation differs in such a model; None if it is the same."""
+        return None
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead | None:
+        """Return the head of a task class as a head of this type; None if another type fits.
+
+        Args:
+            static: the facts about the head of a class in `task_classes`.
+
+        Raises:
+            InexpressibleError: no head of this type computes the same.
+        """
+        return None
+
+    @property
+    def id2label(self) -> dict[int, str] | None:
+        """The class numbers to their labels."""
+        # files may list the labels by name
+        named = self.label2id
+        return None if named is None else dict(sorted((i, label) for label, i in named.items()))
+
+    @property
+    def problem_type(self) -> str | None:
+        """The kind of labels, as in a transformers config; None if it has no name for it."""
+        return None
+
+    @property
+    def loss_type(self) -> str | None:
+        """The name of the loss in transformers; `Trainer` derives from it that labels shift."""
+        return None
+
+    # --- inputs and labels ---
+
+    def prepare_inputs(self, inputs: dict[str, Any]) -> None:
+        """Convert the arguments of the base model to the form that the head needs, in place.
+
+        Args:
+            inputs: arguments of the base model's `forward`.
+        """
+
+    def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
+        """Return the labels for a head, several stacked along dimension 1; None without any.
+
+        Args:
+            name: of the head; an argument may be a dict from names of heads to labels.
+            given: arguments of the model's `forward`.
+
+        Raises:
+            ConfigError: some of the arguments are missing, or their shapes differ.
+        """
+        return find_labels(name, self.label_names, given)
+
+    def mask_labels(self, labels: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the labels, −100 at the tokens that do not count.
+
+        Args:
+            labels: as `find_labels` returns them.
+            mask: `[batch, tokens]`, 1 at the tokens that count; None when all do.
+        """
+        if not self.token_labels or mask is None or mask.shape != labels.shape:
+            return labels
+        return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+
+    def shift(self, labels: Tensor) -> Tensor:
+        """Return the labels at the positions of their logits; same shape."""
+        return labels
+
+    def ties_output(self, model_ties: bool) -> bool:
+        """Return whether the last layer of the head is the input embedding.
+
+        Args:
+            model_ties: whether the model's config ties the two.
+        """
+        return False
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        # AdapterHub's files have either
+        id2label = fields.pop("id2label", None)
+        return super()._from_fields(
+            fields if id2label is None else {**fields, "label2id": labels_from(id2label)}
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same config with some fields changed.
+
+        Generated label names are generated again if their count changes.
+
+        Raises:
+            ConfigError: a field is unknown, a value is not legal, or the count of labels changes
+                and their names do not.
+        """
+        count = self.count_field
+        if count in self.keys() and count in changes and "label2id" not in changes:
+            names = self.label2id, self[count], changes[count]
+            changes["label2id"] = recounted(type(self).__name__, count, *names)
+        return super().replace(**changes)
+
+
+class PredictionHead(Head):
+    """Base of the heads that a model can hold by name.
+
+    Attributes:
+        config: from which it was built; saved with it.
+        pooling: how a sequence is reduced to one vector; decides which hidden states and which
+            mask `forward` gets. None for heads on tokens.
+        has_exit: whether `forward` takes `at_exit`, a function that is applied to the input of
+            the last layer, with which invertible adapters undo their change of the embeddings.
+        averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
+        calls_base: whether `answer` makes the arguments of the base model itself.
+    """
+
+    has_exit: ClassVar[bool] = False
+    averages_itself: ClassVar[bool] = False
+    calls_base: ClassVar[bool] = False
+
+    def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
+        """Keep the config.
+
+        Args:
+            config: from which it is built.
+            pooling: resolved, never "auto".
+        """
+        super().__init__()
+        self.config = config
+        self.pooling = pooling
+
+    def answer(self, call: HeadCall) -> Any:
+        """Return the output of the task, with the loss if there are labels.
+
+        Args:
+            call: gives the hidden states and the labels.
+        """
+        config, given = self.config, call.given
+        hidden, mask = call.features(self.pooling)
+        hidden = self.tokens_to_score(hidden, given.get("logits_to_keep", 0))
+        extra = {name: given.get(name) for name in config.inputs}
+        if self.has_exit and call.at_exit is not None:
+            extra["at_exit"] = call.at_exit
+        logits: Logits = self(hidden, mask, **extra)
+        labels, loss = config.find_labels(call.name, given), None
+        if labels is not None:
+            masked = config.mask_labels(labels, mask)
+            loss = self.loss(logits, masked, given.get("num_items_in_batch"))
+        scores = logits if isinstance(logits, tuple) else (logits,)
+        values = dict(zip(config.logit_names, scores, strict=True))
+        return call.output(config.output_class, loss, values)
+
+    def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
+        """Return the hidden states to compute logits for; all, unless the head scores tokens.
+
+        Args:
+            hidden: `[batch, tokens, d_model]`.
+            keep: `logits_to_keep` of transformers: the number of last tokens, or positions; 0: all.
+        """
+        return hidden
+
+    @property
+    def output_embeddings(self) -> nn.Linear | None:
+        """The linear layer onto the vocabulary; None without one."""
+        return None
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the layer with a row for each token of the vocabulary, None without one."""
+        return self.output_embeddings
+
+    @property
+    def output_key(self) -> str | None:
+        """The key of that layer's weight in the head's `state_dict`; None without one."""
+        return None
+
+    # whether the output embeddings are known to be unchanged from the base model's checkpoint
+    of_checkpoint: bool = False
+
+    def tie(self, weight: nn.Parameter) -> bool:
+        """Share the weight of the input embedding; return False and do nothing if it does not fit.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+        """
+        return False
+
+    def replace_output(self, layer: nn.Module) -> None:
+        """Replace the output embeddings; without any, do nothing.
+
+        Raises:
+            ConfigError: it is not a linear layer.
+        """
+
+    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        """Give the output embeddings another number of rows; without any, do nothing.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+            bias: `[vocab_size]`; None without one.
+        """
+
+    @abstractmethod
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
+        """Return the training loss, a scalar.
+
+        Args:
+            logits: the result of `forward`.
+            labels: −100 where a label does not count.
+            count: divides the sum; None: the number of labels of this batch that count. With
+                gradient accumulation it is the number over all batches.
+        """
