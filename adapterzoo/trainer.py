@@ -18,11 +18,11 @@ from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from .anatomy import unwrapped, without_wrappers
-from .checkpoint import files, fit, fusions, native
-from .checkpoint.formats import Checkpoint
 from .composition import Fuse, fusion_key, fusions_of
 from .configs import AdapterConfig
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
+from .formats import files, fit, fusions, native
+from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import checkpointing
