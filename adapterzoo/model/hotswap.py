@@ -9,6 +9,7 @@ ratio of two scalings goes into the values.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -187,75 +188,63 @@ def _writes(
         ConfigError: it cannot take them.
     """
     slot = model._adapter_state.find(name)
-    _refuse_other_sites(name, slot.places, places)
-    _refuse_other_config(name, slot.config, config)
-    is_padded = _differ_in_size(slot.config, config)
-    found: dict[str, Write] = {}
-    lines: list[str] = []
+    lines = _differences(slot, config, places)
+    if lines:
+        raise ConfigError(
+            f"a hotswap changes only tensors, and {name!r} differs from the values:\n  "
+            + "\n  ".join(lines[:10])
+            + "\nA hotswap needs the same layers, method and options. Write hotswap=False, "
+            "overwrite_ok=True."
+        )
+    pairs = zip(slot.config.members, config.members, strict=True)
+    is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
+    found: list[Write] = []
     for path, own in modules_of(model, name):
         coming, mine = in_slot(modules[path], own), own.state_dict(keep_vars=True)
-        lines += [
-            f"{path}/{key}   in one of them only" for key in sorted(coming.keys() ^ mine.keys())
-        ]
+        lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
         for key in coming.keys() & mine.keys():
             tensor, values = mine[key], coming[key]
             if not _has_room(tensor, values, is_padded):
                 lines.append(
-                    f"{path}/{key}   slot {list(tensor.shape)} {_dtype(tensor)}, "
-                    f"values {list(values.shape)} {_dtype(values)}"
+                    f"{path}/{key}   slot {list(tensor.shape)} {tensor.dtype}, "
+                    f"values {list(values.shape)} {values.dtype}"
                 )
-            found[f"{path}/{key}"] = Write(tensor, values)
+            found.append(Write(tensor, values))
     if lines:
         shown = "\n  ".join(sorted(lines)[:10])
         raise ConfigError(
             f"the values do not fit into the adapter {name!r}:\n  {shown}\nAdd it with the largest "
             f"size that it will take, or write hotswap=False, overwrite_ok=True."
         )
-    return list(found.values())
+    return found
 
 
 def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
     # values of a narrower dtype are converted exactly
     if torch.promote_types(slot.dtype, values.dtype) is not slot.dtype or slot.is_meta:
         return False
-    if slot.dim() != values.dim():
-        return False
-    if not is_padded:
+    if not is_padded or slot.dim() != values.dim():
         return slot.shape == values.shape
     return all(a >= b for a, b in zip(slot.shape, values.shape, strict=True))
 
 
-def _differ_in_size(mine: AdapterConfig, theirs: AdapterConfig) -> bool:
-    pairs = zip(mine.members, theirs.members, strict=True)
-    return any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
-    """Return the tensors for a slot; of a fused adapter or a union those of its parts."""
-    tensors = dict(adapter.state_dict())
-    for path, part in adapter.named_modules():
-        if isinstance(part, Adapter):
-            inside = f"{path}." if path else ""
-            own: Any = slot.get_submodule(path)
-            tensors = {key: t for key, t in tensors.items() if not key.startswith(inside)}
-            tensors |= {inside + key: t for key, t in part.in_slot(own).items()}
-    return tensors
-
-
-def _refuse_other_sites(name: str, mine: _Places, theirs: _Places) -> None:
-    ours, values = _sites(mine), _sites(theirs)
-    if ours.keys() != values.keys():
-        lost = sorted({ours[key] for key in ours.keys() - values.keys()})
-        new = sorted({values[key] for key in values.keys() - ours.keys()})
-        raise ConfigError(
-            f"the adapter {name!r} adapts {listing(lost) or 'no others'} and the values are for "
-            f"{listing(new) or 'no others'} instead; a hotswap needs the same layers. Write "
-            f"hotswap=False, overwrite_ok=True."
-        )
+def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) -> list[str]:
+    """Return how a slot differs in layers, methods and options that have no place in tensors."""
+    mine, theirs = _sites(slot.places), _sites(places)
+    lines = [f"{mine[key]}   of the slot only" for key in mine.keys() - theirs.keys()]
+    lines += [f"{theirs[key]}   of the values only" for key in theirs.keys() - mine.keys()]
+    for own, other in itertools.zip_longest(slot.config.members, config.members):
+        if own is None or other is None or own.architecture != other.architecture:
+            kinds = [None if c is None else c.architecture for c in (own, other)]
+            lines.insert(0, f"method   slot {kinds[0]!r}, values {kinds[1]!r}")
+            continue
+        left, right = own.to_dict(), other.to_dict()
+        lines += [
+            f"{key}={left.get(key)!r} and not {right.get(key)!r}"
+            for key in sorted(left.keys() | right.keys())
+            if key not in own.training_fields | own.slot_fields and left.get(key) != right.get(key)
+        ]
+    return lines
 
 
 def _sites(places: _Places) -> dict[Any, str]:
@@ -268,30 +257,16 @@ def _sites(places: _Places) -> dict[Any, str]:
     return found
 
 
-def _refuse_other_config(name: str, mine: AdapterConfig, theirs: AdapterConfig) -> None:
-    """Refuse fields that differ, change the output, and have no place in tensors."""
-    pairs = list(zip(mine.members, theirs.members, strict=False))
-    same_count = len(mine.members) == len(theirs.members)
-    if not same_count or any(a.architecture != b.architecture for a, b in pairs):
-        kinds = ["|".join(m.architecture for m in config.members) for config in (mine, theirs)]
-        raise ConfigError(
-            f"the adapter {name!r} is of the method {kinds[0]!r} and the values are of "
-            f"{kinds[1]!r}; a hotswap needs one method. Write hotswap=False, overwrite_ok=True."
-        )
-    for own, other in pairs:
-        ours, values = own.to_dict(), other.to_dict()
-        free = own.training_fields | own.slot_fields
-        differing = {
-            key: (ours.get(key), values.get(key))
-            for key in sorted(ours.keys() | values.keys())
-            if key not in free and ours.get(key) != values.get(key)
-        }
-        if differing:
-            shown = ", ".join(f"{k}={a!r} and not {b!r}" for k, (a, b) in differing.items())
-            raise ConfigError(
-                f"the adapter {name!r} has {shown}, as the values need it; a hotswap changes only "
-                f"tensors. Write hotswap=False, overwrite_ok=True."
-            )
+def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
+    """Return the tensors for a slot; of a fused adapter or a union those of its parts."""
+    tensors = dict(adapter.state_dict())
+    for path, part in adapter.named_modules():
+        if isinstance(part, Adapter):
+            inside = f"{path}." if path else ""
+            own: Any = slot.get_submodule(path)
+            tensors = {key: t for key, t in tensors.items() if not key.startswith(inside)}
+            tensors |= {inside + key: t for key, t in part.in_slot(own).items()}
+    return tensors
 
 
 def _writes_of_head(
