@@ -109,8 +109,8 @@ class AdapterTrainer(Trainer):
             processing_class = tokenizer
         elif tokenizer is not None and tokenizer is not processing_class:
             raise ConfigError(
-                f"{type(self).__name__}(tokenizer=…, processing_class=…): these are two names of "
-                f"one argument, and two objects are given. Write processing_class=… alone."
+                f"{type(self).__name__}(tokenizer=…, processing_class=…): two objects for one "
+                "argument. Write processing_class=… alone."
             )
         self._adapter_names = adapter_names
         own = kwargs.get("optimizers") or ()
@@ -126,8 +126,7 @@ class AdapterTrainer(Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise StateError(
                 f"{type(self).__name__}: with FSDP or DeepSpeed each process has a part of each "
-                f"parameter, and these checkpoints hold whole ones. Leave out fsdp=… and "
-                f"deepspeed=…, or write Trainer(…)."
+                "parameter. Leave out fsdp=… and deepspeed=…, or write Trainer(…)."
             )
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
@@ -155,8 +154,7 @@ class AdapterTrainer(Trainer):
         if not isinstance(adapted, AdapterModelMixin):
             raise StateError(
                 f"{name}({type(adapted).__name__}): the model has no adapters. Write "
-                f"AutoAdapterModel.from_pretrained(…) or adapterzoo.init(model), or train all of "
-                f"it with Trainer(…)."
+                "AutoAdapterModel.from_pretrained(…) or adapterzoo.init(model)."
             )
         if self._adapter_names is not None:
             adapted.set_active_adapters(self._adapter_names)
@@ -326,9 +324,8 @@ class AdapterTrainer(Trainer):
         labels = self._counted(inputs) if len(self._heads()) == 1 else None
         if labels is None or labels.is_floating_point():
             raise ConfigError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor}: smoothing is for one "
-                f"head whose labels are class numbers; active are {listing(self._heads())}. "
-                f"Write label_smoothing_factor=0."
+                "label_smoothing_factor is for one head with class numbers, not for "
+                f"{listing(self._heads())}. Write label_smoothing_factor=0."
             )
         return labels
 
@@ -384,8 +381,8 @@ class AdapterTrainer(Trainer):
             whole.sort(key=lambda p: p.stat().st_mtime)
             hint = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
             raise CheckpointError(
-                f"resume from {resume_from_checkpoint!r}: there is no {TRAINER_STATE_NAME}, which "
-                f"is written last, so this is not a whole checkpoint. Write {hint}."
+                f"resume from {resume_from_checkpoint!r}: not a whole checkpoint, as "
+                f"{TRAINER_STATE_NAME} is missing. Write {hint}."
             )
         self._restore(resume_from_checkpoint)
 
@@ -530,18 +527,16 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
         kinds = "fusions" if kind == fusions.KIND else f"{kind}s"
         if there != sorted(names):
             raise CheckpointError(
-                f"the checkpoint has the {kinds} {listing(there)}, the model has "
-                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds} until "
-                f"they are those of the checkpoint."
+                f"the checkpoint has the {kinds} {listing(there)}, the model "
+                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds}."
             )
     heads = model._head_strategy.saved_names()
     for name, record in state.records.items():
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
-                f"it was saved from a model of type {family!r}, this one is of type "
-                f"{model.config.model_type!r}; nothing has been loaded. Load the model that it "
-                f"was saved from."
+                f"it was saved from a {family!r}, this is a {model.config.model_type!r}; nothing "
+                "has been loaded. Load the model that it was saved from."
             )
         saved = AdapterConfig.from_dict(stored.metadata["config"])
         fit.check_same(f"adapter {name!r}", saved, record.config)
@@ -552,8 +547,8 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
             yield _head_part(model, name, stored)
         elif stored.head:
             raise CheckpointError(
-                f"the checkpoint has a head of the adapter {name!r}, and the model has none; "
-                f"nothing has been loaded. Write train_adapter({name!r}) first."
+                f"the checkpoint has a head of the adapter {name!r}, the model none; nothing has "
+                f"been loaded. Write train_adapter({name!r}) first."
             )
     for name in apart:
         yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))

@@ -135,8 +135,8 @@ def make_plan(
     outputs = token_rows.steps(model, parts, acting)
     if both := sorted(steps.keys() & outputs.keys()):
         raise CompositionError(
-            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer "
-            f"for itself, and another has rows of it. Activate one of them."
+            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, and "
+            "another rows of it. Activate one of them."
         )
     steps.update(outputs)
     captures: dict[str, tuple[str, ...]] = {}
@@ -245,8 +245,8 @@ def _prompts(
     joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
     if len(joins) > 1:
         raise CompositionError(
-            f"{listing(adapters)} add tokens that join {listing(joins)}, and all tokens of a call "
-            f"must join the same. Activate them one by one."
+            f"{listing(adapters)} join {listing(joins)}, and all tokens of a call must join the "
+            "same. Activate them one by one."
         )
     places = model._head_strategy.token_places()
     tokens = cast("TokenInput", model.anatomy.tokens)
@@ -303,8 +303,8 @@ def check_layers(
     numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
     if not all(type(n) is int and 0 <= n < blocks for n in numbers):
         raise ConfigError(
-            f"{argument}={layers!r}: the model has blocks 0 to {blocks - 1}. "
-            f"Write a list of their numbers: {argument}=[0, 1]."
+            f"{argument}={layers!r}: the blocks are 0 to {blocks - 1}. Write a list of them: "
+            f"{argument}=[0, 1]."
         )
     return tuple(n for n in numbers if n is not None)
 
@@ -323,8 +323,8 @@ def refuse_used(model: AdaptedModel, name: str) -> None:
     using = [n for n, fusion in model._adapter_state.fusions.items() if name in fusion.adapters]
     if using:
         raise StateError(
-            f"the fusion {using[0]!r} fuses {name!r}. "
-            f"Write delete_adapter_fusion({using[0]!r}) first."
+            f"the fusion {using[0]!r} fuses {name!r}. Write delete_adapter_fusion({using[0]!r}) "
+            "first."
         )
 
 
@@ -398,9 +398,8 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
             changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
             if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
                 raise StateError(
-                    f"at {path!r} {name!r} would act on weights that hold {listing(merged)}, and "
-                    f"not on the original ones. Write set_active_adapters(None) and merge all of "
-                    f"them, or reset_adapter()."
+                    f"at {path!r} {name!r} would act on weights that hold {listing(merged)}. Write "
+                    "set_active_adapters(None) and merge all of them, or reset_adapter()."
                 )
 
 
@@ -428,15 +427,14 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
                 stack = f"set_active_adapters(Stack{names!r}), or " if len(names) > 1 else ""
                 raise ConfigError(
                     f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
-                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn') "
-                    f"and fuse such adapters."
+                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn')."
                 )
         if name == names[0]:
             paths = [path for path, _ in own]
         elif lost := sorted({path for path, _ in own} ^ {*paths}):
             raise SiteError(
-                f"{names[0]!r} and {name!r} have different sites: only one of them is at "
-                f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
+                f"{names[0]!r} and {name!r} have different sites, such as {lost[0]!r}. Fuse "
+                "adapters of one placement."
             )
     return paths
 
@@ -462,8 +460,8 @@ def _refuse_routed(model: AdaptedModel, setup: Composition, names: Iterable[str]
             if any(p.site.is_routed for p in placements):
                 raise CompositionError(
                     f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens routed to "
-                    f"experts, not a batch of rows. Activate one adapter for all rows, or add "
-                    f"{name!r} with exclude_modules=[…] for such layers."
+                    "experts, not rows. Activate one adapter for all rows, or exclude such layers "
+                    "with exclude_modules=[…]."
                 )
 
 
@@ -526,8 +524,8 @@ class AdapterSetup:
         kinds = (str, list, tuple, Composition, type(None))
         if not isinstance(head_setup, kinds) or not all(isinstance(n, str) for n in heads.names):
             raise ConfigError(
-                f"AdapterSetup(head_setup={head_setup!r}): it is the name of a head, several "
-                f"names, or None. Write head_setup='my_task'."
+                f"AdapterSetup(head_setup={head_setup!r}): not a name, several names, or None. "
+                "Write head_setup='my_task'."
             )
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
@@ -589,8 +587,8 @@ class AdapterSetup:
         mine = [i for i, (where, _) in enumerate(self._entered) if where == here]
         if not mine:
             raise StateError(
-                f"{self!r}: the block was entered in another thread or asyncio task than it is "
-                f"left in. Write 'with AdapterSetup(…)' in the function that calls the model."
+                f"{self!r}: the block was entered in another thread or task. Write 'with "
+                "AdapterSetup(…)' around the call of the model."
             )
         _, stack = self._entered.pop(mine[-1])
         stack.close()

@@ -229,8 +229,7 @@ def eject(model: AdaptedModel, name: str) -> None:
     members = [ejected[id(member)] for member in old]
     if members == list(old):
         raise StateError(
-            f"the adapter {name!r} has no values that a network computes, which a prefix with "
-            f"flat=False has. Leave it out."
+            f"{name!r} has no network to eject, which a prefix with flat=False has. Leave it out."
         )
     places = {
         path: tuple(
@@ -263,8 +262,8 @@ def make(
         guard = hosts.guard_of(stack)
         if "_adapter_state" in vars(stack) or (guard and guard.active is not model._active):
             raise StateError(
-                f"the {type(stack).__name__} in this {type(model).__name__} has adapters of its "
-                f"own or of another model. Write add_adapter(…) of that one."
+                f"the {type(stack).__name__} inside has adapters of its own or of another model. "
+                "Write add_adapter(…) there."
             )
     by_path: dict[str, list[Placement]] = {}
     for placement in config.all_placements(model.anatomy):

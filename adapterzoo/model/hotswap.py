@@ -154,7 +154,7 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
         if name in names:
             others = listing(n for n in names if n != name)
             raise StateError(
-                f"{name!r} shares parameters with {others}, which would change too. Write "
+                f"{name!r} shares parameters with {others}. Write "
                 f"unshare_parameters(name={group!r}) first."
             )
     return record
@@ -165,13 +165,12 @@ def _refuse_changes(asked: LoadOptions) -> None:
     for key, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"hotswap=True, {key}={value!r}: the adapter that takes the values keeps its "
-                f"layers and labels. Leave {key} out, or write hotswap=False."
+                f"hotswap=True, {key}={value!r}: layers and labels stay. Leave {key} out, or write "
+                "hotswap=False."
             )
     if asked.overwrite_ok is False:
         raise ConfigError(
-            "hotswap=True, overwrite_ok=False: a hotswap replaces the values of the adapter. "
-            "Leave overwrite_ok out."
+            "hotswap=True, overwrite_ok=False: values are replaced. Leave overwrite_ok out."
         )
 
 
@@ -286,8 +285,7 @@ def _writes_of_head(
     strategy.fitting(record, name, dataclasses.replace(asked, overwrite_ok=True))
     if strategy.is_named and not isinstance(record.document.get("config"), Mapping):
         raise ConfigError(
-            f"the file holds the head of a class of transformers, and {name!r} has a named one; "
-            f"a hotswap needs the same. {hint}"
+            f"the file holds the head of a task class, and {name!r} has a named one. {hint}"
         )
     tensors = strategy.completed(name, record.document, record.tensors)
     own = strategy.record(name)

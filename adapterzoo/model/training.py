@@ -49,7 +49,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
         raise StateError(
-            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
+            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn'), then "
             "train_adapter('my_task')."
         )
     names = setup.flatten()
@@ -246,8 +246,7 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise StateError(
-            "no process group runs. Call it in processes that torchrun started, after "
-            "torch.distributed.init_process_group(…)."
+            "no process group runs. Call it after torch.distributed.init_process_group(…)."
         )
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}

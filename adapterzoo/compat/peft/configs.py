@@ -199,8 +199,8 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
     if not kept:
         raise ConfigError(
             f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: no layer is in such a "
-            f"block. Stacks of this model: {listing(model.anatomy.stacks)}. Write the last part of "
-            f"one of these paths, and numbers of its blocks from 0."
+            f"block. Write the last part of one of {listing(model.anatomy.stacks)}, and numbers "
+            "from 0."
         )
     return config.replace(target_modules=names_of(model, kept))
 
@@ -253,9 +253,8 @@ def with_experts(
             if len(missing) < len(layers):
                 shown = targets if isinstance(targets, str) else sorted(targets)
                 raise ConfigError(
-                    f"target_modules={shown!r} has {listing(n for n in layers if n in names)} "
-                    f"without {listing(missing)}: both are parts of the experts' {parameter!r}. "
-                    f"Write both, or target_parameters=[{parameter!r}]."
+                    f"target_modules={shown!r} lacks {listing(missing)}, a part of the experts' "
+                    f"{parameter!r} too. Write both, or target_parameters=[{parameter!r}]."
                 )
         elif len(layers) > 1:
             doubled[rf".*\.{re.escape(parameter)}"] = len(layers)

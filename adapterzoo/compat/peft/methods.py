@@ -105,7 +105,7 @@ class PeftMethods:
             return
         if state.disabled is None or {*state.disabled[0].flatten()} - state.records.keys():
             raise StateError(
-                f"no adapter was disabled, and none is active. Write set_adapter('a'); adapters: "
+                "no adapter was disabled, and none is active. Write set_adapter('a'); adapters: "
                 f"{listing(state.records)}."
             )
         set_active(self, *state.disabled)

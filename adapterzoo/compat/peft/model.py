@@ -137,8 +137,7 @@ class PeftModel:
         ):
             if value:
                 raise ConfigError(
-                    f"{name}={value!r}: an adapter is loaded as its folder describes it. Leave it "
-                    f"out."
+                    f"{name}={value!r}: the folder describes the adapter. Leave it out."
                 )
         _check_device(torch_device)
         path = (
@@ -227,8 +226,7 @@ class PeftModel:
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
             raise ConfigError(
-                f"{shown[0]}: files are written in safetensors, with what each adapter consists "
-                f"of. Leave it out."
+                f"{shown[0]}: files are in safetensors, and hold whole adapters. Leave it out."
             )
         known = [*self.adapters_config]
         names = known if selected_adapters is None else list(selected_adapters)
@@ -527,7 +525,7 @@ def set_peft_model_state_dict(
     ):
         raise ConfigError(
             f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
-            f"tensors. Write what get_peft_model_state_dict(model) returns."
+            "tensors. Write get_peft_model_state_dict(model)."
         )
     tensors.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
@@ -707,7 +705,7 @@ class AutoPeftModel:
         if found is None:
             raise ConfigError(
                 f"{cls.__name__}.from_pretrained({path!r}): there is no adapter without a model. "
-                f"Write the folder that save_pretrained of a PeftModel, or save_adapter, wrote."
+                "Write the folder that save_adapter wrote."
             )
         config = found.path / CONFIG
         values = files.read_json(config) if config.is_file() else {}
@@ -747,9 +745,8 @@ class AutoPeftModel:
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if not is_model or found.config_class is None:
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names the class {name!r}, "
-                f"which is not a model of transformers. Write a class for a task: "
-                f"{_CLASSES[0].__name__}."
+                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names {name!r}, which is not "
+                f"a model of transformers. Write {_CLASSES[0].__name__}."
             )
         return found
 

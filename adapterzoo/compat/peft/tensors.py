@@ -77,8 +77,7 @@ def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None
         kind = type(record.config).__name__
         raise CheckpointError(
             f"save_pretrained could not write {name!r}: {error} To train it, write "
-            f"adapterzoo.{kind}(…) in place of PEFT's config, and "
-            f"save_pretrained(folder, format='native')."
+            f"adapterzoo.{kind}(…), and save_pretrained(folder, format='native')."
         ) from error
     finally:
         records.clear()
@@ -97,8 +96,8 @@ def one_name(model: AdaptedModel, name: str | None) -> str:
     names = () if setup is None else setup.flatten()
     if len(names) != 1:
         raise StateError(
-            f"{listing(names)} are active, so that the adapter is not clear. Write its name; "
-            f"adapters: {listing(model._adapter_state.records)}."
+            f"{listing(names)} are active. Write its name; adapters: "
+            f"{listing(model._adapter_state.records)}."
         )
     return names[0]
 
@@ -164,8 +163,8 @@ def compensate(
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     if fields.keys() - config.field_names():
         raise ConfigError(
-            f"{name!r} is {config!r}, which has no initial values that make up for quantization. "
-            f"Write LoRAConfig(…) for the adapter."
+            f"{name!r} is {config!r}, which has no values that make up for quantization. Write "
+            "LoRAConfig(…)."
         )
     plan = cast("WeightPlan", config.replace(**fields).init_plan(model.anatomy))
     modules: Mapping[str, Any] = dict(modules_of(model, name))

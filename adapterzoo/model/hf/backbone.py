@@ -167,8 +167,8 @@ def _width(model: Any, text: Any) -> int:
         width = stages[-1]
     if not isinstance(width, int):
         raise ConfigError(
-            f"{type(model).__name__}: config.hidden_size is {width!r}, so a head cannot know the "
-            f"width of the hidden states. Write config.hidden_size = … before adding a head."
+            f"{type(model).__name__}: config.hidden_size is {width!r}, the width of the hidden "
+            "states. Write config.hidden_size = …."
         )
     return width
 

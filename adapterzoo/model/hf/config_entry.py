@@ -100,9 +100,8 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     written = format_of(document)
     if written not in (None, FORMAT):
         raise CheckpointError(
-            f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
-            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from "
-            f"config.json to load the model without them."
+            f"from_pretrained: the adapters in config.json are of the format {written!r}, not "
+            f"{FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from config.json."
         )
     vars(config).pop("adapters", None)
     if written is None:
@@ -112,7 +111,7 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the model "
-            f"again, or remove 'adapters' from config.json to load it without them."
+            "again, or remove 'adapters' from config.json."
         ) from error
 
 
@@ -202,8 +201,8 @@ def checked_interface(model: Any, interface: Interface) -> AdapterModelInterface
         interface = AdapterModelInterface.load(interface)
     if interface.base_model is not None and not hasattr(model, interface.base_model):
         raise ConfigError(
-            f"AdapterModelInterface(base_model={interface.base_model!r}): "
-            f"{type(model).__name__} has no such part. Leave base_model out, or write its name."
+            f"AdapterModelInterface(base_model={interface.base_model!r}): {type(model).__name__} "
+            "has no such part. Leave base_model out."
         )
     named = model if interface.base_model is None else getattr(model, interface.base_model)
     base = named if is_base(named) else named.base_model

@@ -220,8 +220,8 @@ def with_rows(
         if gates or fusions:
             if not outputs:
                 raise ConfigError(
-                    f"{plain.__name__}(output_adapter_…=True): the features of one tower come "
-                    f"without the values of gates and fusions. Write model(…) with all inputs."
+                    f"{plain.__name__}(output_adapter_…=True): one tower has no values of gates "
+                    "and fusions. Write model(…)."
                 )
             own: Any = {"adapter_names": adapter_names, "task_ids": task_ids}
             run = functools.partial(method, self, *args, **own, **kwargs)
@@ -395,32 +395,26 @@ def init(
 def _refuse_again(model: Any, adapters_config: object, interface: object) -> None:
     if adapters_config is not None or interface is not None:
         raise StateError(
-            "the model has the methods of adapters already. Write init(model) alone, and "
-            "add_adapter(…) for each adapter; or pass a plain model of transformers."
+            "the model has adapters already. Write init(model) alone, and add_adapter(…)."
         )
 
 
 def _refuse_init(model: Any) -> None:
     if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
         raise StateError(
-            f"PEFT has wrapped its layer {wrapped!r}. Write init(…) of the plain model and load "
-            f"PEFT's checkpoint there, load_adapter('folder'); or call unload() of the PeftModel "
-            f"first."
+            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first, or "
+            "write init(…) of the plain model and load_adapter('folder')."
         )
     if "base_model_prefix" not in dir(model):
-        raise StateError(
-            "adapters are named for a transformers PreTrainedModel. Write "
-            "init(AutoModel.from_pretrained(…))."
-        )
+        raise StateError("it is not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
     if hosts.guard_of(model) is not None:
         raise StateError(
-            "it is a part of a model that has adapters. Call the methods of that model, or delete "
-            "its adapters first."
+            "it is a part of a model that has adapters. Call the methods of that model."
         )
     if format_of(vars(model.config).get("adapters")) is not None:
         raise StateError(
-            f"the model was saved with adapters, which plain transformers has not loaded. Write "
-            f"load_model(path, {type(model).__name__})."
+            "plain transformers has not loaded its adapters. Write load_model(path, "
+            f"{type(model).__name__})."
         )
 
 
@@ -449,7 +443,7 @@ def load_model(
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ConfigError(
             f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
-            f"one that config.json has under 'architectures', such as BertForMaskedLM."
+            "one in config.json, such as BertForMaskedLM."
         )
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)

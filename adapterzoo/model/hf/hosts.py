@@ -54,17 +54,16 @@ def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -
         return
     if head is not None and len(head.state_dict()) > len(plain_state(output)):
         raise StateError(
-            "TRL computes the loss from the hidden states and the output matrix, without the "
-            "other layers of the active head. Write add_causal_lm_head('a', layers=1), or train "
-            "with AdapterTrainer."
+            "TRL leaves out the other layers of the active head. Write add_causal_lm_head('a', "
+            "layers=1), or train with AdapterTrainer."
         )
     plan = model._active.plan
     is_changed = isinstance(output, Adapted) and output._link.path in plan.sites
     if is_changed or (head is not None and plan.exit is not None):
         raise StateError(
-            "TRL computes the loss from the hidden states and the output matrix of the base "
-            "model, without what the active adapters change there. Add an adapter that leaves "
-            "the output layer and the embeddings as they are, or train with AdapterTrainer."
+            "TRL reads the output matrix of the base model, without what the active adapters "
+            "change there. Leave the output layer and embeddings out of the adapter, or train "
+            "with AdapterTrainer."
         )
 
 
@@ -103,10 +102,7 @@ def refuse_trained(model: Any, name: str, parameters: Iterable[nn.Parameter]) ->
     """
     held = _optimized(model)
     if held and any(id(p) in held for p in parameters):
-        raise StateError(
-            f"a running Trainer trains {name!r}, and its optimizer would keep the old tensors. "
-            f"Write it after trainer.train()."
-        )
+        raise StateError(f"a running Trainer trains {name!r}. Write it after trainer.train().")
 
 
 def refuse_untrained(model: Any, setup: object, parameters: Iterable[nn.Parameter]) -> None:
@@ -117,9 +113,8 @@ def refuse_untrained(model: Any, setup: object, parameters: Iterable[nn.Paramete
     """
     if is_untrained(model, parameters):
         raise StateError(
-            f"a Trainer is running, and its optimizer does not hold all tensors of {setup!r}, "
-            f"which would stay as they are. Write it after trainer.train(), and train {setup!r} "
-            f"with a Trainer of its own."
+            f"the optimizer of the running Trainer does not hold all tensors of {setup!r}. Write "
+            "it after trainer.train()."
         )
 
 
@@ -175,8 +170,7 @@ class _Guard:
             if given is not None and given is not False:
                 raise StateError(
                     f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
-                    f"and only the whole model supports this argument. "
-                    f"Write model(…, {name}=…)."
+                    f"which ignores this. Write model(…, {name}=…)."
                 )
 
 
@@ -302,9 +296,9 @@ def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
         affected = name is None or name in active.records
         if manager.model is model and manager.is_running() and affected:
             raise StateError(
-                f"a manager of continuous batching runs, with {active.setup!r}, and its cache "
-                f"is of that. Write manager.stop() and manager.destroy(), then this, then "
-                f"init_continuous_batching() again."
+                f"continuous batching runs with {active.setup!r}, and so does its cache. Write "
+                "manager.stop() and manager.destroy(), then this, then init_continuous_batching() "
+                "again."
             )
 
 
@@ -321,28 +315,28 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         refuse_names(adapter_names=True)
     if held is not None:
         raise StateError(
-            f"an AdapterSetup holds, with {held.setup!r}, and continuous batching runs the model "
-            f"in a thread of its own, which does not see it. Leave the block and write "
-            f"set_active_adapters({held.setup!r}), or write generate(…) in the block."
+            "continuous batching runs the model in a thread of its own, which does not see the "
+            f"AdapterSetup({held.setup!r}). Leave the block and write "
+            f"set_active_adapters({held.setup!r})."
         )
     plan = active.default.plan
     if plan.rows is not None:
         raise StateError(
-            f"{plan.setup!r} is active and divides the batch, and continuous batching has "
-            f"requests in place of rows. Write set_active_adapters('a'), or generate(…)."
+            f"{plan.setup!r} divides the batch, and continuous batching has none. Write "
+            "set_active_adapters('a'), or generate(…)."
         )
     if plan.prompts is not None:
         raise StateError(
-            f"{plan.setup!r} adds tokens to each sequence, and continuous batching packs requests "
-            f"into one. Write generate(…), or set_active_adapters('a') with another method."
+            f"{plan.setup!r} adds tokens, and continuous batching packs requests into one "
+            "sequence. Write generate(…), or activate an adapter of another method."
         )
     for name in () if plan.setup is None else plan.setup.flatten():
         parts = (part for _, adapter in modules_of(model, name) for part in adapter.modules())
         if any(isinstance(part, Adapter) and part.reads_prompt for part in parts):
             raise StateError(
-                f"{name!r} reads the prompt of each sequence (a gate, the positions that it edits, "
-                f"or alora_invocation_tokens), and continuous batching packs requests into a row. "
-                f"Write generate(…), or set_active_adapters('a') with another adapter."
+                f"{name!r} reads the prompt of each sequence (as a gate does), and continuous "
+                "batching packs requests into a row. Write generate(…), or activate another "
+                "adapter."
             )
 
 
@@ -355,9 +349,8 @@ def refuse_names(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise StateError(
-                f"{name}=…: continuous batching has requests in place of rows, and uses the "
-                f"active adapters for all of them. Write set_active_adapters('a') and one call "
-                f"for each adapter, or generate(…, {name}=…) without it."
+                f"{name}=…: continuous batching uses the active adapters for all of them. Write "
+                f"set_active_adapters('a'), or generate(…, {name}=…) without it."
             )
 
 
@@ -365,10 +358,8 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
     made, now = _managers[manager], _active_now(model)
     if made != now:
         raise StateError(
-            f"the manager was made with {made.setup!r} active and its cache is of that; now "
-            f"{now.setup!r} is active, or its adapters or heads have changed. Write "
-            f"manager.destroy(), or model.destroy_cached_continuous_batching_manager() where it "
-            f"was kept, and make a new one."
+            f"the cache of the manager is of {made.setup!r}; now {now.setup!r} is active, or its "
+            "adapters or heads have changed. Write manager.destroy(), and make a new one."
         )
 
 

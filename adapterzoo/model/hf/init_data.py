@@ -55,26 +55,24 @@ def fitted(
     if plan is None:
         if data is not None:
             raise ConfigError(
-                f"init_data is given, and {config!r} does not need any. Choose initial values that "
-                f"do, or leave init_data out."
+                f"init_data is given, and {config!r} does not need any: leave init_data out."
             )
         return config, {}
     if isinstance(config, ConfigUnion):
         raise ConfigError(
-            f"{config!r}: initial values from data are for a config alone, not for one of a union. "
-            f"Leave init_weights out, or add its members under names of their own."
+            f"{config!r}: initial values from data are not for a union. Leave init_weights out, or "
+            "add its members one by one."
         )
     if isinstance(plan, WeightPlan):
         return config, collected(model, plan, data)
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable | None):
         raise ConfigError(
-            f"init_data is a {type(data).__name__}; it is a list of batches, each with the "
-            f"arguments of a call. Write init_data=[batch]."
+            f"init_data is a {type(data).__name__}, not a list of batches. Write init_data=[batch]."
         )
     if data is None:
         raise ConfigError(
-            f"{config!r}: its initial values come from data, and there are none. Write "
-            f"init_data=batches beside the config, where a batch has the arguments of a call."
+            f"{config!r}: initial values come from data, and there are none. Write "
+            "init_data=batches, where a batch has the arguments of a call."
         )
     batches = cast("Iterable[Mapping[str, Any]]", data)
     modes = {module: module.training for module in model.modules()}
@@ -100,22 +98,22 @@ def _collect(model: AdaptedModel, plan: InputPlan, data: Iterable[Mapping[str, A
             count += 1
             if not isinstance(batch, Mapping):
                 raise ConfigError(
-                    f"a batch of init_data is a {type(batch).__name__}, and it is a dict with the "
-                    f"arguments of a call. Write {{'input_ids': batch}}."
+                    f"a batch of init_data is a {type(batch).__name__}, not a dict. Write "
+                    f"{{'input_ids': batch}}."
                 )
             _pass(model, {path: plan.watched[path] for path in lacking}, batch, plan)
         if not count:
             raise ConfigError(
-                "init_data is empty, or has no more batches: it is read several times. Write a "
-                "list of batches or a DataLoader."
+                "init_data has no more batches, and is read several times. Write a list of "
+                "batches or a DataLoader."
             )
         if not plan.lacking(passed=True):
             return
         plan.check()
     left = sorted(plan.lacking(passed=True))
     raise ConfigError(
-        f"after {_PASSES} passes the inputs of {listing(left)} have not converged, or there "
-        f"were none. Write batches in init_data that reach these layers, or larger ones."
+        f"the inputs of {listing(left)} have not converged after {_PASSES} passes, or there were "
+        "none. Write larger batches in init_data."
     )
 
 
@@ -199,10 +197,8 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
     wanted = {path: layer for path, layer in layers.items() if quantized.is_quantized(layer)}
     if not wanted:
         raise ConfigError(
-            f"none of the adapted layers, {listing(plan.shapes)}, is quantized, so that there is "
-            f"no error to make up for; PEFT would overwrite their weights with quantized ones, "
-            f"and here the base model does not change. Load it quantized: from_pretrained(…, "
-            f"quantization_config=BitsAndBytesConfig(load_in_4bit=True))."
+            f"none of the adapted layers, {listing(plan.shapes)}, is quantized. Load the base "
+            "model with quantization_config=BitsAndBytesConfig(load_in_4bit=True)."
         )
     found, name = _tensors_in(model, source)
     renamed = renamer(model)
@@ -214,8 +210,7 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
             readers[renamed(path).removeprefix(start)] = read
     if missing := [path for path in wanted if path not in readers]:
         raise ConfigError(
-            f"{name} has no weight of {listing(missing)}. Write init_data=plain.state_dict() with "
-            f"the model that was quantized."
+            f"{name} has no weight of {listing(missing)}. Write init_data=plain.state_dict()."
         )
     return {
         path: OriginalWeight(
@@ -239,13 +234,13 @@ def _checked(
     if w.shape != shape or not w.is_floating_point():
         kind = str(w.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{name} has {kind} {list(w.shape)} at {path!r}, where the model has a quantized "
-            f"weight {list(shape)}. Write init_data='folder' with the model before quantization."
+            f"{name} has {kind} {list(w.shape)} at {path!r}, not a weight {list(shape)}. Write "
+            "init_data='folder' with the model before quantization."
         )
     if w.is_meta or not bool(w.isfinite().all()):
         raise ConfigError(
-            f"{name} has a weight without values, or with values that are not finite. Write "
-            f"init_data='folder' with the model before quantization."
+            f"{name} has values that are not finite. Write init_data='folder' with the model "
+            "before quantization."
         )
     return w
 
@@ -264,8 +259,8 @@ def _tensors_in(
         return reads, "init_data"
     if source is not None and not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
-            f"init_data is a {type(source).__name__}; here it is a folder, a file of safetensors, "
-            f"a name on the Hub, or a state dict. Write init_data='folder'."
+            f"init_data is a {type(source).__name__}, not a folder, a name on the Hub or a state "
+            "dict. Write init_data='folder'."
         )
     own = model.config._name_or_path
     path = own if source is None else os.fspath(source)
@@ -273,9 +268,8 @@ def _tensors_in(
     files = _files(path, revision)
     if not files:
         raise ConfigError(
-            f"the weights before quantization come from init_data, or from what the model was "
-            f"loaded from, and {path!r} has no {utils.SAFE_WEIGHTS_NAME}. Write "
-            f"init_data='folder', or init_data=plain.state_dict()."
+            f"the weights before quantization are not in {path!r}, which has no "
+            f"{utils.SAFE_WEIGHTS_NAME}. Write init_data='folder', or init_data=plain.state_dict()."
         )
     return _in_files(files), repr(path)
 
@@ -338,13 +332,12 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
         ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the tokenizer of {name!r} was not found ({error}). Save one there: "
-            f"tokenizer.save_pretrained({name!r})."
+            f"no tokenizer in {name!r} ({error}). Write tokenizer.save_pretrained({name!r})."
         ) from error
     if not ids:
         raise ConfigError(
-            f"the text has no tokens; the tokenizer is that of "
-            f"model.config._name_or_path={name!r}. Load the model from a folder with a tokenizer."
+            f"the text has no tokens for the tokenizer of {name!r}. Load the model from a folder "
+            "with one."
         )
     weight = cast("Tensor", table._parameters["weight"])
     with torch.no_grad():
