@@ -325,30 +325,23 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of a summary as a table."""
-    lines = [list(_COLUMNS), *([_cell(row, c) for c in _COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join(
-            # numbers to the right
-            text.rjust(width) if column.endswith("param") else text.ljust(width)
-            for text, width, column in zip(line, widths, _COLUMNS, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-    rule = "-" * max(map(len, texts))
-    return "\n".join([texts[0], rule, *texts[1:]])
+    cells = [list(_COLUMNS), *([_cell(row, column) for column in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # numbers to the right
+    marks = [">" if column.endswith("param") else "<" for column in _COLUMNS]
+    form = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
+    lines = [form.format(*row).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
-    text = _shown(row.get(column, ""))
+    value = row.get(column, "")
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif isinstance(value, float):
+        text = f"{value:.3f}"
+    else:
+        text = f"{value:,}" if isinstance(value, int) else str(value)
     if column == "active" and (skipped := row.get("skip_layers")):
         return f"{text}, not in blocks {', '.join(map(str, skipped))}"
     return text
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,4 +1,4 @@
-"""What the libraries that run a model need to know of it: transformers' Trainer, and TRL."""
+"""Code that runs a model: Trainer, TRL, gradient checkpointing and continuous batching."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _steps(trainer: Any, model: Any) -> bool:
 
 # --- Guards of the models inside a model with adapters, such as its encoder ---
 
-# arguments of `forward` that an inner model would take_guard as `**kwargs`
+# arguments of `forward` that an inner model would take as `**kwargs`
 _OF_WHOLE = (
     "adapter_names", "task_ids", "output_adapter_gating_scores", "output_adapter_fusion_attentions",
 )  # fmt: skip
