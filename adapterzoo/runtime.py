@@ -417,30 +417,14 @@ class ActiveState(threading.local):
             block.held.plan = change(block.held.plan)
         self.override = self.override and change(self.override)
 
-    def forget(self, name: str) -> None:
-        """Mark blocks that use a deleted adapter: they must not run without it.
-
-        Args:
-            name: of the adapter.
-        """
-        self._mark(f"the adapter {name!r}", lambda setup: name in setup.flatten())
-
-    def forget_fusion(self, name: str) -> None:
-        """Mark blocks that use deleted fusion layers.
-
-        Args:
-            name: of the fusion.
-        """
-        self._mark(
-            f"the fusion {name!r}", lambda setup: any(f.name == name for f in fusions_of(setup))
-        )
-
-    def _mark(self, gone: str, uses: Callable[[Composition], bool]) -> None:
+    def forget(self, name: str, is_fusion: bool = False) -> None:
+        """Mark blocks that use a deleted adapter or fusion: they must not run without it."""
         with _blocks_lock:
             for block in self.default.blocks:
                 setup = block.held.plan.setup
-                if setup is not None and uses(setup):
-                    block.held.gone = gone
+                names = () if setup is None else setup.flatten()
+                if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
+                    block.held.gone = f"the {'fusion' if is_fusion else 'adapter'} {name!r}"
 
     def _open_blocks(self) -> list[Block]:
         thread = threading.get_ident()

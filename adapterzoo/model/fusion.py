@@ -169,7 +169,7 @@ def enter(
 
 
 def _remove(model: AdaptedModel, name: str) -> None:
-    model._active.forget_fusion(name)
+    model._active.forget(name, is_fusion=True)
     # plans hold the layers
     model._adapter_state.plans.clear()
     model._head_strategy.removing(fusion_key(name))

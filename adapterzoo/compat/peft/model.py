@@ -139,7 +139,12 @@ class PeftModel:
                 raise ConfigError(
                     f"{name}={value!r}: the folder describes the adapter. Leave it out."
                 )
-        _check_device(torch_device)
+        try:
+            torch.device("cpu" if torch_device is None else torch_device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"torch_device={torch_device!r} is not a device. Write 'cpu', or leave it out."
+            ) from error
         path = (
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
@@ -341,15 +346,6 @@ def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
         raise ConfigError(
             "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
         )
-
-
-def _check_device(device: Any) -> None:
-    try:
-        torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"torch_device={device!r} is not a device. Write 'cpu', or leave it out."
-        ) from error
 
 
 def as_peft(model: Any) -> Any:

@@ -374,7 +374,10 @@ def init(
     """
     with naming(f"init({type(model).__name__})"):
         if isinstance(model, AdapterModelMixin):
-            _refuse_again(model, adapters_config, interface)
+            if adapters_config is not None or interface is not None:
+                raise StateError(
+                    "the model has adapters already. Write init(model) alone, and add_adapter(…)."
+                )
             return model
         _refuse_init(model)
         given = config_entry.checked_interface(model, interface)
@@ -390,13 +393,6 @@ def init(
     with naming(f"init({name})"):
         config_entry.add_all(made, adapters_config or {})
     return model
-
-
-def _refuse_again(model: Any, adapters_config: object, interface: object) -> None:
-    if adapters_config is not None or interface is not None:
-        raise StateError(
-            "the model has adapters already. Write init(model) alone, and add_adapter(…)."
-        )
 
 
 def _refuse_init(model: Any) -> None:

@@ -134,16 +134,16 @@ def _optimized(model: Any) -> set[int] | None:
     while frame is not None:
         if frame.f_code.co_name == "train":
             trainer = frame.f_locals.get("self")
-            if isinstance(trainer, trainers.Trainer) and _steps(trainer, model):
+            # it will train the model further
+            if (
+                isinstance(trainer, trainers.Trainer)
+                and unwrapped(trainer.model) is model
+                and trainer.optimizer is not None
+                and not trainer.control.should_training_stop
+            ):
                 return {id(p) for each in trainer.optimizer.param_groups for p in each["params"]}
         frame = frame.f_back
     return None
-
-
-def _steps(trainer: Any, model: Any) -> bool:
-    """Return whether a running Trainer will train the model further."""
-    is_own = unwrapped(trainer.model) is model
-    return is_own and trainer.optimizer is not None and not trainer.control.should_training_stop
 
 
 # --- Guards of the models inside a model with adapters, such as its encoder ---
