@@ -108,12 +108,12 @@ class Held:
 
     Attributes:
         plan: the active plan.
-        gone: an adapter or fusion of the plan that has been deleted or replaced; None if all are
+        deleted: an adapter or fusion of the plan that has been deleted or replaced; None if all are
             there.
     """
 
     plan: Plan
-    gone: str | None = None
+    deleted: str | None = None
 
 
 # reentrant: also taken when a block is freed, which may happen at any allocation
@@ -308,9 +308,9 @@ class ActiveState(threading.local):
         held = self._held()
         if held is None:
             return None
-        if held.gone is not None:
+        if held.deleted is not None:
             raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): {held.gone} was deleted or replaced inside "
+                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted or replaced inside "
                 "it. Leave the block."
             )
         return held.plan
@@ -424,7 +424,7 @@ class ActiveState(threading.local):
                 setup = block.held.plan.setup
                 names = () if setup is None else setup.flatten()
                 if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
-                    block.held.gone = f"the {'fusion' if is_fusion else 'adapter'} {name!r}"
+                    block.held.deleted = f"the {'fusion' if is_fusion else 'adapter'} {name!r}"
 
     def _open_blocks(self) -> list[Block]:
         thread = threading.get_ident()

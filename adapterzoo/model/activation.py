@@ -472,14 +472,14 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 _models_lock = threading.Lock()
 
 
-def announce(model: AdaptedModel) -> None:
+def register(model: AdaptedModel) -> None:
     """Let setups find the model for as long as it lives."""
     with _models_lock:
         _models.add(model)
 
 
-def withdraw(model: AdaptedModel) -> None:
-    """Undo `announce`: the model no longer has adapters."""
+def unregister(model: AdaptedModel) -> None:
+    """Undo `register`: the model no longer has adapters."""
     with _models_lock:
         _models.discard(model)
 

@@ -1383,18 +1383,18 @@ class AdapterModelMixin:
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
         owned.own(self, owned.names_of(AdapterModelMixin))
-        activation.announce(self)
+        activation.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let `AdapterSetup` find copies and unpickled models too."""
         cast("Any", super()).__setstate__(state)
-        activation.announce(self)
+        activation.register(self)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the model live on if its base model is still used, whose methods are those here."""
         # a default, since at the end of the process modules lose their globals
         if not ends() and owned.outlive(cast("Any", self)):
-            activation.announce(self)
+            activation.register(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:

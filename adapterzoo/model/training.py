@@ -142,20 +142,20 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
 # --- training as PEFT has it ---
 
 
-def train_alone(model: Any, names: str | Sequence[str], thaws: bool = False) -> None:
+def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False) -> None:
     """Train only these adapters, in the mode that the model has.
 
     Args:
         model: with adapters.
         names: one, or several that act as a stack.
-        thaws: whether a frozen one is trained too; otherwise it is only activated.
+        unfreezes: whether a frozen one is trained too; otherwise it is only activated.
     """
     setup = names if isinstance(names, str) else Stack(*names)
     was_training = model.training
     each = [names] if isinstance(names, str) else names
     frozen = [n for n in each if not any(p.requires_grad for p in parameters_of(model, n))]
     train_adapter(model, setup, False)
-    for name in () if thaws else frozen:
+    for name in () if unfreezes else frozen:
         require_grad(model, name, False)
     model.train(was_training)
 
@@ -163,7 +163,7 @@ def train_alone(model: Any, names: str | Sequence[str], thaws: bool = False) -> 
 def set_trainable(model: Any, name: str, is_trainable: bool) -> None:
     """Let an adapter that was loaded be trained, or not; the first one is trained alone."""
     if is_trainable and len(model._adapter_state.records) == 1:
-        train_alone(model, name, thaws=True)
+        train_alone(model, name, unfreezes=True)
     else:
         require_grad(model, name, is_trainable)
 

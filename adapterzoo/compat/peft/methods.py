@@ -233,7 +233,7 @@ def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
     else:
         _own_add(*call.args, **call.kwargs)
     if first is not None:
-        training.train_alone(self, name, thaws=not first.inference_mode)
+        training.train_alone(self, name, unfreezes=not first.inference_mode)
 
 
 def _add_from_peft(

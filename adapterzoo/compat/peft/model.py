@@ -181,7 +181,7 @@ class PeftModel:
         if inference_mode or is_untrained(self, own):
             cast("Any", AdapterModelMixin).set_adapter(self, names, inference_mode=True)
         else:
-            training.train_alone(self, names if len(names) > 1 else names[0], thaws=True)
+            training.train_alone(self, names if len(names) > 1 else names[0], unfreezes=True)
 
     @methods.also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
@@ -200,7 +200,7 @@ class PeftModel:
         if was_active and own.active_adapters is None and own.adapters_config:
             name = min(own.adapters_config)
             warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
-            training.train_alone(self, name, thaws=True)
+            training.train_alone(self, name, unfreezes=True)
 
     @names_call
     def save_pretrained(
