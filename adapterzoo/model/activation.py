@@ -427,7 +427,8 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
                 stack = f"set_active_adapters(Stack{names!r}), or " if len(names) > 1 else ""
                 raise ConfigError(
                     f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
-                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn')."
+                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn') "
+                    f"and fuse such adapters."
                 )
         if name == names[0]:
             paths = [path for path, _ in own]
