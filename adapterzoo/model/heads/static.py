@@ -23,7 +23,7 @@ from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import unregister
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import Tasks, head_tensors
+from adapterzoo.model.hf.info import TaskHeads, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
@@ -210,7 +210,7 @@ class StaticHead(HeadStrategy):
         tensors = record.tensors
         if STATIC not in record.document:
             cls = class_name(self.model)
-            tensors = Tasks(self.model).write(cls, record.document, tensors)
+            tensors = TaskHeads(self.model).write(cls, record.document, tensors)
         mine = copies.tensors_of(self.model, None)
         rest = {key: t for key, t in head_tensors(self.model).items() if key not in mine}
         if name is None:
