@@ -951,11 +951,13 @@ class AdapterModelMixin:
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
-        given = adapter_name_or_path, version, revision, source, options, asked
+        folder, hub_name = checkpointing.found(
+            self, adapter_name_or_path, version, revision, source, options
+        )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
-            name, is_new = hotswapping.load(self, *given, or_add=hotswap == "auto")
+            name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
         elif hotswap is False or hotswap == "auto":
-            name, is_new = checkpointing.load_adapter(self, *given), True
+            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         else:
             raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
         if is_trainable or (adapter_name is not None and is_new):
