@@ -280,7 +280,7 @@ def replan(model: AdaptedModel) -> None:
     try:
         model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
     except AdapterZooError:
-        # no step may name an adapter that is gone
+        # no step may name an adapter that was deleted
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
         raise
 
@@ -394,9 +394,9 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
             inside.setdefault(path, []).append(module)
     for name in acting if inside else ():
         for path, module in modules_of(model, name):
-            beside = [*inside.get(path, ()), module]
+            together = [*inside.get(path, ()), module]
             changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
-            if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
+            if len(together) > 1 and changes_weight and not all(map(inject.is_additive, together)):
                 raise StateError(
                     f"at {path!r} {name!r} would act on weights that hold {listing(merged)}. Write "
                     "set_active_adapters(None) and merge all of them, or reset_adapter()."

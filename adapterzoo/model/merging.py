@@ -58,8 +58,8 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
                 modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
     # check all that can be checked before the first write
-    for path, beside in modules.items():
-        for module in beside:
+    for path, own in modules.items():
+        for module in own:
             if not isinstance(module, inject.ExpertAdapters):
                 inject.mergeable(module)
         _refuse_unwritable(model, path)
@@ -71,10 +71,10 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
     try:
-        for path, beside in modules.items():
+        for path, own in modules.items():
             if first[path] != path:
                 continue
-            before[path] = _copies(layer_at(backbone, path), beside)
+            before[path] = _copies(layer_at(backbone, path), own)
             # values kept by an earlier merge are the originals
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)

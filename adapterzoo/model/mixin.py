@@ -858,9 +858,9 @@ class AdapterModelMixin:
                 adapter.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
-        loaders.save(beside, save_directory, adapter_name)
+        loaders.save(custom, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -1122,9 +1122,9 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
-        loaders.save(beside, save_directory, fusion.as_fuse(adapter_names, None).name)
+        loaders.save(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1158,9 +1158,9 @@ class AdapterModelMixin:
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
-        loaders.save(beside, save_directory, setups.names_in(adapter_setup)[-1])
+        loaders.save(custom, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,

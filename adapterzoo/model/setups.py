@@ -82,7 +82,7 @@ def load(
     source: str | None,
     hub_options: Mapping[str, Any],
     set_active: bool,
-    beside: Sequence[Any] = (),
+    custom_loaders: Sequence[Any] = (),
 ) -> tuple[Composition, HeadSetup]:
     """Load a composition with its adapters, heads and fusions, all or none.
 
@@ -122,7 +122,7 @@ def load(
             activate(model, setup)
             if strategy.is_named and names_of(heads):
                 cast("Any", model).active_head = heads
-        loaders.load(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
+        loaders.load(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()

@@ -106,7 +106,7 @@ class AdapterState:
             adapters are added, removed or moved.
         outputs: (path of an output layer, adapter) for those that have an adapter's rows of the
             table that the layer is tied to.
-        tied: keys of shared parameters → keys of those that they share, as last told to
+        tied: keys of shared parameters → keys of those that they share, as last listed for
             transformers.
         is_base: whether the model is its own base model; None: not known yet.
         embeddings: name of the active embeddings.

@@ -96,8 +96,8 @@ class PeftModel:
             ConfigError: a value of the config has no meaning here.
         """
         refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
-        theirs = cast("Any", AdapterModelMixin)
-        theirs.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+        mixin = cast("Any", AdapterModelMixin)
+        mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
 
     @names_call
     def load_adapter(
@@ -153,9 +153,9 @@ class PeftModel:
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
-        theirs, own = cast("Any", AdapterModelMixin), cast("Any", self)
+        mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
         old = own._adapter_state.records.get(adapter_name)
-        theirs.load_adapter(
+        mixin.load_adapter(
             self, folder, adapter_name=adapter_name, is_trainable=is_trainable,
             **{"overwrite_ok": True, **kwargs},
         )  # fmt: skip
@@ -774,7 +774,7 @@ class AutoPeftModel:
 
 
 def _make_room(model: Any, folder: Path) -> None:
-    """Add rows to the table of tokens if the tokenizer beside an adapter has more of them."""
+    """Add rows to the table of tokens if an adapter's tokenizer has more of them."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     tokens = len(transformers.AutoTokenizer.from_pretrained(folder))
