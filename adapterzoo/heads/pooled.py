@@ -1,12 +1,14 @@
-"""Heads on one pooled vector per sequence: pooling, then a stack of layers.
+"""Heads on one pooled vector per sequence: classes of texts and images, and multiple choice.
 
 logits = W_n · act(… act(W_1 · pool(hidden) + b_1) …) + b_n, dropout before each W.
+
+Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,12 +16,10 @@ from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
-from ._layers import LayersConfig, LayersHead
-from ._pooling import POOLINGS, Pooling, pool
-from ._static_activations import activation_after
-from .backbone import Backbone
-from .losses import LOSSES, Count, Logits
-from .task_classes import InexpressibleError, Static, StaticHead
+from ._backbone import POOLINGS, Backbone, Pooling, pool
+from ._base import COUNT, Labels, LayersConfig, LayersHead, adds_head, head_types
+from ._losses import LOSSES, Count, Logits
+from ._task_classes import InexpressibleError, Static, StaticHead, activation_after
 
 _SUMMARIES = {"first": "cls", "last": "last"}
 
@@ -166,3 +166,238 @@ def _summary_pooling(config: Mapping[str, Any]) -> str:
     if kind not in _SUMMARIES:
         raise InexpressibleError(f"its config has summary_type={kind!r}")
     return _SUMMARIES[kind]
+
+
+@head_types.register("classification")
+@config_class
+class ClassificationConfig(PooledConfig):
+    """A head that gives each sequence one of `num_labels` classes; with one label, a number."""
+
+    head_type: ClassVar[str] = "classification"
+    output_class: ClassVar[str] = "SequenceClassifierOutput"
+    pipeline_tag: ClassVar[str | None] = "text-classification"
+    peft_task: ClassVar[str | None] = "SEQ_CLS"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForSequenceClassification",)
+
+    num_labels: int = field(2, COUNT)
+    bias: bool = True
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead | None:
+        """Return the head of a sequence classifier, if its labels fit this type."""
+        fits = is_multilabel(static) == (cls is MultilabelClassificationConfig)
+        return super().from_static(static) if fits else None
+
+
+@head_types.register("multilabel_classification")
+@config_class
+class MultilabelClassificationConfig(ClassificationConfig):
+    """A head that gives a yes or no for each of `num_labels` labels."""
+
+    head_type: ClassVar[str] = "multilabel_classification"
+
+    @property
+    def problem_type(self) -> str:
+        """Always multi-label, even with a single label."""
+        return "multi_label_classification"
+
+
+def _config(*, multilabel: bool, **fields: Any) -> PooledConfig:
+    return (MultilabelClassificationConfig if multilabel else ClassificationConfig)(**fields)
+
+
+@adds_head(_config)
+def add_classification_head(
+    self: Any,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 2,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    multilabel: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that classifies whole sequences, and make it the active one.
+
+    Args:
+        self: the model.
+        head_name: of the new head.
+        num_labels: number of classes; 1 for a number instead (regression).
+        layers: number of linear layers.
+        activation_function: between them; None: none.
+        overwrite_ok: whether a head of that name may be replaced.
+        multilabel: whether each class is a separate yes or no.
+        id2label: names of the classes.
+        use_pooler: whether to use the model's own pooled output.
+        pooling: the tokens that represent the sequence; "auto": as in the model's family.
+    """
+
+
+# the pooling before the single layer, by type of model
+_POOLING: Mapping[str, str] = {
+    model_type: pooling
+    for pooling, model_types in (
+        ("cls", "deit vit vit_msn pvt"),
+        ("mean", "ijepa levit"),
+        (
+            "pooler",
+            (
+                "beit convnext convnextv2 data2vec-vision focalnet mobilevit mobilevitv2 regnet "
+                "resnet swin swinv2"
+            ),
+        ),
+    )
+    for model_type in model_types.split()
+}
+
+
+@head_types.register("image_classification")
+@config_class
+class ImageClassificationConfig(PooledConfig):
+    """A head that gives images a class; with `multilabel`, a yes or no for each class."""
+
+    head_type: ClassVar[str] = "image_classification"
+    output_class: ClassVar[str] = "ImageClassifierOutput"
+    pipeline_tag: ClassVar[str | None] = "image-classification"
+    peft_classes: ClassVar[str | None] = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForImageClassification",)
+
+    num_labels: int = field(2, COUNT)
+    multilabel: bool = False
+    bias: bool = True
+
+    @property
+    def problem_type(self) -> str:
+        """As for text; with a single label, a regression."""
+        several = self.multilabel and self.num_labels > 1
+        return "multi_label_classification" if several else super().problem_type
+
+    @classmethod
+    def pooling_of(cls, static: Static) -> str:
+        """Return the pooling before the single layer of an image classifier.
+
+        Raises:
+            InexpressibleError: it is unknown.
+        """
+        model_type = str(static.config.get("model_type"))
+        if model_type not in _POOLING:
+            raise InexpressibleError(f"the pooling of a {model_type} is unknown")
+        return _POOLING[model_type]
+
+    @classmethod
+    def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
+        """Return the fields for the labels, and whether each is a yes or no."""
+        return {**super().labels_of(static, outputs), "multilabel": is_multilabel(static)}
+
+
+@adds_head(ImageClassificationConfig)
+def add_image_classification_head(
+    self: Any,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    multilabel: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that classifies images; arguments as of `add_classification_head`."""
+
+
+# arguments of the base model with one row for each sequence
+_PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+
+
+@head_types.register("multiple_choice")
+@config_class
+class MultipleChoiceConfig(PooledConfig):
+    """A head that chooses the best of `num_choices` sequences, each scored by itself."""
+
+    head_type: ClassVar[str] = "multiple_choice"
+    output_class: ClassVar[str] = "MultipleChoiceModelOutput"
+    pipeline_tag: ClassVar[str | None] = "multiple-choice"
+    count_field: ClassVar[str] = "num_choices"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForMultipleChoice",)
+
+    num_choices: int = field(2, COUNT)
+
+    @property
+    def d_out(self) -> int:
+        """One score for each sequence."""
+        return 1
+
+    @property
+    def problem_type(self) -> str:
+        """The choices are classes."""
+        return "single_label_classification"
+
+    def prepare_inputs(self, inputs: dict[str, Any]) -> None:
+        """Flatten the choices into the batch: `[batch, choices, …]` → `[batch · choices, …]`."""
+        for name in _PER_SEQUENCE:
+            value = inputs.get(name)
+            if isinstance(value, Tensor) and value.dim() == (4 if name == "inputs_embeds" else 3):
+                inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
+
+    def build(self, backbone: Backbone) -> MultipleChoiceHead:
+        """Return a fresh head."""
+        return MultipleChoiceHead(self, backbone)
+
+    @classmethod
+    def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
+        """Return as many choices as the config has labels; 2 if it has none."""
+        return {"num_choices": len(static.config.get("id2label") or (0, 1))}
+
+
+class MultipleChoiceHead(PooledHead):
+    """A score for each sequence, compared within each group of choices."""
+
+    config: MultipleChoiceConfig
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return logits `[batch, num_choices]`.
+
+        Args:
+            hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.
+            mask: `[batch · num_choices, tokens]`.
+
+        Raises:
+            ConfigError: the sequences do not divide into groups of choices.
+        """
+        choices = self.config.num_choices
+        if hidden.shape[0] % choices:
+            raise ConfigError(
+                f"multiple choice: {hidden.shape[0]} sequences do not divide into groups of "
+                f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
+            )
+        return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
+
+
+@adds_head(MultipleChoiceConfig)
+def add_multiple_choice_head(
+    self: Any,
+    head_name: str,
+    num_choices: int = 2,
+    layers: int = 2,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that chooses among sequences; inputs are `[batch, num_choices, tokens]`.
+
+    Args:
+        self: the model.
+        head_name: of the new head.
+        num_choices: number of sequences to choose from.
+        layers: as of `add_classification_head`, like the rest.
+        activation_function: between the layers.
+        overwrite_ok: whether a head of that name may be replaced.
+        id2label: names of the choices.
+        use_pooler: whether to use the model's own pooled output.
+        pooling: the tokens that represent a sequence.
+    """

@@ -18,11 +18,9 @@ from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
-from ._call import HeadCall
-from ._layers import COUNT
-from .backbone import Backbone
-from .base import HeadConfig, PredictionHead, head_types
-from .losses import Count, Logits
+from ._backbone import Backbone
+from ._base import COUNT, HeadConfig, PredictionHead, head_types
+from ._losses import Count, Logits
 
 STATIC = "static"
 """The type, and the key of a task class in checkpoints of such a class."""
@@ -142,7 +140,7 @@ class TaskHead(PredictionHead):
         """
         return self.around(base)(**inputs)
 
-    def answer(self, call: HeadCall) -> Any:
+    def answer(self, call: Any) -> Any:
         """Return the output of the class."""
         return self(call.base, call.arguments(self.task_class.forward))
 

@@ -1,14 +1,148 @@
-"""Label names of heads, generated and checked; and labels among the arguments of `forward`."""
+"""Labels among the arguments of `forward`, their names, and the losses that read them.
+
+Losses are float32 or wider, ignore −100, and are finite when no label counts. The range of labels
+is checked on the CPU outside of compiled code, where that is cheap. On other devices a check would
+synchronize, and PyTorch's own device-side assertion catches labels out of range. Dtype and shape
+are always checked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError, listing
+
+IGNORED = -100
+Logits: TypeAlias = Tensor | tuple[Tensor, ...]
+"""The result of a head's `forward`."""
+Count: TypeAlias = Tensor | int | None
+"""The number of labels that divides a sum of losses; None: that of the batch."""
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Return the label of the next token at each token, `[batch, tokens]`; −100 at the last."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
+    """Return the mean of −log softmax(logits)[label] over the labels that are not −100.
+
+    Args:
+        logits: `[*batch, classes]`.
+        labels: `[*batch]` integers, with any further dimensions of size 1; −100 does not count.
+        count: divides the sum, instead of the number of labels that count.
+
+    Raises:
+        ConfigError: wrong dtype, shape or value of the labels.
+    """
+    classes = logits.shape[-1]
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        raise ConfigError(
+            f"labels: dtype {labels.dtype} for {classes} classes; class numbers are integers from "
+            f"0 to {classes - 1}. Write labels.long(), or multilabel=True for a head that takes "
+            f"a yes or no for each class."
+        )
+    labels = _shaped(labels, logits.shape[:-1]).to(logits.device, torch.long)
+    check_range(labels, 0, classes - 1)
+    total = F.cross_entropy(
+        _wide(logits).reshape(-1, classes),  # [labels, classes]
+        labels.reshape(-1),  # [labels]
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return total / _count(labels != IGNORED, count)
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
+    """Return the mean binary cross entropy of σ(logits) over the labels that count.
+
+    Args:
+        logits: `[batch, classes]`.
+        labels: the same shape, from 0 to 1; −100 does not count.
+        count: divides the sum, instead of the number of labels that count.
+
+    Raises:
+        ConfigError: wrong shape or value of the labels.
+    """
+    wide = _wide(logits)
+    labels = _shaped(labels, logits.shape).to(logits.device, wide.dtype)
+    check_range(labels, 0, 1)
+    counts = labels != IGNORED
+    each = F.binary_cross_entropy_with_logits(wide, labels.where(counts, 0.0), reduction="none")
+    return each.where(counts, 0.0).sum() / _count(counts, count)
+
+
+def squared_error(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
+    """Return the mean of (logits − labels)²; every value is a target, −100 too.
+
+    Args:
+        logits: `[batch, 1]`.
+        labels: `[batch]` or `[batch, 1]`.
+        count: divides the sum, instead of the number of labels.
+
+    Raises:
+        ConfigError: wrong shape of the labels.
+    """
+    wide = _wide(logits)
+    labels = _shaped(labels, logits.shape[:-1]).to(logits.device, wide.dtype)
+    numbers = wide.squeeze(-1)  # [batch]
+    total = (numbers - labels).square().sum()
+    return total / _count(torch.ones_like(labels), count)
+
+
+def check_range(labels: Tensor, low: int, high: int) -> None:
+    """Check that the labels that count lie within `low ≤ label ≤ high`, on the CPU.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+        return
+    # not (low ≤ label ≤ high): NaN is wrong too
+    wrong = ~((labels >= low) & (labels <= high)) & (labels != IGNORED)
+    if bool(wrong.any()):
+        raise ConfigError(
+            f"labels: {labels[wrong][0].item()} is not a label of this head; legal are {low} to "
+            f"{high}, and {IGNORED} to ignore a place. Correct the labels, or add the head with as "
+            f"many labels as the data has."
+        )
+
+
+def _shaped(labels: Tensor, shape: torch.Size) -> Tensor:
+    if labels.shape == shape:
+        return labels
+    kept = [size for size in labels.shape if size != 1]
+    if kept != [size for size in shape if size != 1]:
+        raise ConfigError(
+            f"labels: shape {list(labels.shape)} does not fit logits for {list(shape)}. "
+            f"Write labels of shape {list(shape)}."
+        )
+    return labels.reshape(shape)  # [*shape]
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(compute_dtype(logits.dtype))
+
+
+def _count(counts: Tensor, given: Count) -> Tensor | int:
+    if given is None:
+        # at least 1: the loss of a batch is 0 if all labels are ignored
+        return counts.sum().clamp(min=1)
+    return given.to(counts.device).clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
+
+
+LOSSES = {
+    "multi_label_classification": binary_cross_entropy,
+    "regression": squared_error,
+    "single_label_classification": cross_entropy,
+}
+"""The losses by the `problem_type` of transformers' configs."""
 
 
 def numbered(count: int) -> dict[str, int]:
