@@ -222,7 +222,7 @@ def test_the_former_names_are_those_that_peft_knows():
 
 def test_one_of_two_former_layers_is_not_enough():
     model = ours("mixtral")
-    with pytest.raises(ConfigError, match=r"\['q_proj', 'w1'\] has 'w1' without 'w3'"):
+    with pytest.raises(ConfigError, match=r"\['q_proj', 'w1'\] lacks 'w3'"):
         model.add_adapter("a", peft.LoraConfig(target_modules=["w1", "q_proj"]))
 
 
