@@ -28,7 +28,6 @@ from . import activation, adapters, averaging, checkpointing, fusion, merging, s
 from . import hotswap as hotswapping
 from .adapterhub import arguments, loaders
 from .adapterhub.config import AdaptersConfig
-from .adapterhub.names import with_names_of_adapters
 from .conversion import converting
 from .conversion.certificate import Certificate
 from .conversion.converting import Size
@@ -49,7 +48,6 @@ from .state import (
 
 
 @names_calls
-@with_names_of_adapters
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; list it before that class among the bases.
 

@@ -1,11 +1,11 @@
-"""Methods and properties of `adapters` that say in other words what a model here has anyway."""
+"""Methods and properties of `adapters`: other names of what a model here has."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,8 +19,6 @@ from adapterzoo.model import adapters, fusion
 from adapterzoo.model.fusion import FuseArgument
 from adapterzoo.model.state import AdapterState, modules_of
 
-T = TypeVar("T")
-
 
 class _InvertibleAdapters(AdapterDict):
     """The invertible functions of a model; they go with their adapters."""
@@ -33,15 +31,7 @@ class _InvertibleAdapters(AdapterDict):
         )
 
 
-def with_names_of_adapters(cls: type[T]) -> type[T]:
-    """Decorate a class of models: it gets the members of `NamesOfAdapters`."""
-    for name, member in vars(NamesOfAdapters).items():
-        if not name.startswith("_"):
-            setattr(cls, name, member)
-    return cls
-
-
-class NamesOfAdapters:
+class AdaptersMethods:
     """The members, in one place."""
 
     _adapter_state: AdapterState
