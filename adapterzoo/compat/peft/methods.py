@@ -154,7 +154,11 @@ class PeftMethods:
             StateError: there is no name, and not exactly one adapter is active.
             UnknownNameError: the adapter is unknown.
         """
-        return tensors.tensors_of_peft(self, adapter_name, state_dict)
+        if state_dict is not None:
+            raise ConfigError(
+                "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
+            )
+        return tensors.encoded(self, tensors.one_name(self, adapter_name))[1]
 
     def enable_peft_hotswap(
         self,

@@ -503,7 +503,8 @@ def get_peft_model_state_dict(
         UnknownNameError: the adapter is unknown.
     """
     _check_model(model)
-    return tensors.tensors_of_peft(model, adapter_name, state_dict)
+    found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
+    return found
 
 
 @names_call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import formats
-from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
+from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats import fit, places
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.model import checkpointing, sharding
@@ -23,21 +23,6 @@ from adapterzoo.model.state import (
     named_tensors,
     own_parameters_of,
 )
-
-
-def tensors_of_peft(
-    model: AdaptedModel, name: str | None, state_dict: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return the tensors of an adapter and its head; they share memory with the model's.
-
-    Raises:
-        ConfigError: a state dict is given.
-    """
-    if state_dict is not None:
-        raise ConfigError(
-            "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
-        )
-    return encoded(model, one_name(model, name))[1]
 
 
 def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
