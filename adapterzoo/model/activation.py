@@ -51,7 +51,6 @@ from adapterzoo.errors import (
     DuplicateNameError,
     SiteError,
     StateError,
-    UnknownNameError,
     listing,
     naming,
     unknown_name,
@@ -544,34 +543,35 @@ class AdapterSetup:
             ConfigError: a model has no block of a number in `skip_layers`.
             UnknownNameError: no model has all of the named adapters and heads.
         """
-        with naming(lambda: repr(self)):
-            self._entered.append((_here(), self._entered_models()))
-        return self
-
-    def _entered_models(self) -> ExitStack:
-        """Activate the setup in every model that has all of its names."""
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
         # layers of a fusion belong to one model, like the adapters that they fuse
         fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
-        heads = self._heads
         known: set[str] = set()
         found = False
         with _models_lock:
             models = list(_models)
-        with ExitStack() as stack:
+        with naming(lambda: repr(self)), ExitStack() as stack:
             for model in models:
-                adapters, own_heads = model._adapter_state.records, {*model.known_heads()}
-                known |= {*adapters, *own_heads}
+                adapters, heads = model._adapter_state.records, {*model.known_heads()}
+                known |= {*adapters, *heads}
                 if not fusions <= {*model._adapter_state.fusions}:
                     continue
-                if {*names} <= {*adapters} and {*heads} <= own_heads:
+                if {*names} <= {*adapters} and {*self._heads} <= heads:
                     skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
                     plan = make_plan(model, self.adapter_setup, self.head_setup, skipped)
                     stack.enter_context(model._active.entered(plan))
                     found = True
             if not found and not self.ignore_empty:
-                raise self._error([*names, *heads], known)
-            return stack.pop_all()
+                for name in (*names, *self._heads):
+                    if name not in known:
+                        raise unknown_name("", "adapter or head", name, known)
+                raise StateError(
+                    "no single model has all of these. Call add_adapter or load_adapter first (and "
+                    "add_adapter_fusion where there is a Fuse), or write "
+                    "AdapterSetup(…, ignore_empty=True)."
+                )
+            self._entered.append((_here(), stack.pop_all()))
+        return self
 
     def __exit__(
         self,
@@ -603,16 +603,6 @@ class AdapterSetup:
             skipped = self.skip_layers
             call += f", skip_layers={list(skipped) if isinstance(skipped, tuple) else skipped!r}"
         return f"AdapterSetup({call})"
-
-    def _error(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
-        for name in names:
-            if name not in known:
-                return unknown_name("", "adapter or head", name, known)
-        return StateError(
-            "no single model has all of these. Call add_adapter or load_adapter first (and "
-            "add_adapter_fusion where there is a Fuse), or write "
-            "AdapterSetup(…, ignore_empty=True)."
-        )
 
 
 def _here() -> tuple[int, object]:
