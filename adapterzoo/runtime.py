@@ -186,8 +186,8 @@ class CallContext:
         """
         if not self.stacks:
             raise StateError(
-                "a layer was called outside of its encoder or decoder, and an active adapter "
-                "there reads the mask and the length of the prompt. Call the whole model."
+                "a layer was called outside of its encoder or decoder, whose call an active "
+                "adapter reads. Call the whole model."
             )
         return self.stacks[-1].call
 
@@ -310,8 +310,8 @@ class ActiveState(threading.local):
             return None
         if held.gone is not None:
             raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): {held.gone} was deleted or "
-                f"replaced while the block was open. Leave the block, or enter a new one."
+                f"AdapterSetup({held.plan.setup!r}): {held.gone} was deleted or replaced inside "
+                "it. Leave the block."
             )
         return held.plan
 
@@ -338,10 +338,9 @@ class ActiveState(threading.local):
         elif self.noted is not None:
             return self.noted
         raise StateError(
-            "compiled forward(): another asyncio task is inside an AdapterSetup, and compiled code "
-            "cannot tell which block this task is in. Write the call in a 'with AdapterSetup(…)' "
-            "block of its own (AdapterSetup(None) for the base model) without an await between "
-            "the start of the block and the call, or pass adapter_names=[…]."
+            "compiled forward(): another asyncio task is inside an AdapterSetup. Write the call "
+            "in a 'with AdapterSetup(…)' block of its own (AdapterSetup(None) for the base model) "
+            "without an await before it."
         )
 
     @contextmanager

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from variants import VARIANTS
 
 from adapterzoo import AdapterZooError, kernels
-from adapterzoo.contracts import _dtypes, widest
+from adapterzoo.contracts import adapter, widest
 from adapterzoo.kernels.cayley import cayley
 
 

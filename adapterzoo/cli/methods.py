@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoModel
 
-from adapterzoo.checkpoint.peft.heads import TASKS
 from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.formats.peft.heads import TASKS
 from adapterzoo.model import init
 from adapterzoo.model.conversion.certificate import Certificate
 from adapterzoo.model.conversion.converting import Size, add_changes

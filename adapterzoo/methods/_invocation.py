@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import BaseLayer

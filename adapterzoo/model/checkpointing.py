@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from adapterzoo import hub
+from adapterzoo import formats, hub
 from adapterzoo.arguments import one_of
-from adapterzoo.checkpoint import fit, folders, formats
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
+from adapterzoo.formats import fit, folders
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import build, device_of, inject_path, layer_at
 from adapterzoo.methods import undrawn
 from adapterzoo.names import check_name

@@ -28,7 +28,7 @@ from adapterzoo.names import check_name
 
 from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, set_active
 from .hf.backbone import text_config
-from .hf.continuous_batching import refuse_while_batching
+from .hf.hosts import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, fusion_modules, modules_of
 
@@ -98,7 +98,7 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     if name in model._adapter_state.fusions:
         if not overwrite_ok:
             raise DuplicateNameError(
-                f"there is a fusion {name!r}. Write overwrite_ok=True to replace it, or "
+                f"there is a fusion {name!r}. Write overwrite_ok=True, or "
                 f"delete_adapter_fusion({name!r})."
             )
         refuse_overridden(model, name)

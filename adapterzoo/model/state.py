@@ -6,7 +6,7 @@ Tensors live in the modules of the model, except for the originals of merged wei
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -24,7 +24,7 @@ from adapterzoo.anatomy import (
 from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import unknown_name
+from adapterzoo.errors import ConfigError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
@@ -147,6 +147,22 @@ class AdapterState:
             raise unknown_name("", "adapter", name, self.records)
         return self.records[name]
 
+    def find_all(self, names: str | Sequence[str]) -> list[str]:
+        """Return names as a list, after checking that there are adapters of these names.
+
+        Raises:
+            ConfigError: there is no name.
+            UnknownNameError: an adapter is unknown.
+        """
+        # anything else is looked for as a name, and not found
+        listed = isinstance(names, (list, tuple, set, frozenset))
+        each: list[Any] = [*dict.fromkeys(names)] if listed else [names]
+        if not each:
+            raise ConfigError(f"no name is given. Adapters: {listing(self.records)}. Write one.")
+        for name in each:
+            self.find(name)
+        return each
+
     def find_fusion(self, name: str) -> FusionRecord:
         """Return the record of a fusion.
 
@@ -163,7 +179,6 @@ class AdaptedModel(Protocol):
 
     _active: ActiveState
     _adapter_state: AdapterState
-    _is_saved_for_peft: bool
 
     @property
     def _head_strategy(self) -> HeadStrategy:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
-from adapterzoo.contracts import _dtypes
+from adapterzoo.contracts import adapter
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import use
 from adapterzoo.kernels.cayley import cayley, cayley_reference

@@ -15,7 +15,7 @@ from snapshots import changes, output, refused, same_bits, snapshot, stir
 
 from adapterzoo import AdapterSetup, Stack
 from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
-from adapterzoo.model.setup import announce
+from adapterzoo.model.activation import announce
 
 # names that no model of another test has: a setup holds for every model that knows its names
 A, B = "setup-a", "setup-b"

@@ -15,9 +15,8 @@ from adapterzoo.contracts import InvertibleAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
-from adapterzoo.model import fusion
+from adapterzoo.model import adapters, fusion
 from adapterzoo.model.fusion import FuseArgument
-from adapterzoo.model.peft import switching
 from adapterzoo.model.state import AdapterState, modules_of
 
 T = TypeVar("T")
@@ -89,7 +88,8 @@ class NamesOfAdapters:
         """
         is_kind = isinstance(type_or_config, str)
         found = AdapterMethod.examples.get(type_or_config) if is_kind else None
-        return switching.supports(self, type_or_config if found is None else found)
+        config = AdapterConfig.load(type_or_config if found is None else found)
+        return adapters.supports(self, config)
 
     @property
     def invertible_adapters(self) -> AdapterDict:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import fit
-from adapterzoo.checkpoint.digest import digest, same_bits
-from adapterzoo.checkpoint.formats import OWN_OUTPUT
 from adapterzoo.composition import Composition, Step
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import OWN_OUTPUT
+from adapterzoo.formats.digest import digest, same_bits
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.activation import withdraw
 from adapterzoo.model.hf.hosts import gives_loss
 from adapterzoo.model.hf.info import Tasks, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
-from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies, embeddings, naming

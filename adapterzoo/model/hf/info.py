@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.checkpoint.digest import same_values
-from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
+from adapterzoo.formats.checkpoint import ModelInfo
+from adapterzoo.formats.digest import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
 from adapterzoo.inject.building import layer_at, plain_state
@@ -25,9 +25,7 @@ from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
 
 from . import task_heads
-from .backbone import describe, text_config
-from .renaming import renamer
-from .split_experts import split_experts
+from .backbone import describe, renamer, split_experts, text_config
 from .task_classes import from_static, is_task, to_static
 
 
