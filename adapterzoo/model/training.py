@@ -16,7 +16,7 @@ from adapterzoo.composition import fusions_of, parse
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods._table import Table
+from adapterzoo.methods.copies.table import Table
 
 from . import adapters
 from .activation import refuse_merged, set_active

@@ -16,20 +16,20 @@ from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config_base import config_class
-from adapterzoo.configs import Placement, architectures, config_strings
+from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.fields import Layers, field
-from adapterzoo.spelling import spelled
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import PeftSpelling, spelled
 
-from . import _ln_tuning_spelling
 from ._beside import BesideConfig
-from ._layer_copy import CopyConfig
 from ._patterns import Excluded, Modules, matches
+from ._peft_arguments import EXCLUDED, TARGETS
+from .copies.layers import CopyConfig
 
 
 @architectures.register("ln_tuning")
 @config_strings.register("ln_tuning")
-@spelled(_ln_tuning_spelling.peft)
 @config_class
 class LNTuningConfig(BesideConfig, CopyConfig):
     """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
@@ -70,17 +70,16 @@ class LNTuningConfig(BesideConfig, CopyConfig):
         if missing or not found:
             raise SiteError(
                 f"LNTuningConfig(target_modules={wanted!r}): no norm matches "
-                f"{listing(missing) if missing else repr(wanted)}. Names of norms in this model: "
-                f"{_names(norms)}. Write some of them."
+                f"{listing(missing) if missing else repr(wanted)}. Write some of {_names(norms)}."
             )
         out = self.exclude_modules
         names = {out: out} if isinstance(out, str) else {name: (name,) for name in out or ()}
         idle = [n for n, part in names.items() if not any(matches(s.path, part) for s in norms)]
         if idle:
             warnings.warn(
-                f"LNTuningConfig(exclude_modules={out!r}): no norm matches {listing(idle)}, so it "
-                f"excludes nothing. Names of norms in this model: {_names(norms)}. Write some of "
-                f"them, or leave it out.",
+                f"LNTuningConfig(exclude_modules={out!r}): no norm matches {listing(idle)}. Write "
+                f"some of "
+                f"{_names(norms)}, or leave it out.",
                 stacklevel=2,
             )
         kept = [s for s in found if out is None or not matches(s.path, out)]
@@ -95,3 +94,29 @@ class LNTuningConfig(BesideConfig, CopyConfig):
 
 def _names(sites: Iterable[Site]) -> str:
     return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30) or "none"
+
+
+def _peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """Return how PEFT spells LN tuning: a copy of each norm."""
+    return PeftSpelling(
+        config=config,
+        peft_type="LN_TUNING",
+        arguments=PeftArguments(
+            class_name="LNTuningConfig",
+            fields={
+                "target_modules": TARGETS["target_modules"],
+                "modules_to_save": TARGETS["modules_to_save"],
+                **EXCLUDED,
+            },
+        ),
+        tensors={
+            "layer.weight": ("ln_tuning_layers.weight",),
+            "layer.bias": ("ln_tuning_layers.bias",),
+        },
+        of_norms=True,
+        # RMS norms have no bias
+        maybe=frozenset({"layer.weight", "layer.bias"}),
+    )
+
+
+spelled(_peft)(LNTuningConfig)

@@ -11,7 +11,8 @@ sub-layer's output, inp the residual stream before it, and s = h + inp:
     original_ln_before, pre-LN  s ← s + f(s)
     parallel                    h ← h + f(inp)
 
-The four cases are in `_bottleneck_sites.py`, f is in `_bottleneck_layer.py`.
+f and the four cases are in `layers.py`, the fields in `config.py`; `compacter.py` has other
+matrices, `invertible.py` a function of the embeddings.
 
 Differs from the papers: nothing. Differs from adapters: a seed gives each site values of its own;
 "post_add" holds in pre-LN blocks too, where it means the same as elsewhere; a `Stack` of parallel
@@ -27,13 +28,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.configs import config_strings
 from adapterzoo.spelling import spelled
 
-from . import _bottleneck_spelling
-from ._bottleneck_sites import BnConfig as BnConfig
+from .config import BnConfig
+from .formats import adapterhub
+from .languages import NoLanguageAdaptersConfig as NoLanguageAdaptersConfig
 
-architectures.register("bottleneck")(spelled(_bottleneck_spelling.adapterhub)(BnConfig))
+spelled(adapterhub)(BnConfig)
 
 
 @config_strings.register("seq_bn", "pfeiffer")
@@ -112,3 +114,24 @@ class AdapterPlusConfig(BnConfig):
     init_weights: str = "houlsby"
     scaling: float | str = "channel"
     stochastic_depth: float = 0.1
+
+
+@config_strings.register("compacter")
+@config_class
+class CompacterConfig(BnConfig):
+    """Mahabadi et al. 2021: behind attention and behind the feed-forward part."""
+
+    mh_adapter: bool = True
+    output_adapter: bool = True
+    reduction_factor: float | Mapping[str, float] = 32
+    non_linearity: str = "gelu"
+    phm_layer: bool = True
+
+
+@config_strings.register("compacter++")
+@config_class
+class CompacterPlusPlusConfig(CompacterConfig):
+    """Mahabadi et al. 2021: behind the feed-forward part alone."""
+
+    mh_adapter: bool = False
+    original_ln_before: bool = True

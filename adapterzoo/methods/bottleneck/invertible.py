@@ -8,7 +8,7 @@ With x₁, x₂ the halves of the first block's input, and F, G = W₂ φ(W₁ x
     x₂ = y₂ − G(y₁)        x₁ = y₁ − F(x₂)
 
 The inverse acts on the input of the last layer of a named language modeling head. φ is that of the
-bottlenecks in the blocks, which do not change (`methods/bottleneck.py`).
+bottlenecks in the blocks, which do not change (`bottleneck`).
 
 Differs from the paper: nothing. Differs from adapters: all adapters of a `Stack` act, with their
 inverses in the opposite order, while adapters uses only the first; each row of a batch has its own.
@@ -24,19 +24,17 @@ Cannot do: merging; averages and splits; the logits of a fusion; "glow".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
-from adapterzoo.contracts import BaseLayer, FusibleAdapter
+from adapterzoo.contracts import BaseLayer, FusibleAdapter, InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError, StateError
-
-from ._bottleneck_fields import BottleneckFields, InvertibleKind, invertible_adapters
-from ._init import DTYPES, constant, drawn, generator, normal
-from ._products import Affine
+from adapterzoo.methods._init import DTYPES, constant, drawn, generator, normal
+from adapterzoo.methods._products import Affine
 
 
 class NiceBlock(nn.Module):
@@ -47,13 +45,11 @@ class NiceBlock(nn.Module):
         G: the same.
     """
 
-    def __init__(
-        self, config: BottleneckFields, d: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: Any, d: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make the parameters: weights N(0, 0.02), biases 0.
 
         Args:
-            config: of the adapter.
+            config: a `BnConfig`.
             d: input width of the first block.
             device: of the parameters.
             dtype: of the parameters, if the config has none.
@@ -117,11 +113,25 @@ class NiceBlock(nn.Module):
         return t.to(x.dtype)
 
 
-@invertible_adapters.register("nice")
-class NiceAdapter(InvertibleKind, FusibleAdapter):
+class InvertibleModules(SharedModules):
+    """Shared modules with an invertible function; as a module it is this function."""
+
+    container = "invertible_adapters"
+
+    def forward(self, x: Tensor, rev: bool = False) -> Tensor:
+        """Return the function of `x` `[*batch, d]`, or its inverse with `rev`; same shape."""
+        return cast("Tensor", self["invertible"](x, rev=rev))
+
+
+class NiceAdapter(InvertibleAdapter, FusibleAdapter):
     """The function at the input of the first block; its parameters are shared with the head."""
 
-    block = NiceBlock
+    container = InvertibleModules.container
+
+    def __init__(self, *, is_unscaled: bool) -> None:
+        """Keep whether the function reads the output of a table without its scale."""
+        super().__init__()
+        self.is_unscaled = is_unscaled
 
     def update(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return how the function changes `x` `[*batch, d]`, same shape."""

@@ -14,11 +14,12 @@ Cost per site: no parameters; one norm instead of a language adapter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config_base import config_class
@@ -28,7 +29,43 @@ from adapterzoo.errors import SiteError
 from adapterzoo.fields import Layers, field
 from adapterzoo.spelling import AdapterHubSpelling, spelled
 
-from ._languages import JOINING, check_languages, norm_of
+JOINING = (
+    "ConfigUnion(config, NoLanguageAdaptersConfig()), a bottleneck with site_convention='xmod'"
+)
+
+
+def check_languages(anatomy: Anatomy, asked: str) -> None:
+    """Check that the model has language adapters.
+
+    Args:
+        anatomy: of the model.
+        asked: what needs them.
+
+    Raises:
+        SiteError: it has none.
+    """
+    if not any(block.languages for block in anatomy.blocks):
+        raise SiteError(
+            f"{asked}: the blocks of this model have no language adapters to leave out; those of "
+            f"X-MOD have some. Write a config without it."
+        )
+
+
+def norm_of(path: str, base: BaseLayer) -> Callable[[Tensor], Tensor]:
+    """Return LN, the norm that the model has in front of its language adapters.
+
+    Args:
+        path: of the module that ends in them.
+        base: the layer, in a call.
+    """
+    module: Any = base.part(path)
+    norm = module.adapter_layer_norm
+    if norm is None and module.adapter_reuse_layer_norm:
+        norm = module.LayerNorm
+    if norm is None:
+        return lambda x: x
+    # adapters of other rows may act in the module
+    return lambda x: layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 def _added(configs: Sequence[AdapterConfig], anatomy: Anatomy) -> AdapterConfig | None:

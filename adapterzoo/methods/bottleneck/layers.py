@@ -1,11 +1,11 @@
-"""The function f of a bottleneck and the sum with its result; see `bottleneck` for its sites."""
+"""The function f of a bottleneck, and how its result joins the stream at each kind of site."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Self, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,22 @@ from torch.nn.functional import dropout
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
-from adapterzoo.contracts import BaseLayer, FusibleAdapter
+from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
+from adapterzoo.errors import StateError
 from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.methods._gate import Gate
+from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
+from adapterzoo.methods._products import Affine, Product, by_rows, dense_by_rows
+from adapterzoo.methods._rows import features, gated, normed, restored
 
-from ._bottleneck_fields import BottleneckFields
-from ._gate import Gate
-from ._hypercomplex import Projection, projections
-from ._init import DTYPES, constant, drawn, generator, kaiming, normal
-from ._products import Affine, Product, by_rows, dense_by_rows
-from ._rows import features, gated, normed, restored
+from .compacter import HypercomplexProjection
+from .languages import JOINING, norm_of
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 """A function that replaces a bottleneck's f; None: f itself."""
+
+Norm: TypeAlias = Callable[[Tensor], Tensor] | None
 
 Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """The sum of a bottleneck, from its input and the tensor that its result is added to."""
@@ -66,13 +69,11 @@ class BottleneckLayer(FusibleAdapter):
 
     scaling: Tensor | float
 
-    def __init__(
-        self, config: BottleneckFields, site: Site, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
         """Make the parameters.
 
         Args:
-            config: of the adapter.
+            config: a `BnConfig`.
             site: gives block number and width.
             device: of the parameters.
             dtype: of the layer.
@@ -206,8 +207,8 @@ class BottleneckLayer(FusibleAdapter):
             base: the module; needed if layers share.
             device: of the bottleneck's input.
         """
-        down: Affine | Projection = getattr(self.adapter_down, self.down_name)
-        up: Affine | Projection = self.adapter_up
+        down: Affine | HypercomplexProjection = getattr(self.adapter_down, self.down_name)
+        up: Affine | HypercomplexProjection = self.adapter_up
         if isinstance(down, Affine) or isinstance(up, Affine):
             pair = cast("Affine", down), cast("Affine", up)
             first, last = (Product((p.weight,), (1,), p.bias) for p in pair)
@@ -287,19 +288,17 @@ class BottleneckLayer(FusibleAdapter):
 
 
 def _projections(
-    config: BottleneckFields,
+    config: Any,
     d_model: int,
     width: int,
     source: torch.Generator | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[Affine | Projection, Affine | Projection]:
+) -> tuple[Affine | HypercomplexProjection, Affine | HypercomplexProjection]:
     """Return the new down and up projection of a layer."""
     if config.phm_layer:
-        made, zero = projections["phm"], config.init_weights == "mam_adapter"
-        build = partial(made, config, source=source, device=device, dtype=dtype)
-        down = build("down", d_model, width, zero=False)
-        return down, build("up", width, d_model, zero=zero)
+        made = partial(HypercomplexProjection, config, source=source, device=device, dtype=dtype)
+        return made("down", d_model, width), made("up", width, d_model)
     bert, houlsby, zeros = normal(0.02, source), _truncated_normal(0.01, source), constant(0.0)
     fresh_down, fresh_up = {
         "bert": (bert, bert),
@@ -330,3 +329,166 @@ def drop_rows(x: Tensor, p: float) -> Tensor:
 def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
     """Normal with mean 0, cut off at two deviations."""
     return lambda t: nn.init.trunc_normal_(t, 0.0, std, -2 * std, 2 * std, generator=source)
+
+
+# --- the documented places ---
+
+
+class Bottleneck(BottleneckLayer):
+    """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        return add(y, y)
+
+
+class ParallelBottleneck(BottleneckLayer):
+    """h ← h + f(inp)."""
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        return add(base.residual, y)
+
+
+class StreamBottleneck(BottleneckLayer):
+    """h ← h + f(h + inp): changes h so that the stream after the sub-layer changes.
+
+    With `residual_before_ln` other than True the result is added to s, and without
+    `original_ln_after` inp is not added to it again.
+    """
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        inp = base.residual
+        s = y + inp
+        if self.residual_before_ln is True:
+            return add(s, y)
+        # under autocast h may be narrower than the stream
+        if self.original_ln_after:
+            return add(s, s).to(y.dtype)
+        if self.adapter_residual_before_ln:
+            return (add(s, s) - inp).to(y.dtype)
+        # (s + f(s)) − inp without its rounding
+        return add(s, y)
+
+
+class NormBottleneck(BottleneckLayer):
+    """LN(s) ← LN(s + f(LN(s))), or as the other values of `residual_before_ln` define it."""
+
+    acts_on: ClassVar[str] = "input"
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
+        if self.residual_before_ln is True and not self.adapter_residual_before_ln:
+            return add(y, x)
+        inp = base.residual
+        if self.residual_before_ln is True:
+            to = x - inp
+        else:
+            to = x if self.residual_before_ln == "post_add" else y
+        return add(y, to) + inp
+
+
+# --- the places of `adapters` ---
+
+
+class PlacedBottleneck(BottleneckLayer):
+    """R in the place of h, with h, inp, n and R of `places`."""
+
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters, and keep the place."""
+        super().__init__(config, site, device, dtype)
+        reads_sum = config.original_ln_before and not config.is_parallel
+        self.norm = site.norm if reads_sum else None
+        self.reads_sum, self.is_parallel = reads_sum, config.is_parallel
+        self.factor_path, self.is_swapped = site.factor, site.is_swapped
+        self.reads_call |= self.norm is not None or site.factor is not None
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they read the same modules too."""
+        places = {(a.norm, a.factor_path, a.reads_sum, a.is_parallel) for a in adapters}
+        return len(places) == 1 and super().supports_batching(adapters)
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        # 1.0 where a config of the model has no such parameter
+        factor = 1.0 if self.factor_path is None else base.part(self.factor_path)
+        h, inp = factor * y, base.residual
+        if self.is_swapped:
+            h, inp = inp, h
+        norm = None if self.norm is None else base.part(self.norm)
+        r = self.result(h, inp, h + inp, norm, add)
+        if not self.original_ln_after:
+            r = r - inp
+        if self.is_swapped:
+            # the model adds its own inp, which is h here
+            r = r + (inp - h)
+        if isinstance(factor, Tensor):
+            # nothing that a layer returns reaches a feature that the model multiplies by 0
+            r = self._divided(r, torch.where(factor == 0, 1.0, factor), y.dtype)
+        return r.to(y.dtype)
+
+    def _divided(self, r: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return r over the factor by which the model multiplies it again.
+
+        Raises:
+            StateError: a value exceeds float16.
+        """
+        found = (r / factor).to(dtype)
+        # a compiled model cannot look at values
+        if dtype is not torch.float16 or torch.compiler.is_compiling():
+            return found
+        if r.isfinite().all() and not found.isfinite().all():
+            raise StateError(
+                f"site_convention={self.config.site_convention!r}: the bottleneck's result over "
+                f"{self.factor_path!r}, at least {factor.abs().min():.2g}, exceeds float16. Write "
+                f"model.to(torch.bfloat16), or torch.float32."
+            )
+        return found
+
+    def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
+        """Return R; all tensors `[*batch, d_model]`.
+
+        Args:
+            h: see `places`.
+            inp: see there.
+            s: h + inp.
+            norm: LN; None for none.
+            add: see `changed`.
+        """
+        n = inp if self.is_parallel else h
+        to = h
+        if self.reads_sum:
+            n = s if norm is None else norm(s)
+            to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
+        return add(n, to)
+
+
+class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
+    """LN(R + inp), or R without `original_ln_after`, in the place of language adapters.
+
+    Before a later adapter of a stack R takes the place of h, as in `adapters`, where the last
+    adapter decides about the norm.
+    """
+
+    joining = JOINING
+
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters, and keep the place."""
+        super().__init__(config, site, device, dtype)
+        self.path, self.reads_call = site.path, True
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return False: rows are computed one adapter after the other."""
+        return False
+
+    def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
+        """Return the stream after the block's language adapters. `x` is s `[*batch, d_model]`."""
+        inp, norm = base.residual, norm_of(self.path, base)
+        add = partial(self.added, instead=instead, base=base)
+        r = self.result(x - inp, inp, x, norm, add)
+        if not base.is_original:
+            return base(r + inp)
+        return norm(r + inp) if self.original_ln_after else r

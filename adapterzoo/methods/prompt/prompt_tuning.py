@@ -31,18 +31,18 @@ from adapterzoo.configs import AdapterConfig, Placement, architectures, config_s
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
+from adapterzoo.methods._beside import BesideConfig
+from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, uniform
 from adapterzoo.spelling import spelled
 
-from . import _prompt_tuning_spelling as _spelling
-from ._beside import BesideConfig
-from ._init import DTYPE, DTYPES, drawn, generator, uniform
+from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft
 
 _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 
 
 @architectures.register("prompt_tuning")
 @config_strings.register("prompt_tuning")
-@spelled(_spelling.adapterhub, _spelling.peft, _spelling.p_tuning, _spelling.cpt)
+@spelled(prompt_adapterhub, prompt_peft, p_tuning, cpt)
 @config_class
 class PromptTuningConfig(BesideConfig):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.
@@ -81,9 +81,9 @@ class PromptTuningConfig(BesideConfig):
         super().__post_init__()
         if self.prompt_init == "from_string" and not self.prompt_init_text:
             raise ConfigError(
-                f"PromptTuningConfig(prompt_init='from_string', "
-                f"prompt_init_text={self.prompt_init_text!r}): there is no text to start from. "
-                f"Write prompt_init_text='Classify the review:'."
+                f"PromptTuningConfig(prompt_init='from_string'): prompt_init_text="
+                f"{self.prompt_init_text!r} is no text. Write prompt_init_text='Classify the "
+                f"review:'."
             )
 
     @property
@@ -115,8 +115,8 @@ class PromptTuningConfig(BesideConfig):
         if joins == "inputs" and legal is not None and self.prompt_length >= legal:
             raise ConfigError(
                 f"PromptTuningConfig(prompt_length={self.prompt_length}): the model has positions "
-                f"for {legal} tokens, including those of the prompt. Write "
-                f"prompt_length={legal - 1} or less, or joins='embeddings'."
+                f"for {legal} tokens. Write prompt_length={legal - 1} or less, or "
+                f"joins='embeddings'."
             )
         return [Placement(site, self, "prompt")]
 

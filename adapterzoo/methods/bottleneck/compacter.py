@@ -2,7 +2,7 @@
 
 Papers: Mahabadi et al. 2021, arXiv:2106.04647; the sums are the hypercomplex multiplications of
 Zhang et al. 2021, arXiv:2102.08597.
-Both matrices of the bottleneck of `methods/bottleneck.py` are
+Both matrices of the bottleneck of `bottleneck` are
 
     y = x H + b        H = Σᵢ Rᵢ ⊗ Wᵢ        Wᵢ = Lᵢ Tᵢ
 
@@ -25,46 +25,18 @@ Cannot do: merging; init_weights="houlsby".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Callable, Collection
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import config_strings
 from adapterzoo.errors import ConfigError, listing
-
-from ._bottleneck_sites import BnConfig
-from ._hypercomplex import HypercomplexFields, Projection, projections
-from ._hypercomplex_tensors import Drawing, check_widths, held, names, whole
-from ._init import constant, drawn
-from ._products import Product
+from adapterzoo.methods._init import constant, drawn, normal, uniform
+from adapterzoo.methods._products import Product
 
 
-@config_strings.register("compacter")
-@config_class
-class CompacterConfig(BnConfig):
-    """Mahabadi et al. 2021: behind attention and behind the feed-forward part."""
-
-    mh_adapter: bool = True
-    output_adapter: bool = True
-    reduction_factor: float | Mapping[str, float] = 32
-    non_linearity: str = "gelu"
-    phm_layer: bool = True
-
-
-@config_strings.register("compacter++")
-@config_class
-class CompacterPlusPlusConfig(CompacterConfig):
-    """Mahabadi et al. 2021: behind the feed-forward part alone."""
-
-    mh_adapter: bool = False
-    original_ln_before: bool = True
-
-
-@projections.register("phm")
-class HypercomplexProjection(Projection):
+class HypercomplexProjection(nn.Module):
     """y = x Σᵢ Rᵢ ⊗ Wᵢ + b.
 
     Attributes:
@@ -78,20 +50,27 @@ class HypercomplexProjection(Projection):
 
     def __init__(
         self,
-        config: HypercomplexFields,
+        config: Any,
         part: Literal["down", "up"],
         d_in: int,
         d_out: int,
         *,
-        zero: bool,
         source: torch.Generator | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Make what the layer does not share; the bias starts as zero."""
-        super().__init__(
-            config, part, d_in, d_out, zero=zero, source=source, device=device, dtype=dtype
-        )
+        """Make what the layer does not share; the bias starts as zero.
+
+        Args:
+            config: a `BnConfig`.
+            part: the down or the up projection.
+            d_in: input width.
+            d_out: output width.
+            source: of random numbers.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
         check_widths(config, d_in, d_out)
         self.d_in, self.d_out, self.n = d_in, d_out, config.phm_dim
         self.shares_rule, self.shares_w = config.shared_phm_rule, config.shared_W_phm
@@ -106,7 +85,7 @@ class HypercomplexProjection(Projection):
             # the peer's deviations: those of a shared rule are a field
             put.rule(self, 0.01, 0.01)
         if not self.shares_w:
-            put.w(self, own_w, d_in, d_out, zero)
+            put.w(self, own_w, d_in, d_out, is_up=part == "up")
         bias = drawn((d_out,), constant(0.0), device, dtype) if config.phm_bias else None
         self.register_parameter("b", bias)
         self.phm_rank = config.phm_rank
@@ -114,15 +93,25 @@ class HypercomplexProjection(Projection):
     @classmethod
     def shared(
         cls,
-        config: HypercomplexFields,
+        config: Any,
         widths: Collection[tuple[int, int]],
         *,
-        zero: bool,
         source: torch.Generator | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> nn.Module:
-        """Return the shared R, and W as `W_down` and `W_up`."""
+        """Return the module that all layers share: R, and W as `W_down` and `W_up`.
+
+        Args:
+            config: a `BnConfig`.
+            widths: all pairs of d_model and bottleneck width of the layers.
+            source: of random numbers.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ConfigError: layers of several widths cannot share.
+        """
         made, put = nn.Module(), Drawing(config, source, device, dtype)
         if config.shared_phm_rule:
             put.rule(made, config.phm_init_range, 1.0)
@@ -131,27 +120,29 @@ class HypercomplexProjection(Projection):
                 shown = listing(f"{d_model} → {width}" for d_model, width in sorted(widths))
                 raise ConfigError(
                     f"{type(config).__name__}(shared_W_phm=True): bottlenecks of widths {shown} "
-                    f"cannot share one W. Write shared_W_phm=False, or leave_out=[…] and one "
-                    f"reduction_factor."
+                    f"cannot share one W. Write shared_W_phm=False, or one reduction_factor."
                 )
             ((d_model, width),) = widths
             check_widths(config, d_model, width)
-            for part, sizes, is_zero in (
-                ("down", (d_model, width), False),
-                ("up", (width, d_model), zero),
-            ):
-                put.w(made, names(f"W_{part}", config.factorized_phm_W), *sizes, is_zero)
+            for part, sizes in (("down", (d_model, width)), ("up", (width, d_model))):
+                own = names(f"W_{part}", config.factorized_phm_W)
+                put.w(made, own, *sizes, is_up=part == "up")
         return made
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        """Shapes and dtype."""
+        """Shapes and dtype: projections that agree in it can be applied in one call."""
         own = next((t.dtype for t in self.state_dict().values()), None)
         forms = self.rule_names, self.w_names, self.phm_rank, self.b is None
         return self.d_in, self.d_out, self.n, own, *forms
 
     def product(self, shared: nn.Module | None, device: torch.device) -> Product:
-        """Return H as two matrices, or one, each `[out, in]`."""
+        """Return H as two matrices, or one, each `[out, in]`.
+
+        Args:
+            shared: from `shared`; None if layers share nothing.
+            device: of the input.
+        """
         w = held(shared if self.shares_w else self, self.w_names)
         w = tuple(t.to(device) for t in w)
         rule = whole(held(shared if self.shares_rule else self, self.rule_names))
@@ -174,3 +165,83 @@ class HypercomplexProjection(Projection):
     def extra_repr(self) -> str:
         """Return widths and sizes."""
         return f"d_in={self.d_in}, d_out={self.d_out}, phm_dim={self.n}"
+
+
+class Drawing:
+    """Draws R and W, and registers them in modules."""
+
+    def __init__(
+        self,
+        config: Any,
+        source: torch.Generator | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self.source, self.device, self.dtype = config, source, device, dtype
+
+    def rule(self, module: nn.Module, std: float, bound: float) -> None:
+        """Draw R from a normal or uniform distribution; it is a buffer if it is not trained."""
+        n, is_normal = self.config.phm_dim, self.config.phm_c_init == "normal"
+        fill = normal(std, self.source) if is_normal else uniform(bound, self.source)
+        factorized = self.config.factorized_phm_rule
+        shapes = ((n, n, 1), (n, 1, n)) if factorized else ((n, n, n),)
+        for name, shape in zip(names("phm_rule", factorized), shapes, strict=True):
+            made = drawn(shape, fill, self.device, self.dtype)
+            if self.config.learn_phm:
+                module.register_parameter(name, made)
+            else:
+                module.register_buffer(name, made.detach())
+
+    def w(
+        self, module: nn.Module, called: tuple[str, ...], d_in: int, d_out: int, *, is_up: bool
+    ) -> None:
+        """Draw W; with "mam_adapter" the last factor of the up projection is zero."""
+        zero = is_up and self.config.init_weights == "mam_adapter"
+        n, rank = self.config.phm_dim, self.config.phm_rank
+        rows, columns = d_in // n, d_out // n
+        shapes = ((n, rows, rank), (n, rank, columns)) if len(called) > 1 else ((n, rows, columns),)
+        for name, shape in zip(called, shapes, strict=True):
+            fill = constant(0.0) if zero and name == called[-1] else self._fill(shape)
+            module.register_parameter(name, drawn(shape, fill, self.device, self.dtype))
+
+    def _fill(self, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        # Glorot & Bengio 2010, eq. 16, of each of the n matrices
+        std = (2.0 / (shape[1] + shape[2])) ** 0.5
+        return {
+            "glorot-uniform": uniform(3.0**0.5 * std, self.source),
+            "glorot-normal": normal(std, self.source),
+            "normal": normal(self.config.phm_init_range, self.source),
+        }[self.config.hypercomplex_nonlinearity]
+
+
+def names(name: str, factorized: bool) -> tuple[str, ...]:
+    """Return the names of a tensor's factors, or its own."""
+    return (f"{name}_left", f"{name}_right") if factorized else (name,)
+
+
+def held(module: nn.Module | None, called: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """Return tensors of a module by name."""
+    return tuple(cast("Tensor", getattr(module, name)) for name in called)
+
+
+def whole(factors: tuple[Tensor, ...]) -> Tensor:
+    """Return the product of two factors, or the only one."""
+    return factors[0] if len(factors) == 1 else torch.matmul(*factors)
+
+
+def check_widths(config: Any, d_in: int, d_out: int) -> None:
+    """Check that a matrix consists of phm_dim × phm_dim parts.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    n = config.phm_dim
+    for width in (d_in, d_out):
+        if width % n:
+            d_model = max(d_in, d_out)
+            legal = [k for k in range(1, d_model + 1) if not (d_in % k or d_out % k)]
+            raise ConfigError(
+                f"{type(config).__name__}(phm_dim={n}, "
+                f"reduction_factor={config.reduction_factor!r}): {n} does not divide {width} in "
+                f"{d_in} → {d_out}. Write phm_dim={legal[-1]}, or another reduction_factor."
+            )

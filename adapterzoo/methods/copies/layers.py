@@ -12,17 +12,19 @@ Cannot do: layers that are called with more than one input, quantized ones, batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from adapterzoo.anatomy import Site
+from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, CopyAdapter, replaced
+from adapterzoo.errors import SiteError, listing
+from adapterzoo.methods._patterns import Modules, matches
 
 
 @config_class
@@ -108,3 +110,81 @@ class LayerCopy(CopyAdapter):
     def _own(self, name: str) -> Tensor:
         own: Tensor = self.layer._parameters[name]  # type: ignore[assignment]
         return own
+
+
+# --- whole modules: `modules_to_save` ---
+
+
+class Saved(Modules):
+    """Names of modules, which PEFT compares with the ends of paths, within words too."""
+
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return the paths of all modules with parameters."""
+        layers = (site.path for site in (*anatomy, *anatomy.others))
+        return [*dict.fromkeys(path for layer in layers for path in _around(layer))]
+
+    @staticmethod
+    def fits_in_peft(path: str, name: str) -> bool:
+        """Return whether the path ends with the name."""
+        return path.endswith(name)
+
+
+@config_class
+class SavedModulesConfig(CopyConfig):
+    """The part of a config that its `modules_to_save` add.
+
+    Attributes:
+        names: of modules; each layer in one gets a copy.
+    """
+
+    architecture: ClassVar[str] = "modules_to_save"
+
+    names: str | tuple[str, ...] = ()
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer in the modules.
+
+        Raises:
+            SiteError: a name matches no module with parameters, or a layer cannot be copied.
+        """
+        sites = {s.path: s for s in (*anatomy, *anatomy.others)}
+        # a string is one pattern, a tuple holds names
+        given = (self.names,) if isinstance(self.names, str) else self.names
+        for name in given:
+            one = name if isinstance(self.names, str) else (name,)
+            if not any(_is_in(path, one) for path in sites):
+                known = sorted({name for path in sites for name in path.split(".")})
+                names = [name for name in known if not name.isdecimal()]
+                raise SiteError(
+                    f"modules_to_save={self.names!r}: no module of the base model matches "
+                    f"{name!r}; heads need no copy. Write some of {listing(names, limit=30)}."
+                )
+        found = [site for path, site in sites.items() if _is_in(path, self.names)]
+        for site in found:
+            _refuse_shared(site, anatomy)
+        return [Placement(site, self, "modules_to_save") for site in found]
+
+
+def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
+    """Return whether a layer, or a module around it, matches."""
+    return any(matches(each, wanted) for each in _around(path))
+
+
+def _around(path: str) -> list[str]:
+    """Return the paths of a layer and of the modules around it, outermost first."""
+    names = path.split(".")
+    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
+
+
+def _refuse_shared(site: Site, anatomy: Anatomy) -> None:
+    group = next((group for group in anatomy.shared_tables if site.path in group), ())
+    if group:
+        raise SiteError(
+            f"modules_to_save: {listing(group)} share the table at {site.path!r}. Write "
+            f"trainable_token_indices=[…], or train_adapter(…, train_embeddings=True)."
+        )
+    if site.parameter is not None:
+        raise SiteError(
+            f"modules_to_save: {site.path!r} computes with parameters such as {site.parameter!r} "
+            f"itself, and its copy could not run in its place. Leave it out."
+        )

@@ -12,8 +12,8 @@ Cost: tokens · d parameters, in memory and in files, whatever the size of the v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,80 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
-
-from ._init import DTYPES
-from ._token_tables import tables_in
+from adapterzoo.fields import Check
+from adapterzoo.methods._init import DTYPES
+from adapterzoo.methods._patterns import matches, names_below
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
+
+
+class TokenIds(Check):
+    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
+
+    legal = (
+        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
+    )
+
+    def convert(self, value: object) -> object:
+        """Return sorted tuples."""
+        if isinstance(value, Mapping):
+            return {name: _sorted(ids) for name, ids in value.items()}
+        return _sorted(value)
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return a mapping with names of the same embeddings; see `Check.below`.
+
+        Raises:
+            ConfigError: in PEFT, only some of the embeddings that share a table get the rows.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        paths = [site.path for site in anatomy if site.kind == "embedding"]
+        names = {key: names_below((key,), prefix, paths, str.endswith) for key in value}
+        for key, each in names.items():
+            group = next((g for g in anatomy.shared_tables for p in g if matches(p, each)), ())
+            own = anatomy.own_table
+            if own in group and not matches(own, each):
+                raise ConfigError(
+                    f"trainable_token_indices={{{key!r}: …}}: in PEFT the others of "
+                    f"{listing(group)} would keep their rows. Write "
+                    f"trainable_token_indices={{{own!r}: …}}."
+                )
+        found = {name: ids for key, ids in value.items() for name in names[key]}
+        return value if found == value else found
+
+    def fits(self, value: object) -> bool:
+        """Return whether there are any numbers, each a whole one from 0 and there once."""
+        if value is None:
+            return True
+        if isinstance(value, Mapping):
+            return bool(value) and all(
+                isinstance(name, str) and bool(name) and _are_ids(ids)
+                for name, ids in value.items()
+            )
+        return _are_ids(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the legal numbers among them."""
+        ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
+        return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
+
+
+def _sorted(value: object) -> object:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    listed = tuple(value)
+    return tuple(sorted(listed)) if all(type(n) is int for n in listed) else listed
+
+
+def _are_ids(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(type(n) is int and n >= 0 for n in value)
+        and len({*value}) == len(value)
+    )
 
 
 @config_class
@@ -75,9 +143,9 @@ class TokenRowsConfig(AdapterConfig):
         size = tables[group[0]].d_in
         if outside := [token for token in self.tokens if token >= size]:
             raise SiteError(
-                f"there are no tokens {listing(outside)}: the table at {group[0]!r} has the tokens "
-                f"0 to {size - 1}. Write model.resize_token_embeddings({max(outside) + 1}) first "
-                f"if they are new, or smaller numbers."
+                f"there are no tokens {listing(outside)}: the table at {group[0]!r} has {size}. "
+                f"Write model.resize_token_embeddings({max(outside) + 1}) first, or smaller "
+                f"numbers."
             )
         return [Placement(tables[path], self, ROWS) for path in group]
 
@@ -193,3 +261,36 @@ class TokenRows(WeightAdapter):
         """
         strategy.refuse_pruning("a row of a table")
         self.combine_linearly(["rows"], adapters, weights, strategy, base)
+
+
+def tables_in(
+    anatomy: Anatomy, names: str | tuple[str, ...] | None, hint: str
+) -> list[tuple[str, ...]]:
+    """Return the tables of a model, each as the paths of the embeddings that share it.
+
+    Args:
+        anatomy: of the model.
+        names: of embeddings, as in `target_modules`; None: the model's own table of tokens.
+        hint: how to name an embedding.
+
+    Raises:
+        SiteError: there is no such table.
+    """
+    tables = [site.path for site in anatomy if site.kind == "embedding"]
+    if names is None:
+        found = [path for path in tables if path == anatomy.own_table]
+    else:
+        found = [path for path in tables if matches(path, names)]
+    parts = names if isinstance(names, tuple) else ()
+    if not found or [name for name in parts if not any(matches(p, (name,)) for p in found)]:
+        what = (
+            "no table of tokens"
+            if names is None
+            else f"no embedding {names if isinstance(names, str) else listing(names)}"
+        )
+        raise SiteError(
+            f"rows of embeddings are to be trained, and this model has {what}; embeddings: "
+            f"{listing(tables) or 'none'}. Write {hint}."
+        )
+    tied = {path: group for group in anatomy.shared_tables for path in group}
+    return list(dict.fromkeys(tied.get(path, (path,)) for path in found))

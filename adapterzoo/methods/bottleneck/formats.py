@@ -10,20 +10,18 @@ import torch
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
+from adapterzoo.methods._gate import UNSAYABLE
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
-from . import _gate
-from ._bottleneck_fields import BottleneckFields
-from ._bottleneck_places import PLACES, site_convention_in
-from ._hypercomplex import HypercomplexFields
-from ._sublayers import LOCATIONS
+from .config import HYPERCOMPLEX, BnConfig
+from .places import LOCATIONS, PLACES, site_convention_in
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BnConfig)}
 _OURS = ("dtype", "convention", "site_convention")
 _FIELDS = same(
     *(
         f.name
-        for f in dataclasses.fields(BottleneckFields)
+        for f in dataclasses.fields(BnConfig)
         if "ours" not in f.metadata and f.name not in _OURS
     )
 )
@@ -47,7 +45,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
         fields |= dict.fromkeys(_NESTED)
     without_effect = []
     if not fields.get("phm_layer"):
-        without_effect += [*HypercomplexFields.__annotations__]
+        without_effect += HYPERCOMPLEX
     elif not fields.get("factorized_phm_W"):
         without_effect.append("phm_rank")
     if fields.get("is_parallel"):
@@ -127,7 +125,7 @@ _COUPLING = Container(
 _SHARED = Container(
     "shared_parameters",
     "model",
-    held_by=lambda config: cast("BottleneckFields", config).shares_matrices,
+    held_by=lambda config: cast("BnConfig", config).shares_matrices,
     read=_put_below("phm"),
     write=_take_below("phm"),
 )
@@ -158,7 +156,7 @@ def _joins(config: AdapterConfig, other: AdapterConfig) -> bool:
 def _unsayable(config: AdapterConfig) -> str | None:
     values = config.to_dict()
     is_masked = values["use_gating"] and values["convention"] == "paper"
-    return _gate.UNSAYABLE if is_masked else None
+    return UNSAYABLE if is_masked else None
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
