@@ -144,9 +144,9 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
     default: ClassVar[object] = None
 
     def __init_subclass__(cls) -> None:
-        """Keep `@dataclass` from replacing the comparison."""
+        """Keep `@dataclass` from replacing the comparison and the text."""
         super().__init_subclass__()
-        for name in ("__eq__", "__hash__"):
+        for name in ("__eq__", "__hash__", "__repr__"):
             if name not in vars(cls):
                 setattr(cls, name, getattr(cls, name))
 
