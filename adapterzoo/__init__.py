@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         TaskHead,
     )
     from .hub import AdapterInfo, adapter_info, list_adapters
-    from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
         BnConfig,
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
         SeqBnConfig,
         SeqBnInvConfig,
     )
-    from .methods.dora import DoRAConfig
-    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
@@ -53,17 +50,14 @@ if TYPE_CHECKING:
     )
     from .methods.ia3 import IA3Config
     from .methods.ln import LNTuningConfig
-    from .methods.loha import LoHaConfig
-    from .methods.lokr import LoKrConfig
-    from .methods.lora import LoRAConfig
+    from .methods.low_rank import DoRAConfig, DvoRAConfig, LoRAConfig, MTLLoRAConfig, VeraConfig
+    from .methods.lycoris import LoHaConfig, LoKrConfig
     from .methods.miss import MissConfig
-    from .methods.mtl_lora import MTLLoRAConfig
-    from .methods.oft import OFTConfig
     from .methods.prompt import PrefixTuningConfig, PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.rotation import BOFTConfig, OFTConfig
     from .methods.trainable_tokens import TrainableTokensConfig
     from .methods.unions import MAMConfig, UniPELTConfig
-    from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 

@@ -405,8 +405,9 @@ peft_readers: Registry[PeftSpelling] = Registry("PEFT reader", filled_by=METHODS
 
 
 def peft_readable() -> list[PeftSpelling]:
-    """Return the spellings of all methods in whose PEFT files adapters can be loaded."""
-    return [*peft_spellings.values(), *peft_readers.values()]
+    """Return the spellings of all methods in whose PEFT files adapters can be loaded, by type."""
+    found = [*peft_spellings.values(), *peft_readers.values()]
+    return sorted(found, key=lambda spelling: spelling.peft_type)
 
 
 _Config = TypeVar("_Config", bound=type[AdapterConfig])

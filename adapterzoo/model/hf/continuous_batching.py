@@ -11,6 +11,7 @@ import functools
 import weakref
 from typing import Any, NamedTuple, cast
 
+from adapterzoo.caches import values_kept
 from adapterzoo.composition import ActiveHeads, Composition
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
@@ -51,6 +52,8 @@ def watch(model: AdaptedModel, manager: Any) -> None:
     manager.add_request = functools.partial(
         _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
     )
+    # the target of the manager's thread
+    manager._run_generation_loop = functools.partial(_run, weakref.ref(manager))
 
 
 def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
@@ -135,6 +138,13 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
             f"manager.destroy(), or model.destroy_cached_continuous_batching_manager() where it "
             f"was kept, and make a new one."
         )
+
+
+def _run(manager: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the loop of a manager; values computed from weights are kept meanwhile."""
+    of = cast("Any", manager())
+    with values_kept():
+        return type(of)._run_generation_loop(of, *args, **kwargs)
 
 
 def _add_request(

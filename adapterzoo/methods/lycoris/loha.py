@@ -18,8 +18,8 @@ Cannot do: embeddings and convolutions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,18 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
-from adapterzoo.spelling import spelled
+from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
+from adapterzoo.methods._peft_sites import row_numbers
+from adapterzoo.spelling import PeftPart, Tensors, spelled
 
-from . import _lycoris_spelling
-from ._init import constant, drawn, generator, kaiming
-from ._lycoris import Lycoris, LycorisConfig
+from .lycoris import Lycoris, LycorisConfig, peft_spelling
 
 
 @architectures.register("loha")
 @config_strings.register("loha")
-@spelled(_lycoris_spelling.loha)
 @config_class
 class LoHaConfig(LycorisConfig):
     """Config of LoHa; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
@@ -90,7 +90,7 @@ class LoHa(Lycoris):
             ConfigError: the site cannot have the adapter, or its dropout.
         """
         super().__init__(config, site)
-        rank, dtype = config.rank_at(site.name), config.dtype_at(dtype)
+        rank, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
         lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
 
@@ -154,3 +154,47 @@ class LoHa(Lycoris):
         """Return widths, rank and scaling."""
         rank = self.hada_w1_a.shape[-1]
         return f"d_in={self.d_in}, d_out={self.d_out}, rank={rank}, scaling={self.scaling:g}"
+
+
+def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
+    """Return one LoHa of a whole layer that computes what those of its parts do.
+
+    Each part has rows and ranks of its own: the others' products are zero there.
+
+    Raises:
+        CheckpointError: two parts share rows, or differ in scaling or dropout.
+    """
+    site = parts[0].placement.site
+    configs = [cast("LoHaConfig", part.placement.config) for part in parts]
+    said = {(c.scaling_at(site.path), c.rank_dropout, c.module_dropout) for c in configs}
+    slices = [part.placement.site.output_slice for part in parts]
+    numbers = [row_numbers(own) for own in slices if own is not None]
+    used = torch.cat(numbers) if numbers else torch.empty(0)
+    if len(numbers) < len(parts) or len(used.unique()) < len(used) or len(said) > 1:
+        raise CheckpointError(
+            f"at {site.path!r} {len(parts)} LoHa adapters share rows or differ in scaling or "
+            f"dropout, and PEFT's one adapter of the layer cannot compute the same. Write "
+            f"{argument('format', 'native')}."
+        )
+    whole = next(own.groups * own.width for own in slices if own is not None)
+    ranks = [part.tensors["hada_w1_a"].shape[1] for part in parts]
+    joined: Tensors = {}
+    for w in ("hada_w1", "hada_w2"):
+        joined[f"{w}_b"] = torch.cat([part.tensors[f"{w}_b"] for part in parts])  # [ranks, d_in]
+        joined[f"{w}_a"] = joined[f"{w}_b"].new_zeros(whole, sum(ranks))  # [d_out, ranks]
+        start = 0
+        for part, rows, rank in zip(parts, numbers, ranks, strict=True):
+            joined[f"{w}_a"][rows, start : start + rank] = part.tensors[f"{w}_a"]
+            start += rank
+    return joined
+
+
+spelled(
+    peft_spelling(
+        "LOHA",
+        "LoHaConfig",
+        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+        {},
+        join=_join,
+    )
+)(LoHaConfig)

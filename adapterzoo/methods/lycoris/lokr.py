@@ -33,18 +33,15 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import MAX_WIDTH, Choice, Either, Range, field
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.spelling import spelled
+from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
+from adapterzoo.methods._rows import features, restored, taken
+from adapterzoo.spelling import PeftField, spelled
 
-from . import _lycoris_spelling
-from ._init import constant, drawn, generator, kaiming
-from ._kronecker import divided, kronecker, product, times_kronecker
-from ._lycoris import Lycoris, LycorisConfig
-from ._rows import features, restored, taken
+from .lycoris import Lycoris, LycorisConfig, peft_spelling
 
 
 @architectures.register("lokr")
 @config_strings.register("lokr")
-@spelled(_lycoris_spelling.lokr)
 @config_class
 class LoKrConfig(LycorisConfig):
     """Config of LoKr; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
@@ -103,7 +100,7 @@ class LoKr(Lycoris):
         """
         super().__init__(config, site)
         self.rescales = config.rank_dropout_scale
-        r, dtype = config.rank_at(site.name), config.dtype_at(dtype)
+        r, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
         (p, q), (m, n) = (
             divided(width, config.decompose_factor) for width in (self.d_out, self.d_in)
         )
@@ -194,3 +191,78 @@ class LoKr(Lycoris):
         """Return widths, shapes of the matrices, and scaling."""
         shapes = ", ".join(f"{n[5:]}={list(getattr(self, n).shape)}" for n in self.names)
         return f"d_in={self.d_in}, d_out={self.d_out}, {shapes}, scaling={self.scaling:g}"
+
+
+def divided(width: int, factor: int) -> tuple[int, int]:
+    """Return two numbers with the product `width`: the factor, if it divides, or the next below.
+
+    Args:
+        width: to divide.
+        factor: from 1; or −1: the first number is the largest divisor up to the square root.
+    """
+    if factor > 0 and not width % factor:
+        return factor, width // factor
+    most = math.isqrt(width) if factor < 0 else min(factor, math.isqrt(width))
+    first = next(d for d in range(most, 0, -1) if not width % d)
+    return first, width // first
+
+
+def product(matrices: Sequence[Tensor]) -> Tensor:
+    """Return one matrix, or the product of two."""
+    return matrices[0] if len(matrices) == 1 else matrices[0] @ matrices[1]
+
+
+def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
+    """Return w1 ⊗ w2 `[*batch, p q, m n]` of `[*batch, p, m]` and `[*batch, q, n]`."""
+    parts = w1[..., :, None, :, None] * w2[..., None, :, None, :]  # [*batch, p, q, m, n]
+    return parts.flatten(-4, -3).flatten(-2)  # [*batch, p q, m n]
+
+
+def times_kronecker(x: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor]) -> Tensor:
+    """Return (w1 ⊗ w2) x, by the cheaper of the two orders.
+
+    Args:
+        x: `[rows, tokens, m n]`.
+        w1: `[rows, p, m]`, or two matrices with that product.
+        w2: `[rows, q, n]`, or two matrices with that product.
+
+    Returns:
+        `[rows, tokens, p q]`.
+    """
+    rows, tokens = x.shape[:2]
+    p, q, m, n = w1[0].shape[1], w2[0].shape[1], w1[-1].shape[2], w2[-1].shape[2]
+    left, right = (sum(math.prod(t.shape[1:]) for t in matrices) for matrices in (w1, w2))
+    parts = x.reshape(rows, tokens, m, n)
+    if m * right + q * left <= n * left + p * right:
+        parts = _times(parts, w2)  # [rows, tokens, m, q]
+        parts = _times(parts.mT, w1).mT  # [rows, tokens, p, q]
+    else:
+        parts = _times(parts.mT, w1).mT  # [rows, tokens, p, n]
+        parts = _times(parts, w2)  # [rows, tokens, p, q]
+    return parts.reshape(rows, tokens, p * q)
+
+
+def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return parts wᵀ, `[rows, tokens, count, d]` → `[rows, tokens, count, e]`."""
+    rows, tokens, count, d = parts.shape
+    flat = parts.reshape(rows, tokens * count, d)
+    for matrix in reversed(matrices):
+        flat = flat @ matrix.mT  # [rows, tokens · count, r or e]
+    return flat.reshape(rows, tokens, count, flat.shape[-1])
+
+
+# each of w1 and w2 is one matrix or two
+_FORMS = [((f"lokr_{w}",), (f"lokr_{w}_a", f"lokr_{w}_b")) for w in ("w1", "w2")]
+spelled(
+    peft_spelling(
+        "LOKR",
+        "LoKrConfig",
+        [name for side in _FORMS for form in side for name in form],
+        {
+            "decompose_both": PeftField(False),
+            "decompose_factor": PeftField(-1, Range(-1, MAX_WIDTH)),
+            "rank_dropout_scale": PeftField(False),
+        },
+        forms=tuple(frozenset((*w1, *w2)) for w1 in _FORMS[0] for w2 in _FORMS[1]),
+    )
+)(LoKrConfig)

@@ -27,20 +27,17 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, architectures, config_strings
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
-from adapterzoo.spelling import spelled
+from adapterzoo.methods._init import constant, drawn
 
-from . import _mtl_lora_spelling
-from ._init import constant, drawn
-from ._low_rank import LowRank
-from ._low_rank_config import LowRankConfig
+from .config import LowRankConfig
+from .factors import LowRank
+from .starts import Factors
 
 
 @architectures.register("mtl_lora")
 @config_strings.register("mtl_lora")
-@spelled(_mtl_lora_spelling.adapterhub)
 @config_class
 class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
     """Config of MTL-LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
@@ -63,9 +60,8 @@ class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> LowRankConfig:
         """Return the config of the combination, which is the same for all."""
-        # cannot have other ranks
-        same = super(LowRankConfig, cls).combined(configs, strategy, anatomy)
-        return cast("LowRankConfig", same)
+        # the combination cannot have other ranks
+        return cast("LowRankConfig", super(LowRankConfig, cls).combined(configs, strategy, anatomy))
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> MTLLoRA:
         """Return a fresh adapter for the site."""
@@ -165,18 +161,14 @@ class MTLLoRA(LowRank):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        y, b = base(x), self.up(self.lora_B.dtype)
-        shrunk = self.looked_up(x, base) if self.looks_up else self.down(x)
-        t: Tensor = self.task_specific(shrunk)  # [*batch, rank]
-        if self.looks_up:
-            return y + ((t @ b.T) * (self.scaling * base.scale)).to(y.dtype)
-        return expand(y, t, b, self.scaling)
+        y, t = base(x), self.task_specific(self.down(x, self.lora_A, base))  # [*batch, rank]
+        return expand(y, t, self.up(self.lora_B.dtype), self.scaling)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they are of the same dtype and dropout, on features."""
         kinds = {(a.lora_A.dtype, a.dropout) for a in adapters}
-        return len(kinds) == 1 and not any(a.looks_up for a in adapters)
+        return len(kinds) == 1 and not any(a.at_embedding for a in adapters)
 
     @classmethod
     def forward_batched(
@@ -189,19 +181,10 @@ class MTLLoRA(LowRank):
         scaling = [each.scaling for each in adapters]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
-    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A and s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ."""
-        b = self.task_specific.after(self.up(w.dtype))
-        return self.lora_A.to(w.dtype), self.scaling * b
-
-    def product(self, dtype: torch.dtype) -> Tensor:
-        """Return Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A, `[d_out, d_in]`, in the dtype."""
-        with exactly(self.lora_A.device):
-            return self.task_specific.after(self.up(dtype)) @ self.lora_A.to(dtype)
-
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight w + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A, `[d_out, d_in]`."""
-        return w + self.delta(w.dtype)
+    def whole_factors(self, like: Tensor) -> Factors:
+        """Return A and Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ, on the device and in the dtype of `like`."""
+        b = self.task_specific.after(self.up(like.dtype))
+        return self.lora_A.to(like.device, like.dtype), b.to(like.device)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the values of Λ and w at the start."""
