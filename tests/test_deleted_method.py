@@ -96,7 +96,7 @@ def words_of(package):
 
 
 def test_the_formats_contain_no_method_and_no_type_of_head():
-    known = {*architectures, *config_strings, *words_of(methods)} - {"union", "fusion"}
+    known = {*architectures, *config_strings, *words_of(methods)} - {"union", "unions", "fusion"}
     known |= {*head_types, *words_of(heads)}
     found = []
     for path in sorted((PACKAGE / "checkpoint").rglob("*.py")):

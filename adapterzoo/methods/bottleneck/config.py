@@ -300,7 +300,7 @@ class BnConfig(BesideConfig):
             hint = here if len(here) > 1 else here.get("default", 16)
             warnings.warn(
                 f"{type(self).__name__}(reduction_factor={dict(factors)!r}): there are no blocks "
-                f"{', '.join(idle)} of {blocks}. Write reduction_factor={hint!r}.",
+                f"{', '.join(idle)} in a model with {blocks}. Write reduction_factor={hint!r}.",
                 stacklevel=2,
             )
 

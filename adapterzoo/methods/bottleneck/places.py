@@ -135,8 +135,8 @@ def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
         return Placement(site, config, "invertible")
     if anatomy.entry is None:
         raise SiteError(
-            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): the first block has "
-            f"no such input ({anatomy.no_entry}). Write inv_adapter=None, "
+            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): the first block "
+            f"cannot have an adapter at its input ({anatomy.no_entry}). Write inv_adapter=None, "
             f"inv_adapter_reduction_factor=None."
         )
     return Placement(anatomy.entry, config, "invertible")

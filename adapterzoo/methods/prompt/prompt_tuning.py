@@ -82,7 +82,7 @@ class PromptTuningConfig(BesideConfig):
         if self.prompt_init == "from_string" and not self.prompt_init_text:
             raise ConfigError(
                 f"PromptTuningConfig(prompt_init='from_string'): prompt_init_text="
-                f"{self.prompt_init_text!r} is no text. Write prompt_init_text='Classify the "
+                f"{self.prompt_init_text!r} is not a text. Write prompt_init_text='Classify the "
                 f"review:'."
             )
 
