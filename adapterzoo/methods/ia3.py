@@ -39,12 +39,21 @@ from adapterzoo.spelling import (
     spelled,
 )
 
+from ._formats import (
+    EXCLUDED,
+    FEED_FORWARD,
+    FLAGS,
+    STORED,
+    TARGETS,
+    as_flags,
+    ours,
+    place,
+    row_numbers,
+    whole_width,
+)
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._layer_flags import FEED_FORWARD, FLAGS, as_flags, place
+from ._layers import features, restored
 from ._patterns import Targets, matches
-from ._peft_arguments import EXCLUDED, STORED, TARGETS, ours
-from ._peft_sites import row_numbers, whole_width
-from ._rows import features, restored
 from ._targets import TargetedConfig
 
 

@@ -23,8 +23,8 @@ from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._beside import BesideConfig
+from ._formats import EXCLUDED, TARGETS
 from ._patterns import Excluded, Modules, matches
-from ._peft_arguments import EXCLUDED, TARGETS
 from .copies.layers import CopyConfig
 
 

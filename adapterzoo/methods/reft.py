@@ -49,7 +49,7 @@ from adapterzoo.spelling import (
 
 from ._beside import BesideConfig
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
-from ._products import Affine
+from ._layers import Affine
 
 _New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 

@@ -24,8 +24,8 @@ from adapterzoo.fields import field
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
+from ._formats import TARGETS
 from ._patterns import Modules
-from ._peft_arguments import TARGETS
 from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
 
 

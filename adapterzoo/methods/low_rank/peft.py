@@ -22,8 +22,16 @@ from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.fields import FACTOR, AnyValue, Items, Range, Share
 from adapterzoo.methods._beside import BESIDE
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
-from adapterzoo.methods._peft_sites import row_numbers, whole_width
+from adapterzoo.methods._formats import (
+    EXCLUDED,
+    STORED,
+    TARGETS,
+    TOKENS,
+    bias,
+    ours,
+    row_numbers,
+    whole_width,
+)
 from adapterzoo.methods._sizes import RANK
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (

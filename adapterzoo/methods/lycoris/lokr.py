@@ -34,7 +34,7 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import MAX_WIDTH, Choice, Either, Range, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._rows import features, restored, taken
+from adapterzoo.methods._layers import features, restored, taken
 from adapterzoo.spelling import PeftField, spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling

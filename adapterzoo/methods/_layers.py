@@ -1,26 +1,20 @@
-"""The gate of UniPELT: how strongly an adapter acts on a sequence.
-
-Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number for a sequence; two in
-prefix tuning if keys and values have separate gates.
-
-In the paper's convention g is the mean over the real tokens of the prompt, so that padding, a cache
-and new tokens change nothing. In the convention of adapters it is the mean over all tokens of the
-call.
-"""
+"""Small layers that adapters of several families have, and values for each row of a mixed batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 
 from adapterzoo.anatomy import Site
 from adapterzoo.call import StackCall
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import StateError
+from adapterzoo.kernels.grouped import Groups, grouped_shrink
 
 from ._init import constant, drawn, normal
 
@@ -32,7 +26,12 @@ UNSAYABLE = (
 
 
 class Gate(nn.Module):
-    """g = mean over the tokens of σ(W x + b).
+    """The gate of UniPELT, g = mean over the tokens of σ(W x + b): how strongly an adapter acts.
+
+    Mao et al. 2022, arXiv:2110.07577, §3.2: one number for a sequence; two in prefix tuning if keys
+    and values have separate gates. In the paper's convention g is the mean over the real tokens of
+    the prompt, so that padding, a cache and new tokens change nothing. In the convention of
+    adapters it is the mean over all tokens of the call.
 
     Attributes:
         weight: `[count, d_in]`.
@@ -120,3 +119,81 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
         )
     real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]
     return (values * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+
+
+class Affine(nn.Module):
+    """x Wᵀ + b; not an `nn.Linear`, so that code that walks a model's layers skips it."""
+
+    bias: nn.Parameter
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        # None only in fusions
+        self.register_parameter("bias", bias)
+
+    @property
+    def in_features(self) -> int:
+        """Features of the input."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Features of the output."""
+        return self.weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the widths."""
+        return f"d_in={self.in_features}, d_out={self.out_features}"
+
+
+def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
+    """Return the tensor of each row's adapter, `[rows, …]`; zeros for rows without an adapter.
+
+    Rows without an adapter, which may hold inf or NaN, send no gradient to any adapter.
+
+    Args:
+        tensors: one for each adapter, of one shape; or vectors, padded with zeros to the longest.
+        groups: which adapter each row takes.
+    """
+    alike = len({t.shape for t in tensors}) == 1
+    # [n, …]
+    stack = torch.stack([*tensors]) if alike else pad_sequence([*tensors], batch_first=True)
+    rows = stack.index_select(0, groups.numbers("of_all", stack.device))
+    return rows.index_fill_(0, groups.numbers("base", rows.device), 0.0) if groups.base else rows
+
+
+def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
+    """Return `taken` for vectors, as `[rows, 1, …, width]` with `dim` dimensions."""
+    rows = taken(vectors, groups)  # [rows, width]
+    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])  # [rows, 1, …, width]
+
+
+def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
+    """Return `out` with the rows of `plain` where no adapter acts; both `[rows, …]`."""
+    if not groups.base:
+        return out
+    places = groups.numbers("base", out.device)
+    return out.index_copy(0, places, plain.index_select(0, places).to(out.dtype))
+
+
+def gated(gates: Sequence[Gate], groups: Groups, x: Tensor, base: BaseLayer) -> Tensor:
+    """Return each row's gate; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
+
+    It is 1/2 for rows without an adapter. Each gate's `decided` gets the results of its rows.
+    """
+
+    def score() -> Tensor:
+        weights = torch.stack([gate.weight for gate in gates])  # [n, 1, d_in]
+        products = grouped_shrink(x, weights, groups)  # [rows, *tokens, 1]
+        return products + features([g.bias for g in gates], groups, x.dim()).to(products.dtype)
+
+    whole = gates[0].mean(score, x, base, tuple(gates))
+    parts = whole.index_select(0, groups.numbers("order", x.device)).split(groups.lengths)
+    for i, part in zip(groups.adapters, parts, strict=True):
+        gates[i].decided(part)
+    return whole

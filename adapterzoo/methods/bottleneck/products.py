@@ -1,4 +1,4 @@
-"""Linear functions inside adapters: one matrix, or a product of several."""
+"""Linear functions of bottlenecks: one matrix, or a product of several."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
-
-from ._rows import features
+from adapterzoo.methods._layers import features
 
 
 class Product(NamedTuple):
@@ -87,33 +86,3 @@ def dense_by_rows(
     )
     bias = up_bias.expand(x.shape)  # [rows, *tokens, d_model]
     return grouped_expand(bias, act(inner + down_bias), stack.b, ones, groups)
-
-
-class Affine(nn.Module):
-    """x Wᵀ + b; not an `nn.Linear`, so that code that walks a model's layers skips it."""
-
-    bias: nn.Parameter
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight = weight
-        # None only in fusions
-        self.register_parameter("bias", bias)
-
-    @property
-    def in_features(self) -> int:
-        """Features of the input."""
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """Features of the output."""
-        return self.weight.shape[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        return linear(x, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        """Return the widths."""
-        return f"d_in={self.in_features}, d_out={self.out_features}"
