@@ -20,7 +20,7 @@ from adapterzoo import formats
 from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.formats.checkpoint import KINDS
 from adapterzoo.heads import STATIC, HeadConfig
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
 
 from .checkpoints import CheckpointFolder
@@ -97,7 +97,7 @@ def refuse_to_replace(folder: Path, to: str) -> None:
     """
     for kind in KINDS:
         there = formats.of(folder, kind)
-        if there is not None and type(formats.formats[there]) is not type(formats.formats[to]):
+        if there is not None and formats.formats[there].read is not formats.formats[to].read:
             what = "an adapter" if kind == "adapter" else "a head"
             raise CheckpointError(
                 f"the folder {str(folder)!r} holds {what} in the format {there!r}, which would be "
@@ -213,7 +213,7 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
         return _Target(name, lost=f"a {name} has no head. {_HINT}")
     if STATIC in head:
         return _Target(architecture or str(head[STATIC]), head)
-    info = info_of(found.model)
+    info = ModelInfo(found.model)
     if architecture is not None:
         return _Target(name, head, info.to_static(architecture, head, found.stored.head))
     try:

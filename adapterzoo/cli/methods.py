@@ -9,12 +9,15 @@ from typing import Any
 from transformers import AutoModel
 
 from adapterzoo.errors import CheckpointError, argument, listing
-from adapterzoo.formats.peft.heads import TASKS
+from adapterzoo.formats.peft.config import TASKS
 from adapterzoo.model import init
-from adapterzoo.model.conversion.certificate import Certificate
-from adapterzoo.model.conversion.converting import Size, add_changes
-from adapterzoo.model.conversion.outputs import random_inputs
-from adapterzoo.model.conversion.through_peft import changes_by_peft
+from adapterzoo.model.conversion import (
+    Certificate,
+    Size,
+    add_changes,
+    changes_by_peft,
+    random_inputs,
+)
 from adapterzoo.model.hf.task_classes import task_class
 from adapterzoo.spelling import peft_readable
 

@@ -117,7 +117,7 @@ class _Asked:
 def _hash(config: Any) -> str:
     # importing all methods takes time
     from adapterzoo.configs import AdapterConfig
-    from adapterzoo.formats.adapterhub.hashes import get_adapter_config_hash
+    from adapterzoo.formats.adapterhub.adapters import get_adapter_config_hash
 
     found: Any = AdapterConfig.load(config)
     return get_adapter_config_hash(found)

@@ -9,7 +9,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 
 from adapterzoo.composition import fusions_of
 from adapterzoo.errors import CheckpointError, in_python, listing, names_call
-from adapterzoo.formats import folders, setup_files
+from adapterzoo.formats import files, setup_files
 from adapterzoo.formats.setup_files import SETUP
 
 from .base_names import with_base_name
@@ -113,24 +113,24 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
     if (folder / SETUP).is_file():
         return _setup_contents(folder, repo_id, revision, text)
     # another process may save to the folder during the upload
-    with folders.reading(folder):
-        there = sorted(file.name for file in folder.glob("*") if file.is_file())
-        names = wanted(there)
-        if not names:
-            raise CheckpointError(
-                f"{str(folder)!r} holds no adapter in one file; its files: {listing(there)}. Write "
-                f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')}."
-            )
-        card = adapter_card(folder, repo_id, revision, text).content.encode()
-        own = [CARD] if (folder / CARD).is_file() else []
-        try:
+    there = sorted(file.name for file in folder.glob("*") if file.is_file())
+    names = wanted(there)
+    if not names:
+        raise CheckpointError(
+            f"{str(folder)!r} holds no adapter in one file; its files: {listing(there)}. Write "
+            f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')}."
+        )
+    card = adapter_card(folder, repo_id, revision, text).content.encode()
+    own = [CARD] if (folder / CARD).is_file() else []
+    try:
+        with files.one_save(folder):
             contents = {name: (folder / name).read_bytes() for name in [*names, *own]}
-        except OSError as error:
-            raise CheckpointError(
-                f"{str(error.filename or folder)!r} cannot be read: {error.strerror or error}. "
-                f"Make it readable, or write another folder."
-            ) from error
-        return {CARD: card} | with_base_name(folder, contents, text.base_model)
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(error.filename or folder)!r} cannot be read: {error.strerror or error}. "
+            f"Make it readable, or write another folder."
+        ) from error
+    return {CARD: card} | with_base_name(folder, contents, text.base_model)
 
 
 def _setup_contents(
@@ -142,15 +142,15 @@ def _setup_contents(
     parts = [*setup.flatten(), *(f.name for f in fusions_of(setup)), *setup_files.names_of(heads)]
     for part in ["", *dict.fromkeys(parts)]:
         inner = folder / part
-        with folders.reading(inner):
-            names = wanted(file.name for file in inner.glob("*") if file.is_file())
-            if part and not names:
-                raise CheckpointError(
-                    f"{str(inner)!r} holds no part of the setup {setup!r} in one file. Write the "
-                    f"folder of a saved setup."
-                )
+        names = wanted(file.name for file in inner.glob("*") if file.is_file())
+        if part and not names:
+            raise CheckpointError(
+                f"{str(inner)!r} holds no part of the setup {setup!r} in one file. Write the "
+                f"folder of a saved setup."
+            )
+        with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
-            contents = with_base_name(inner, contents, text.base_model)
+        contents = with_base_name(inner, contents, text.base_model)
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
     first = folder / setup.flatten()[0]
     card = adapter_card(first, repo_id, revision, text, repr(setup)).content.encode()

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.composition import fusions_of, parse
 from adapterzoo.errors import StateError, listing
-from adapterzoo.formats.digest import digests, fingerprint
+from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._table import Table

@@ -11,7 +11,7 @@ from peft.utils.other import get_pattern_key
 
 from adapterzoo.errors import CheckpointError
 from adapterzoo.expressions import short_names
-from adapterzoo.formats.peft.patterns import (
+from adapterzoo.formats.peft.config import (
     by_name,
     by_path,
     exactly,

@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.errors import listing
-from adapterzoo.formats.checkpoint import ModelInfo, inexpressible
-from adapterzoo.formats.places import Place
+from adapterzoo.formats.checkpoint import Place, inexpressible
 from adapterzoo.spelling import Container
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 BlockLocation = tuple[int, str]
 """The number of a block and the location in it; or -1 and the path of a layer."""
@@ -222,7 +225,7 @@ def below_model(info: ModelInfo, container: Container) -> str:
     entry = ""
     if container.in_encoder:
         own = LAYOUTS.get(info.model_type)
-        entry = "encoder" if info.config().get("is_encoder_decoder") else own.entry if own else ""
+        entry = "encoder" if info.config.get("is_encoder_decoder") else own.entry if own else ""
     return ".".join(filter(None, (entry, container.below)))
 
 

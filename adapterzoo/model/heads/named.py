@@ -15,7 +15,7 @@ from adapterzoo.formats import fit
 from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import Tasks
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
 from adapterzoo.model.hf.towers import refuse_unreadable
 
@@ -267,7 +267,7 @@ class NamedHeads(HeadStrategy):
             tensors[key] = output_like(self.model.heads.values(), document[FIELD])
         given = document.get("label2id")
         saved = document.get(MODEL_CONFIG)
-        named = Tasks(self.model).read(
+        named = ModelInfo(self.model).from_static(
             str(document.get(STATIC)),
             tensors,
             given if isinstance(given, Mapping) else None,

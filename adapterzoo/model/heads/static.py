@@ -18,11 +18,11 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import OWN_OUTPUT
-from adapterzoo.formats.digest import digest, same_bits
+from adapterzoo.formats.fit import digest, same_bits
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import Tasks, head_tensors
+from adapterzoo.model.hf.info import ModelInfo, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
 from adapterzoo.model.setup import withdraw
@@ -210,7 +210,7 @@ class StaticHead(HeadStrategy):
         tensors = record.tensors
         if STATIC not in record.document:
             cls = class_name(self.model)
-            tensors = Tasks(self.model).write(cls, record.document, tensors)
+            tensors = ModelInfo(self.model).to_static(cls, record.document, tensors)
         mine = copies.tensors_of(self.model, None)
         rest = {key: t for key, t in head_tensors(self.model).items() if key not in mine}
         if name is None:

@@ -25,14 +25,14 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import check_setup, refuse_merged, set_active
-from adapterzoo.model.adapterhub import arguments, loaders
+from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.heads import checkpoints
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 
 from . import documents
 from .continuous_batching import refuse_while_batching
-from .info import info_of
+from .info import ModelInfo
 
 _Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
 
@@ -62,7 +62,7 @@ def load(
     _refuse_changes(asked)
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     folder, hub_name = checkpointing.found(model, path, version, revision, source, hub_options)
-    stored = formats.read(Path(folder), "adapter", info_of(model, asked.with_head))
+    stored = formats.read(Path(folder), "adapter", ModelInfo(model, asked.with_head))
     name = documents.name_in(asked.load_as, stored, hub_name or folder)
     slot = _slot(model, name)
     coming = checkpointing.filled(model, stored, (), asked.dtype)
@@ -79,7 +79,7 @@ def load(
     if asked.set_active:
         set_active(model, name)
     arguments.report(asked.loading_info)
-    loaders.load(asked, folder, name)
+    arguments.load_weights(asked, folder, name)
     return name
 
 

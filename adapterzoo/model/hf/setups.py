@@ -15,7 +15,7 @@ from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
 from adapterzoo.model import adapters, checkpointing, fusion
 from adapterzoo.model.activation import set_active as activate
-from adapterzoo.model.adapterhub import loaders
+from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.heads import checkpoints as head_files
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.state import AdaptedModel
@@ -118,7 +118,7 @@ def load(
             activate(model, setup)
             if strategy.is_named and names_of(heads):
                 cast("Any", model).active_head = heads
-        loaders.load(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
+        arguments.load_weights(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()

@@ -15,7 +15,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.expressions import fault
 from adapterzoo.fields import FLAG
-from adapterzoo.formats.peft.heads import task_of
+from adapterzoo.formats.peft.config import task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.methods._patterns import Targets, is_named
 from adapterzoo.model.heads.naming import names_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.formats.peft.patterns import exactly
+from adapterzoo.formats.peft.config import exactly
 from adapterzoo.model.hf.split_experts import split_experts
 from adapterzoo.model.state import AdaptedModel
 from adapterzoo.spelling import PeftSpelling

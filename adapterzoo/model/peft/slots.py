@@ -19,7 +19,7 @@ from adapterzoo.model.heads import tables
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.hf import documents
 from adapterzoo.model.hf.hotswap import Write, in_slot, load, write
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import AdaptedModel, modules_of
 
 _EMBEDDINGS = (
@@ -62,7 +62,7 @@ def load_or_swap(
     """
     rank = model._adapter_state.slot_rank or 1
     folder, hub_name = checkpointing.found(model, path, version, revision, source, hub_options)
-    stored = formats.read(Path(folder), "adapter", info_of(model, asked.with_head))
+    stored = formats.read(Path(folder), "adapter", ModelInfo(model, asked.with_head))
     name = documents.name_in(asked.load_as, stored, hub_name or folder)
     given = path, version, revision, source, hub_options, asked
     if name in model._adapter_state.records:
