@@ -107,7 +107,7 @@ def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
 
 
 def added(members: Sequence[AdapterConfig], anatomy: Anatomy) -> list[AdapterConfig]:
-    """Return what an adapter of these configs has besides in `adapters`, which no file names."""
+    """Return the configs that `adapters` adds to an adapter of these; no file names them."""
     found = (s.added(members, anatomy) for s in adapterhub_spellings.values() if s.added)
     return [config for config in found if config is not None]
 
@@ -268,7 +268,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 def read_adapter(
     info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """Return the config, with what only the keys tell, and the tensors under our keys.
+    """Return the config, completed from the keys, and the tensors under our keys.
 
     A tensor without a place in the model keeps its key of AdapterHub, so that the comparison with
     the model names it.
@@ -444,7 +444,7 @@ def write_adapter(
 
 
 def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
-    """Check that `adapters` computes a config in such a model as it says.
+    """Check that `adapters` computes a config in such a model as its fields say.
 
     Raises:
         CheckpointError: it computes another one.
@@ -464,7 +464,7 @@ def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
 
 
 def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
-    """Return the members by number, without what `adapters` does besides in such a model.
+    """Return the members by number, without those that `adapters` adds in such a model.
 
     Raises:
         CheckpointError: the adapter does not do it.
