@@ -92,7 +92,10 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
                 stream.write(contents[name])
                 stream.flush()
                 os.fsync(stream.fileno())
-        for other in {*folder.glob(f"{_PART}*")} - {*parts.values()}:
+        there = {*folder.glob(f"{_PART}*")}
+        if not there >= {*parts.values()}:
+            return False
+        for other in there - {*parts.values()}:
             # of a killed saver, or of one that runs, which then begins again
             if other.is_file():
                 other.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
@@ -283,8 +283,14 @@ def read_adapter(
     containers = {c.name: c for m in members for c in spelling_of(m).containers}
     found = {text: take_apart(text, str(metadata.get("name")), [*containers.values()])
              for text in tensors}  # fmt: skip
-    keys = [key for key in found.values() if key is not None and not _is_repeated(key)]
-    sites = [site for key in keys if (site := _site(info, key)) is not None]
+    keys = [
+        key
+        for key in found.values()
+        if key is not None
+        and not any(f".{key.path}".endswith(f".{end}") for end in key.container.duplicates)
+    ]
+    paths = [key.path for key in keys if key.container.at == "layer"]
+    sites = [site for path in paths if (site := find_layer_site(info, path)) is not None]
     members = [spelling_of(m).place(m, sites, info.anatomy) for m in members]
     members = [spelling_of(m).convention(info.model_type, m) for m in members]
     config = joined([*members, *added(members, info.anatomy)])
@@ -307,14 +313,6 @@ def read_adapter(
         except CheckpointError as error:
             raise CheckpointError(f"at {path!r}: {error}") from error
     return config, named
-
-
-def _is_repeated(key: Key) -> bool:
-    return any(f".{key.path}".endswith(f".{end}") for end in key.container.duplicates)
-
-
-def _site(info: ModelInfo, key: Key) -> Site | None:
-    return find_layer_site(info, key.path) if key.container.at == "layer" else None
 
 
 def _read_group(

@@ -236,20 +236,15 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
 
 def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
     """Return the path in this model of a layer in the file."""
-    # the file may come from another release of transformers
+    # the file may come from another task class, with or without a base model in it
+    cls = getattr(transformers, info.model_class, None)
+    prefix = info.prefix or getattr(cls, "base_model_prefix", "")
+    # or from another release of transformers
     for name in (named, info.renamed(named)):
-        for path in _candidates(name, info):
+        for path in (name, name.removeprefix(f"{prefix}.")):
             if path in sites:
                 return path
     return None
-
-
-def _candidates(named: str, info: ModelInfo) -> Iterable[str]:
-    yield named
-    # or from another task class, with or without a base model in it
-    cls = getattr(transformers, info.model_class, None)
-    prefix = info.prefix or getattr(cls, "base_model_prefix", "")
-    yield named.removeprefix(f"{prefix}.")
 
 
 def _resolve(name: str, peft_config: PeftConfig, layers: Layers) -> None:
@@ -639,7 +634,8 @@ def _keyed(
         layers: `Site.name` → the tensors of its adapter.
         anatomy: of the model.
     """
-    if not (extras.copies or extras.biases or extras.rows) and not _has_parameters(config):
+    of_parameters = any(m.to_dict().get("target_parameters") for m in config.members)
+    if not (extras.copies or extras.biases or extras.rows or of_parameters):
         return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
     tied = {path: group for group in anatomy.shared_tables for path in group}
     rows = {
@@ -660,10 +656,6 @@ def _keyed(
             values = dict(layers.get(place.placement.site.name, {}))
         found |= {place.key(name): tensor for name, tensor in values.items()}
     return found
-
-
-def _has_parameters(config: AdapterConfig) -> bool:
-    return any(member.to_dict().get("target_parameters") for member in config.members)
 
 
 def head_from(

@@ -441,7 +441,9 @@ def _write_extras(
                 tensors.setdefault(f"{layer}.{DELTA}", values["rows"].clone())
     if saved:
         names = short_names(saved, modules)
-        if names is None or any(_ends_wrongly(name, saved, modules) for name in names):
+        # PEFT compares ends even within words
+        others = [path for path in modules if path not in saved]
+        if names is None or any(path.endswith(names) for path in others):
             names = tuple(sorted(saved))
         fields["modules_to_save"] = list(names)
     if tokens and spelling.rows_field:
@@ -472,11 +474,6 @@ def _rows_alone(
             f"list for all. Write {argument('format', 'native')}."
         )
     return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
-
-
-def _ends_wrongly(name: str, saved: Sequence[str], modules: Mapping[str, Any]) -> bool:
-    """Return whether PEFT, which compares ends even within words, would take other modules."""
-    return any(path.endswith(name) and path not in saved for path in modules)
 
 
 def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
