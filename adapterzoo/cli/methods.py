@@ -19,6 +19,7 @@ from adapterzoo.model.conversion import (
     random_inputs,
 )
 from adapterzoo.model.hf.task_classes import task_class
+from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder
@@ -120,7 +121,8 @@ def _convert_foreign(
     found = changes_by_peft(
         plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
     )
-    heads = {k: v for k, v in found.changes.items() if trained and not _is_in_base(model, k)}
+    start = base_prefix(model)
+    heads = {k: v for k, v in found.changes.items() if trained and not k.startswith(start)}
     changes = {key: value for key, value in found.changes.items() if key not in heads}
     name = name or checkpoint.name or Path(checkpoint.path).name
     certificate = add_changes(model, name, found._replace(changes=changes), to, size)
@@ -128,10 +130,6 @@ def _convert_foreign(
         folder, name, with_head=False, meta_dict=checkpoint.meta, format=checkpoint.format
     )
     return certificate
-
-
-def _is_in_base(model: Any, key: str) -> bool:
-    return key.startswith(f"{model.base_model_prefix}.") or model.base_model is model
 
 
 def _class_in(checkpoint: CheckpointFolder, base: str) -> Any:

@@ -73,7 +73,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     if path is not None:
         raise StateError(
             f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() or "
-            f"peft_model.merge_and_unload() first, or do this before get_peft_model(…)."
+            "peft_model.merge_and_unload() first."
         )
     reshard(model)
     if groups := groups_of(model):

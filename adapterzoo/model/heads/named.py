@@ -14,10 +14,10 @@ from adapterzoo.errors import StateError, listing
 from adapterzoo.formats import fit
 from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
 from adapterzoo.inject.building import plain_modules
+from adapterzoo.model.hf.backbone import refuse_unreadable
 from adapterzoo.model.hf.hosts import gives_loss
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
-from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
 from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions

@@ -21,11 +21,11 @@ from adapterzoo.formats.checkpoint import OWN_OUTPUT
 from adapterzoo.formats.fit import digest, same_bits
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.activation import unregister
 from adapterzoo.model.hf.hosts import gives_loss
 from adapterzoo.model.hf.info import ModelInfo, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
-from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies, embeddings, naming
@@ -140,7 +140,7 @@ class StaticHead(HeadStrategy):
         change(self.model)
         embeddings.keep_active(self.model)
         adapters.remove_all(self.model)
-        withdraw(self.model)
+        unregister(self.model)
         disown(self.model)
         del self.model._adapter_state, self.model._active
         inject.set_class(self.model, plain)

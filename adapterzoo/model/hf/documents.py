@@ -177,6 +177,5 @@ def check_meta(meta: Mapping[str, Any] | None) -> None:
         json.dumps(dict(meta or {}), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"meta_dict={meta!r} is not JSON ({error}). "
-            f"Write meta_dict={{'key': …}} of texts, numbers, lists and dicts."
+            f"meta_dict={meta!r} is not JSON ({error}). Write meta_dict={{'key': …}}."
         ) from error

@@ -24,9 +24,7 @@ from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
 
 from . import task_heads
-from .backbone import describe, text_config
-from .renaming import renamer
-from .split_experts import split_experts
+from .backbone import describe, renamer, split_experts, text_config
 from .task_classes import from_static, is_task, to_static
 
 
@@ -362,9 +360,9 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         model: of a class of transformers, perhaps with adapters.
     """
     own = plain_state(model)
-    start = f"{model.base_model_prefix}."
+    start = base_prefix(model)
     inside = {key for key in own if key.startswith(start)}
-    if model.base_model is model:
+    if not start:
         # T5's language model holds the parts of the base model, not the base model itself
         if type(model.config) not in MODEL_MAPPING:
             return {}
