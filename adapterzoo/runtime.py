@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap, fusions_of
+from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, SiteStep, fusions_of
 from .contracts import Prefix, SharedKey
 from .errors import StateError
 
@@ -57,7 +57,7 @@ class Plan:
 
     setup: Composition | None = None
     heads: ActiveHeads = field(default_factory=ActiveHeads)
-    sites: Mapping[str, BoundStep] = field(default_factory=dict)
+    sites: Mapping[str, SiteStep] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
@@ -90,9 +90,9 @@ class Default:
         # modules that layers of one adapter share, by its name; they are modules of the model
         self.shared: dict[str, nn.Module] = {}
         # the innermost block of the calling thread and task
-        self.block: ContextVar[Block | None] = ContextVar("block", default=None)
+        self.block: ContextVar[SetupBlock | None] = ContextVar("block", default=None)
         # every block that some context still holds, and whether there is one
-        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.blocks: weakref.WeakSet[SetupBlock] = weakref.WeakSet()
         self.has_blocks = False
         # whether a task has entered one of them, so that contexts of one thread may differ
         self.by_tasks = False
@@ -120,7 +120,7 @@ class Held:
 _blocks_lock = threading.RLock()
 
 
-class Block:
+class SetupBlock:
     """A plan that is active in the calling thread and task until the block ends."""
 
     def __init__(self, default: Default, plan: Plan, owner: object) -> None:
@@ -387,7 +387,7 @@ class ActiveState(threading.local):
         """Activate the plan in the calling thread and task until the context ends."""
         default, task = self.default, current_task()
         owner = None if task is None else task.get_coro()
-        block = Block(default, plan, owner)
+        block = SetupBlock(default, plan, owner)
         default.block.set(block)
         before = self.noted, self.owner
         if task is None:
@@ -443,7 +443,7 @@ class ActiveState(threading.local):
                 if setup is not None and uses(setup):
                     block.held.gone = gone
 
-    def _open_blocks(self) -> list[Block]:
+    def _open_blocks(self) -> list[SetupBlock]:
         thread = threading.get_ident()
         with _blocks_lock:
             return [b for b in self.default.blocks if b.is_open and b.thread == thread]

@@ -12,7 +12,7 @@ from adapterzoo.config_base import config_class
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Range, field
-from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.cayley import cayley_fold
 
 from ._targets import TargetedConfig
 

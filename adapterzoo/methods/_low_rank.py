@@ -17,8 +17,8 @@ from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, upcast
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
+from adapterzoo.kernels.ops import exactly
 
 from ._init import drawn, generator
 from ._low_rank_combining import combined_factors

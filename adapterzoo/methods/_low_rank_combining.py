@@ -26,7 +26,7 @@ from torch import Tensor
 
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
 from adapterzoo.errors import CompositionError
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.ops import exactly
 
 _Factors: TypeAlias = tuple[Tensor, Tensor]
 

@@ -19,7 +19,7 @@ from adapterzoo.config_base import config_class
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Check, Range, Share, field
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.ops import exactly
 
 from ._sizes import SizedConfig
 from ._slots import refuse_larger, rescaled

@@ -16,10 +16,9 @@ from adapterzoo.config_base import config_class
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Positive, Range, field
-from adapterzoo.kernels._recomputed import recomputed
 from adapterzoo.kernels.butterfly import folded, without
-from adapterzoo.kernels.cayley import cayley, cayley_neumann
-from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
+from adapterzoo.kernels.ops import recomputed
 
 from ._blocks import block_sizes, dropped
 from ._targets import TargetedConfig

@@ -28,8 +28,8 @@ from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.spelling import spelled
 
 from . import _boft_spelling

@@ -26,7 +26,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.spelling import spelled
 
 from . import _dvora_spelling

@@ -28,9 +28,9 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.spelling import spelled
 
 from . import _miss_spelling

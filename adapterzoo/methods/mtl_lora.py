@@ -27,9 +27,9 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, architectures, config_strings
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.spelling import spelled
 
 from . import _mtl_lora_spelling

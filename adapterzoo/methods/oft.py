@@ -29,8 +29,8 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.spelling import spelled
 
 from . import _oft_spelling

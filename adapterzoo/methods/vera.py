@@ -28,9 +28,9 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.spelling import spelled
 
 from . import _vera_spelling
