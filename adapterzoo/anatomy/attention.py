@@ -29,7 +29,7 @@ _COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_heads_p
 _LINEAR = re.compile(r"DeltaNet|DeltaAttention|Linear\w*Attention|LightningAttention|Rwkv|[mx]LSTM")
 # classes that repeat keys before the function gets them → the attribute with the number of times
 _REPEATED = {"JetMoeAttention": "top_k"}
-# classes that compute their scores themselves, in operations that `inject.inline` follows
+# classes that compute their scores themselves, in operations that `inject.attention` follows
 INLINE = frozenset(
     (
         "BarkSelfAttention", "BloomAttention",
