@@ -20,7 +20,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, SEED, Check, Share, field
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
 from adapterzoo.methods._patterns import Patterns, matching
 from adapterzoo.methods._peft_arguments import EXCLUDED, TARGETS, ours

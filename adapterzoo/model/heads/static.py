@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Step
+from adapterzoo.composition import Composition, SiteStep
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.formats import fit
@@ -40,7 +40,7 @@ class StaticHead(HeadStrategy):
         """Return the names of the adapters and fusions that have a copy."""
         return tuple(self.model._adapter_state.copies)
 
-    def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
+    def steps(self, parts: Sequence[Any]) -> Mapping[str, SiteStep]:
         """Return the copy that each layer of the head uses."""
         return copies.steps_of(self.model, parts)
 
