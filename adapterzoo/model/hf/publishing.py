@@ -10,7 +10,6 @@ from typing import Any
 
 from adapterzoo import hub
 from adapterzoo.hub.card import card_text, check_card
-from adapterzoo.hub.client import refuse_if_offline
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.state import AdaptedModel
 
@@ -63,7 +62,6 @@ def push(
         results=dict(metrics or {}),
     )
     check_card(text)
-    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
     what = "adapter setup" if is_setup else "adapter"
     message = commit_message or f"Upload {what} {name!r}"
     with tempfile.TemporaryDirectory() as temporary:
