@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo.checkpoint.peft.heads import TASKS
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
+from adapterzoo.formats.peft.heads import TASKS
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
 from adapterzoo.model.conversion.certificate import Certificate
@@ -24,6 +24,7 @@ from adapterzoo.model.conversion.outputs import random_inputs
 from adapterzoo.model.conversion.through_peft import changes_by_peft
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
+from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
@@ -178,10 +179,9 @@ def _convert_foreign(
     found = changes_by_peft(
         plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
     )
-    changes = found.changes
-    if trained and model.base_model is not model:
+    changes, inside = found.changes, base_prefix(model)
+    if trained:
         # without the heads
-        inside = f"{model.base_model_prefix}."
         changes = {key: value for key, value in changes.items() if key.startswith(inside)}
     name = name or checkpoint.name or Path(checkpoint.path).name
     certificate = add_changes(model, name, found._replace(changes=changes), to, size)

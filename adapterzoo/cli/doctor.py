@@ -33,7 +33,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "peers": peers,
         "devices": [_device(device) for device in _devices()],
-        "hub": _hub(),
+        "hub": hub_settings(),
         "problems": _problems(),
     }
 
@@ -75,7 +75,7 @@ def _problems() -> list[str]:
     return found
 
 
-def _hub() -> dict[str, Any]:
+def hub_settings() -> dict[str, Any]:
     """Return the settings of `huggingface_hub`."""
     cache = Path(constants.HF_HUB_CACHE)
     there = nearest(cache)

@@ -14,10 +14,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
+from adapterzoo import formats
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, argument
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
 from adapterzoo.model import init
 from adapterzoo.model.heads.output_layers import FIELD

@@ -9,8 +9,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 
-from adapterzoo.checkpoint.setup_files import SETUP
 from adapterzoo.errors import HubError, in_python, listing, names_call
+from adapterzoo.formats.setup_files import SETUP
 
 from .names import RepoRef, is_complete, known_files, locate
 from .old_ids import has_index, is_old_id, repository_of

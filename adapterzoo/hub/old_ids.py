@@ -20,9 +20,9 @@ from urllib.parse import quote
 
 from huggingface_hub import constants, get_session
 
-from adapterzoo.checkpoint.adapterhub.hashes import get_adapter_config_hash
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import HubError, argument, listing
+from adapterzoo.formats.adapterhub.hashes import get_adapter_config_hash
 
 from .names import is_public_name
 from .requests import asking

@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
-from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
+from adapterzoo.formats.files import read_json
 
 from .names import ADAPTER_CONFIG
 from .old_ids import OWNER, is_old_id, repository_of

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-from adapterzoo.checkpoint import folders, native, setup_files
-from adapterzoo.checkpoint.files import json_bytes, read_json
-from adapterzoo.checkpoint.formats import Checkpoint
-from adapterzoo.checkpoint.setup_files import SETUP
 from adapterzoo.composition import fusions_of
 from adapterzoo.errors import CheckpointError, in_python, listing, names_call
+from adapterzoo.formats import folders, native, setup_files
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.files import json_bytes, read_json
+from adapterzoo.formats.setup_files import SETUP
 
 from .card import BASE_NAMES, CardText, adapter_card, base_name, check_card
 from .names import CARD, known_files, wanted

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint.digest import same_bits as same_bits
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.formats.digest import same_bits as same_bits
 from adapterzoo.inject.building import own_parameters
 from adapterzoo.model import init
 from adapterzoo.registry import Registry

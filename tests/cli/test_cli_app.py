@@ -18,10 +18,10 @@ import torch
 from packaging.requirements import Requirement
 
 import adapterzoo
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.cli import doctor, main
 from adapterzoo.cli.app import FORMATS, POOLINGS, ExampleCommand
 from adapterzoo.errors import ConfigError
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import Pooling
 from adapterzoo.kernels import use
 
@@ -188,10 +188,10 @@ import json, os, sys
 from pathlib import Path
 from click.testing import CliRunner
 from adapterzoo.cli import main
-from adapterzoo.hub.client import settings
+from adapterzoo.cli.doctor import hub_settings
 if os.geteuid() == 0:
     os.setuid(65534)
-said = [settings()]
+said = [hub_settings()]
 locked = sys.argv[1]
 for options in (
     ["predict", "a", "--text", "b", "--output", f"{locked}/in/it"],

@@ -222,7 +222,7 @@ def test_a_plan_is_made_once_for_a_set_of_adapters(monkeypatch):
 
 
 def test_lora_takes_one_call_a_site_whatever_the_number_of_adapters(monkeypatch):
-    from adapterzoo.methods import lora
+    from adapterzoo.methods.low_rank import lora
 
     configs = {f"l{i}": f"lora[r={2 + i},attn_matrices=['q']]" for i in range(5)}
     model = with_adapters("bert", configs)
@@ -433,7 +433,12 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
         ([Parallel("a", "b"), None], CompositionError, "Parallel('a', 'b') divides", "Write a"),
         ([Stack("a", "z"), None], UnknownNameError, "'z'", "Known adapters"),
         ([Fuse("b", "c"), None], StateError, "no fusion layers 'b,c'", "Write add_adapter_fusion"),
-        ([Fuse("a", "b"), None], ConfigError, "a fusion weighs the outputs of bottlenecks", "'seq_bn'"),
+        (
+            [Fuse("a", "b"), None],
+            ConfigError,
+            "a fusion weighs the outputs of bottlenecks",
+            "'seq_bn'",
+        ),
         ([{"a": 1}, None], UnknownNameError, "{'a': 1}", "Known adapters"),
     ]
     for names, error, *says in cases:

@@ -9,17 +9,17 @@ from typing import Any, cast
 
 from transformers import GenerationMixin
 
-from adapterzoo.anatomy.names import below
-from adapterzoo.caches import CACHES, cached_tokens
+from adapterzoo.anatomy.tree import below
+from adapterzoo.caches import CACHES, cached_tokens, values_kept
 from adapterzoo.call import Generation
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.inject import positions_of
-from adapterzoo.inject.positions import check_positions
+from adapterzoo.inject.tokens import check_positions
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.state import anatomy_of, backbone_of
 
-from .continuous_batching import refuse_names, refuse_other_than_default, watch
+from .hosts import refuse_names, refuse_other_than_default, watch
 
 
 class GeneratesWithAdapters:
@@ -73,7 +73,7 @@ class GeneratesWithAdapters:
         for each in drafting:
             _check_added_tokens(each, given)
         _check_positions(model, given)
-        with ExitStack() as records:
+        with ExitStack() as records, values_kept():
             for each in {id(each): each for each in drafting}.values():
                 record = _record(each, given if each is model else {})
                 records.enter_context(each._active.call.generating(record))
