@@ -16,7 +16,6 @@ from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
 from adapterzoo.hub.card import card_text, check_card
-from adapterzoo.hub.client import refuse_if_offline
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
@@ -185,7 +184,6 @@ def push(
         results=dict(metrics or {}),
     )
     check_card(text)
-    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
     what = "adapter setup" if is_setup else "adapter"
     message = commit_message or f"Upload {what} {name!r}"
     with tempfile.TemporaryDirectory() as temporary:
