@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
@@ -452,6 +453,20 @@ class AdapterModelMixin:
             UnknownNameError: an adapter or head is unknown.
         """
         return activation.make_plan(self, setup, head_setup, skip_layers)
+
+    def cached_adapters(self) -> AbstractContextManager[None]:
+        """Keep values computed from weights, such as DoRA's norms, while a `with` block runs.
+
+        Without it each call computes them again; `generate` and continuous batching keep them for
+        their run. A write that autograd tracks, `load_state_dict`, a move or a cast drops the
+        value. Writes that autograd does not track (`p.data.copy_(ema)`, NumPy, optimizers with
+        `fused=True`) go unnoticed in the block. It holds for this thread and asyncio task, and
+        keeps nothing in compiled code, in process groups, or of weights that get gradients.
+
+        Raises:
+            StateError: the model is in training mode, at the start or in a call in the block.
+        """
+        return training.cached_adapters(self)
 
     # --- train ---
 

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from adapterzoo.caches import values_kept
 from adapterzoo.composition import Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.digest import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods._table import Table
+from adapterzoo.methods.copies.table import Table
 
 from . import adapters
 from .activation import refuse_merged, set_active
@@ -123,6 +124,30 @@ def hold_statistics(model: AdaptedModel) -> None:
         tracks = isinstance(module, _NormBase) and module.track_running_stats
         if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
             module.training = False
+
+
+@contextmanager
+def cached_adapters(model: Any) -> Iterator[None]:
+    """Keep values computed from weights in the block.
+
+    Raises:
+        StateError: the model is in training mode, at the start or in a call in the block.
+    """
+
+    def refuse_training(_module: nn.Module, _args: Any) -> None:
+        if model.training:
+            raise StateError(
+                "cached_adapters(): the model is in training mode, in which its weights change. "
+                "Write model.eval() first, and train outside of the block."
+            )
+
+    refuse_training(model, ())
+    hook = model.register_forward_pre_hook(refuse_training)
+    try:
+        with values_kept():
+            yield
+    finally:
+        hook.remove()
 
 
 def freeze(model: AdaptedModel, freezes: bool) -> None:

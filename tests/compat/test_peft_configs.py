@@ -32,7 +32,7 @@ from adapterzoo import (
     VeraConfig,
 )
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.methods._input_plans import OPTIONS
+from adapterzoo.methods.low_rank.starts import OPTIONS
 from adapterzoo.peft_arguments import COMMON, classes_of_peft
 from adapterzoo.spelling import peft_readable, peft_spellings
 

@@ -16,7 +16,7 @@ from adapterzoo.anatomy import without_wrappers
 from adapterzoo.composition import Step, compile_rows
 from adapterzoo.configs import Placement
 from adapterzoo.inject.building import layer_at
-from adapterzoo.methods._token_rows import ROWS, TokenRows
+from adapterzoo.methods.copies.rows import ROWS, TokenRows
 from adapterzoo.model.state import AdaptedModel, modules_of
 from adapterzoo.runtime import HEAD
 

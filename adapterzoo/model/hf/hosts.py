@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import unwrapped
+from adapterzoo.caches import values_kept
 from adapterzoo.composition import ActiveHeads, Composition
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
@@ -280,6 +281,8 @@ def watch(model: AdaptedModel, manager: Any) -> None:
     manager.add_request = functools.partial(
         _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
     )
+    # the target of the manager's thread
+    manager._run_generation_loop = functools.partial(_run, weakref.ref(manager))
 
 
 def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
@@ -361,6 +364,13 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
             f"the cache of the manager is of {made.setup!r}; now {now.setup!r} is active, or its "
             "adapters or heads have changed. Write manager.destroy(), and make a new one."
         )
+
+
+def _run(manager: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the loop of a manager; values computed from weights are kept meanwhile."""
+    of = cast("Any", manager())
+    with values_kept():
+        return type(of)._run_generation_loop(of, *args, **kwargs)
 
 
 def _add_request(
