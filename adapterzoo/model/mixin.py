@@ -963,6 +963,8 @@ class AdapterModelMixin:
             StateError: the model is sharded, or the adapter of a hotswap merged.
             UnknownNameError: there is no adapter for a hotswap.
         """
+        if not isinstance(hotswap, bool) and hotswap != "auto":
+            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
             load_as=one_of(load_as=load_as, adapter_name=adapter_name),
@@ -978,10 +980,8 @@ class AdapterModelMixin:
         )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
             name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
-        elif hotswap is False or hotswap == "auto":
-            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         else:
-            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
+            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         if is_trainable or (adapter_name is not None and is_new):
             training.set_trainable(self, name, is_trainable)
         return name

@@ -50,7 +50,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
         raise StateError(
-            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn'), then "
+            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
             "train_adapter('my_task')."
         )
     names = setup.flatten()
