@@ -1,8 +1,9 @@
-"""The fields of PEFT's config classes as users write them, and ours of the same meaning.
+"""The fields of PEFT's config classes, and ours of the same meaning: one table for each class.
 
-A method declares them once, beside its spelling of PEFT's files. They are read where a user gives
-them to a config class here, `LoRAConfig(lora_alpha=16)`, and from config objects of PEFT. A field
-is never ignored: it has a counterpart, a value that asks for nothing, or an error with a hint.
+A method declares it once. It is read where a user gives the fields to a config class here,
+`LoRAConfig(lora_alpha=16)`, from config objects of PEFT, from its files, and by `adapterzoo.peft`,
+which makes the classes of it. A field is never ignored: it has a counterpart, a value that asks for
+nothing, or an error with a hint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, listing
+from .fields import Check
 
 if TYPE_CHECKING:
     from .anatomy import Site
@@ -42,6 +44,7 @@ class PeftArgument:
         parts: the fields of the config object that the field holds, of which our field has those
             that are not PEFT's defaults; None: it does not hold one.
         part_class: PEFT's name of the class of that object.
+        check: the legal values in a file; None: files are read without the field.
     """
 
     default: Any = None
@@ -51,6 +54,7 @@ class PeftArgument:
     passes: bool = False
     parts: Mapping[str, PeftArgument] | None = None
     part_class: str = ""
+    check: Check | None = None
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""

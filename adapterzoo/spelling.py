@@ -297,10 +297,10 @@ class PeftSpelling:
         optional: our parameters that exist only with some field of PEFT's.
         forms: the sets of parameters of which a layer has one; empty: all but optional ones.
         fixed: fields whose values identify the method; written unchanged.
-        fields: the fields that are read.
+        fields: the fields that are read, beside those of `arguments` with a check.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
             with the number for all other layers (same name too).
-        inert: other fields that do not change what an adapter computes.
+        inert: fields that are not in `arguments` and do not change what an adapter computes.
         refused: fields that cannot be reproduced unless they are off → the reason.
         derived: fields of ours that map layer names to numbers and that tensors give → the field of
             PEFT with the number for all other layers, and ours.
@@ -432,10 +432,18 @@ def spelled(
             elif spelling.becomes:
                 peft_readers.register(spelling.peft_type)(spelling)
             else:
-                peft_spellings.register(config.architecture)(spelling)
                 if (own := spelling.arguments) is not None:
                     own = replace(own, peft_type=spelling.peft_type, fixed=spelling.fixed)
                     classes_of_peft[config] = own
+                    read = {
+                        n: PeftField(a.default, a.check) for n, a in own.fields.items() if a.check
+                    }
+                    spelling = replace(
+                        spelling,
+                        fields={**read, **spelling.fields},
+                        inert=spelling.inert | own.fields.keys(),
+                    )
+                peft_spellings.register(config.architecture)(spelling)
         return config
 
     return declared

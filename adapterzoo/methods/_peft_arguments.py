@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from adapterzoo.fields import Check
 from adapterzoo.peft_arguments import PeftArgument
 
 # each method file adds those of its class
@@ -38,14 +39,15 @@ def bias(adapted: str | None = None) -> Mapping[str, PeftArgument]:
             None: that of LoRA, as here.
     """
     values = {} if adapted is None else {adapted: "lora_only"}
-    return {"bias": PeftArgument("none", "bias", values, passes=True)}
+    return {"bias": PeftArgument("none", "bias", values=values, passes=True)}
 
 
-def ours(default: object, name: str) -> PeftArgument:
+def ours(default: object, name: str, check: Check | None = None) -> PeftArgument:
     """Return a field of PEFT with a counterpart here.
 
     Args:
         default: PEFT's.
         name: of our field.
+        check: the legal values in a file; None: files are read without the field.
     """
-    return PeftArgument(default, name)
+    return PeftArgument(default, name, check=check)

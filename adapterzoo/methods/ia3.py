@@ -279,7 +279,6 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         arguments=_ARGUMENTS,
         tensors={"ia3_l": ("ia3_l",)},
         subsets={"feedforward_modules": _scales_input},
-        inert=frozenset(("init_ia3_weights",)),
         read=_from_peft,
         unsayable=_unsayable,
         write=lambda part: _join([part], lambda: None),

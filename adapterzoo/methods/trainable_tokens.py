@@ -44,7 +44,6 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         config=config,
         peft_type="TRAINABLE_TOKENS",
         rows_field="token_indices",
-        inert=frozenset({"init_weights"}),
         arguments=PeftArguments(
             class_name="TrainableTokensConfig",
             fields={

@@ -157,7 +157,8 @@ class SavedModulesConfig(CopyConfig):
                 names = [name for name in known if not name.isdecimal()]
                 raise SiteError(
                     f"modules_to_save={self.names!r}: no module of the base model matches "
-                    f"{name!r}; heads need no copy. Write some of {listing(names, limit=30)}."
+                    f"{name!r}. Names of modules: {listing(names, limit=30)}. Write some of "
+                    f"these; a head needs no copy."
                 )
         found = [site for path, site in sites.items() if _is_in(path, self.names)]
         for site in found:
