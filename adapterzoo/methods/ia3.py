@@ -40,12 +40,10 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._layer_flags import FEED_FORWARD, FLAGS, as_flags, place
+from ._parts import features, restored
 from ._patterns import Targets, matches
-from ._peft_arguments import EXCLUDED, STORED, TARGETS, ours
-from ._peft_sites import row_numbers, whole_width
-from ._rows import features, restored
-from ._targets import TargetedConfig
+from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
+from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 
 
 @architectures.register("ia3")

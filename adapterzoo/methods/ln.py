@@ -22,9 +22,9 @@ from adapterzoo.fields import Layers, field
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._beside import BesideConfig
 from ._patterns import Excluded, Modules, matches
-from ._peft_arguments import EXCLUDED, TARGETS
+from ._peft import EXCLUDED, TARGETS
+from .copies.config import BesideConfig
 from .copies.layers import CopyConfig
 
 

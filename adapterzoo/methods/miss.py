@@ -43,8 +43,7 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
-from ._peft_sites import row_numbers, unsayable, whole_width
+from ._peft import EXCLUDED, TARGETS, bias, ours, row_numbers, unsayable, whole_width
 from ._targets import TargetedConfig
 
 FORMS = Choice(True, False, "mini", "bat")

@@ -47,9 +47,9 @@ from adapterzoo.spelling import (
     spelled,
 )
 
-from ._beside import BesideConfig
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
-from ._products import Affine
+from ._parts import Affine
+from .copies.config import BesideConfig
 
 _New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 

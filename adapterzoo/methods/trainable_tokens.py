@@ -25,7 +25,7 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._patterns import Modules
-from ._peft_arguments import TARGETS
+from ._peft import TARGETS
 from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
 
 

@@ -34,8 +34,8 @@ from adapterzoo.fields import (
     declared,
     field,
 )
-from adapterzoo.methods._beside import BesideConfig
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
+from adapterzoo.methods.copies.config import BesideConfig
 
 from .compacter import HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock

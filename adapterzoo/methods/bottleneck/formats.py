@@ -10,7 +10,7 @@ import torch
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
-from adapterzoo.methods._gate import UNSAYABLE
+from adapterzoo.methods._parts import UNSAYABLE
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
 from .config import HYPERCOMPLEX, BnConfig

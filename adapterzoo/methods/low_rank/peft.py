@@ -21,10 +21,18 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.fields import FACTOR, FLAG, AnyValue, Items, Range, Share
-from adapterzoo.methods._beside import BESIDE
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
-from adapterzoo.methods._peft_sites import row_numbers, whole_width
+from adapterzoo.methods._peft import (
+    EXCLUDED,
+    STORED,
+    TARGETS,
+    TOKENS,
+    bias,
+    ours,
+    row_numbers,
+    whole_width,
+)
 from adapterzoo.methods._sizes import RANK
+from adapterzoo.methods.copies.config import COPIES
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,
@@ -284,7 +292,7 @@ def _of_lora(
         maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
         patterns=_PATTERNS,
-        beside=BESIDE,
+        beside=COPIES,
         inert=frozenset(("merge_weights", "runtime_config")),
         refuse=_refuse,
         read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},

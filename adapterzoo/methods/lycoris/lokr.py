@@ -34,8 +34,8 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import FLAG, MAX_WIDTH, Choice, Either, Range, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._peft_arguments import ours
-from adapterzoo.methods._rows import features, restored, taken
+from adapterzoo.methods._parts import features, restored, taken
+from adapterzoo.methods._peft import ours
 from adapterzoo.spelling import spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling

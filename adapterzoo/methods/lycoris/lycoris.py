@@ -23,8 +23,7 @@ from adapterzoo.fields import FACTOR, SEED, Check, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.methods._init import DTYPE
 from adapterzoo.methods._patterns import Patterns, matching
-from adapterzoo.methods._peft_arguments import EXCLUDED, TARGETS, ours
-from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
 from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments

@@ -14,7 +14,7 @@ from adapterzoo.anatomy import Anatomy, Site, usual_joins
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range
-from adapterzoo.methods._peft_arguments import PROMPT, ours
+from adapterzoo.methods._peft import PROMPT, ours
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubSpelling,

@@ -33,9 +33,8 @@ from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
-from adapterzoo.methods._peft_sites import unsayable
-from adapterzoo.methods._rows import features, restored
+from adapterzoo.methods._parts import features, restored
+from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled

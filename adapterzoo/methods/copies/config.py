@@ -14,14 +14,14 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import field
 
-from .copies.biases import BiasConfig
-from .copies.layers import Saved, SavedModulesConfig
-from .copies.rows import TokenIds, TokenRowsConfig
+from .biases import BiasConfig
+from .layers import Saved, SavedModulesConfig
+from .rows import TokenIds, TokenRowsConfig
 
 Names: TypeAlias = str | tuple[str, ...] | None
 Tokens: TypeAlias = tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
 
-BESIDE = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
+COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
 """The fields that choose the copies."""
 
 
