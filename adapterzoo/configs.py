@@ -101,11 +101,11 @@ class AdapterConfig(Config):
         found, fields = peft_arguments.resolved(cls, fields)
         return (found, fields) if found is not cls else _variant(cls, fields)
 
-    @classmethod
-    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
-        if cls in peft_arguments.classes_of_peft:
-            fields = peft_arguments.translated(cls, fields)
-        return super()._made(shown, fields)
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the config with some fields changed, which may have PEFT's names."""
+        if type(self) in peft_arguments.classes_of_peft:
+            changes = peft_arguments.translated(type(self), changes)
+        return super()._changed(shown, changes)
 
     @property
     def slot_fields(self) -> frozenset[str]:

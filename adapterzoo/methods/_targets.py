@@ -68,8 +68,10 @@ class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
-        modules_to_save: as in `BesideConfig`.
-        trainable_token_indices: as in `BesideConfig`.
+        modules_to_save: names of modules of which the adapter has copies of its own, or a regular
+            expression; names of a module's layers, or of one around them.
+        trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
+            itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
         bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
             of the layers that it adapts; "none".
         selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention

@@ -29,7 +29,7 @@ def with_copies(config: Any, anatomy: Anatomy) -> list[Placement]:
     """Return the placements of the method, and of the copies.
 
     Args:
-        config: a `BesideConfig`, or another config with these fields; without the field `bias`
+        config: a `ConfigWithCopies`, or another config with these fields; without the field `bias`
             there are no copies of biases.
         anatomy: of the model.
 
@@ -81,7 +81,7 @@ def _rows(config: Any) -> Iterator[TokenRowsConfig]:
 
 
 @config_class
-class BesideConfig(AdapterConfig):
+class ConfigWithCopies(AdapterConfig):
     """Base of the configs whose adapters can have copies of parts of the base model.
 
     Attributes:
