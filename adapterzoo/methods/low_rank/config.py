@@ -148,7 +148,8 @@ class LowRankConfig(TargetedConfig):
             first = _at_all(first, placed, anatomy)
         else:
             parts = [{(p.site.name, p.site.role) for p in placements} for placements in placed]
-            alike = TARGETS if all(own == parts[0] for own in parts) else frozenset[str]()
+            same_parts = all(each == parts[0] for each in parts)
+            alike = TARGETS if same_parts else frozenset[str]()
             strategy.refuse_differing(dicts, trained | _SCALING | alike)
         sized = first.of_ranks(combined)
         # a scaling of 0 has no inverse
