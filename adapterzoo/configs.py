@@ -295,7 +295,7 @@ def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any
             f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
             f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
         )
-    chosen = max(found, key=lambda c: group[c].strictness)
+    chosen: Any = max(found, key=lambda c: group[c].strictness)
     variant, legal = group[chosen], defaults(chosen)
     # the fields that identify the method have been read
     read = {**variant.fixed, **variant.constants, **(default if chosen is not cls else {})}

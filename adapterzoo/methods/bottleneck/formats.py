@@ -43,7 +43,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     # in old files task adapters name invertible adapters that they do not have
     if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
         fields |= dict.fromkeys(_NESTED)
-    without_effect = []
+    without_effect: list[str] = []
     if not fields.get("phm_layer"):
         without_effect += HYPERCOMPLEX
     elif not fields.get("factorized_phm_W"):

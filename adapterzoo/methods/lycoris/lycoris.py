@@ -201,7 +201,7 @@ def peft_spelling(
         extra: fields that the other method does not have.
         **more: other arguments of `PeftSpelling`.
     """
-    fields = FIELDS | extra
+    fields = {**FIELDS, **extra}
 
     def read(layers: Sequence[PeftLayer]) -> list[Fields]:
         return [{name: layer.fields[name] for name in fields} for layer in layers]
