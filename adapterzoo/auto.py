@@ -45,7 +45,7 @@ class AutoAdapterModel:
             StateError: always.
         """
         raise StateError(
-            "AutoAdapterModel(): it chooses the class by the config. Write "
+            "AutoAdapterModel() has no instances. Write "
             "AutoAdapterModel.from_pretrained(name_or_path) or .from_config(config)."
         )
 
@@ -111,8 +111,8 @@ def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
     """
     if type(config) not in modeling_auto.MODEL_MAPPING:
         raise ConfigError(
-            f"AutoAdapterModel: transformers has no base model for {type(config).__name__} "
-            f"(model_type {config.model_type!r}). Write the config of a type that AutoModel knows."
+            f"AutoAdapterModel: transformers has no base model for {type(config).__name__}. Write "
+            "the config of a type that AutoModel knows."
         )
     backbone = _get_model_class(config, modeling_auto.MODEL_MAPPING)
     return named_class(AdapterModel, backbone, type(config))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import files, fit, folders
 from .errors import CheckpointError, ConfigError, names_call
+from .formats import files, fit, folders
 from .model.adapterhub.arguments import report
 
 __all__ = ["WeightsLoader"]

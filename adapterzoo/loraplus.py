@@ -47,8 +47,8 @@ def create_loraplus_optimizer(
     """
     if "weight_decay" in kwargs:
         raise ConfigError(
-            f"weight_decay={kwargs['weight_decay']!r}: biases have none, so it is given as "
-            f"loraplus_weight_decay. Write loraplus_weight_decay={kwargs['weight_decay']!r}."
+            f"weight_decay={kwargs['weight_decay']!r}: write "
+            f"loraplus_weight_decay={kwargs['weight_decay']!r}."
         )
     Range(0.0, 1e6)("LoRA+", "lr", lr, 1e-4)
     Range(0.0, 1e6)("LoRA+", "loraplus_weight_decay", loraplus_weight_decay, 0.0)
@@ -80,14 +80,13 @@ def asked_rates(
     if ratio is None:
         if embedding != EMBEDDING_RATE:
             raise ConfigError(
-                f"loraplus_lr_embedding={embedding!r}: has an effect only with a ratio. Write "
-                f"loraplus_lr_ratio=16."
+                f"loraplus_lr_embedding={embedding!r} needs a ratio. Write loraplus_lr_ratio=16."
             )
         return None
     check_rates(ratio, embedding)
     if any(optimizers):
         raise ConfigError(
-            "loraplus_lr_ratio=…, optimizers=…: a ratio is for the trainer's own optimizer. Write "
+            "loraplus_lr_ratio=…, optimizers=…: one of them. Write "
             "optimizers=(create_loraplus_optimizer(…), …)."
         )
     return ratio, embedding
@@ -125,8 +124,8 @@ def set_rates(
     fast, looked_up = _parameters(model)
     if not fast:
         raise StateError(
-            "loraplus_lr_ratio is given, and no adapter that is trained has factors A and B. Write "
-            "model.train_adapter('name') for a LoRA adapter, or leave loraplus_lr_ratio out."
+            "no adapter that is trained has factors A and B. Write model.train_adapter('name') "
+            "for a LoRA, or leave loraplus_lr_ratio out."
         )
     split: list[dict[str, Any]] = []
     for group in optimizer.param_groups:

@@ -1,6 +1,6 @@
 """How the peers' files spell a method or a head, declared in a file per method.
 
-`checkpoint/adapterhub` and `checkpoint/peft` do not name any method; they read these tables. A
+`formats/adapterhub` and `formats/peft` do not name any method; they read these tables. A
 method file registers one spelling per peer, so that deleting the file deletes its formats:
 
 ```python

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,16 +17,29 @@ from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from .anatomy import unwrapped
-from .composition import fusions_of
+from .anatomy import unwrapped, without_wrappers
+from .composition import Fuse, fusion_key, fusions_of
+from .configs import AdapterConfig
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
+from .formats import files, fit, fusions, native
+from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
-from .model import snapshot
+from .model import checkpointing
+from .model.heads import checkpoints as head_files
 from .model.heads.inputs import decoder_labels, shift_labels
+from .model.heads.tables import expand
+from .model.hf import fusion_files
 from .model.hf.hosts import collated
 from .model.mixin import AdapterModelMixin
-from .model.state import fusion_modules, parameters_of
+from .model.state import (
+    AdaptedModel,
+    fusion_modules,
+    modules_of,
+    named_tensors,
+    own_parameters_of,
+    parameters_of,
+)
 from .model.training import trainable_when_quantized
 
 # outputs of base models besides the scores of a head
@@ -95,8 +109,8 @@ class AdapterTrainer(Trainer):
             processing_class = tokenizer
         elif tokenizer is not None and tokenizer is not processing_class:
             raise ConfigError(
-                f"{type(self).__name__}(tokenizer=…, processing_class=…): these are two names of "
-                f"one argument, and two objects are given. Write processing_class=… alone."
+                f"{type(self).__name__}(tokenizer=…, processing_class=…): two objects for one "
+                "argument. Write processing_class=… alone."
             )
         self._adapter_names = adapter_names
         own = kwargs.get("optimizers") or ()
@@ -112,8 +126,7 @@ class AdapterTrainer(Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise StateError(
                 f"{type(self).__name__}: with FSDP or DeepSpeed each process has a part of each "
-                f"parameter, and these checkpoints hold whole ones. Leave out fsdp=… and "
-                f"deepspeed=…, or write Trainer(…)."
+                "parameter. Leave out fsdp=… and deepspeed=…, or write Trainer(…)."
             )
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
@@ -141,8 +154,7 @@ class AdapterTrainer(Trainer):
         if not isinstance(adapted, AdapterModelMixin):
             raise StateError(
                 f"{name}({type(adapted).__name__}): the model has no adapters. Write "
-                f"AutoAdapterModel.from_pretrained(…) or adapterzoo.init(model), or train all of "
-                f"it with Trainer(…)."
+                "AutoAdapterModel.from_pretrained(…) or adapterzoo.init(model)."
             )
         if self._adapter_names is not None:
             adapted.set_active_adapters(self._adapter_names)
@@ -196,7 +208,7 @@ class AdapterTrainer(Trainer):
                 f"{call}: no parameter of the active adapters {listing(active)} is trained. "
                 f"{_hint(model)}"
             )
-        if not snapshot.has_frozen_matrix(model):
+        if not has_frozen_matrix(model):
             raise StateError(
                 f"{call}: the base model is not frozen, so all of it would be trained. "
                 f"{_hint(model)} To train all of it write Trainer(…)."
@@ -224,9 +236,13 @@ class AdapterTrainer(Trainer):
         counted = [self._counted(batch) for batch in batch_samples]
         known = [labels for labels in counted if labels is not None]
         self._usual_count = None
-        number, batches, unknown = self._over_processes(
-            [sum(map(_count, known)), len(known), len(counted) - len(known)], device
-        )
+        numbers = [sum(map(_count, known)), len(known), len(counted) - len(known)]
+        if self.args.world_size > 1 and self.args.average_tokens_across_devices:
+            # over all processes, so that all of them take the same branch
+            mine = torch.tensor([numbers], device=device)  # [1, numbers]
+            everyone = cast("Tensor", self.accelerator.gather(mine))  # [processes, numbers]
+            numbers = cast("list[int]", everyone.sum(0).tolist())
+        number, batches, unknown = numbers
         if unknown or not batches:
             return None
         own_loss = self.compute_loss_func is not None
@@ -240,14 +256,6 @@ class AdapterTrainer(Trainer):
         # a model that averages over the batch itself gets its share in compute_loss
         self._usual_count = number / batches
         return None
-
-    def _over_processes(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Return the sums over all processes, so that all of them take the same branch."""
-        if self.args.world_size == 1 or not self.args.average_tokens_across_devices:
-            return numbers
-        mine = torch.tensor([numbers], device=device)  # [1, numbers]
-        everyone = cast("Tensor", self.accelerator.gather(mine))  # [processes, numbers]
-        return cast("list[int]", everyone.sum(0).tolist())
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
         return self._adapted._head_strategy.counted_labels(batch)
@@ -271,14 +279,23 @@ class AdapterTrainer(Trainer):
             ConfigError: label smoothing with labels that are not class numbers.
         """
         inputs = dict(inputs)
-        share = self._share(inputs) if model.training and num_items_in_batch is None else 1.0
-        heads = self._heads()
+        heads, share, usual = self._heads(), 1.0, self._usual_count
+        if model.training and num_items_in_batch is None and usual is not None:
+            labels = self._counted(inputs)
+            if labels is not None:
+                share = _count(labels) / usual if usual else 0.0
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
             # Trainer removes the labels, from which the decoder inputs are made
             if (labels := decoder_labels(heads, inputs, 1)) is not None:
                 shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
-                inputs["labels"] = self._smoothed_labels(inputs)
+                labels = self._counted(inputs) if len(heads) == 1 else None
+                if labels is None or labels.is_floating_point():
+                    raise ConfigError(
+                        f"label_smoothing_factor: it is for one head with class numbers; active "
+                        f"are {listing(heads)}. Write label_smoothing_factor=0."
+                    )
+                inputs["labels"] = labels
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -287,36 +304,13 @@ class AdapterTrainer(Trainer):
             loss = outputs["logits"].sum() * 0.0
         elif share != 1.0:
             loss = loss * share
-        if model.training:
-            loss = self._regularized(loss, num_items_in_batch is not None)
+        penalty = self._adapted.get_fusion_regularization_loss() if model.training else None
+        if penalty is not None:
+            # once for each step; Trainer itself divides a loss that is not a share
+            is_share = num_items_in_batch is not None
+            steps = self.current_gradient_accumulation_steps if is_share else 1
+            loss = loss + penalty.to(loss.device, loss.dtype) / steps
         return (loss, outputs) if return_outputs else loss
-
-    def _regularized(self, loss: Tensor, is_share: bool) -> Tensor:
-        """Return the loss with the penalty on the V of fusions, once for each step."""
-        penalty = self._adapted.get_fusion_regularization_loss()
-        if penalty is None:
-            return loss
-        # Trainer itself divides a loss that is not a share of the accumulated batches
-        steps = self.current_gradient_accumulation_steps if is_share else 1
-        whole: Tensor = loss + penalty.to(loss.device, loss.dtype) / steps
-        return whole
-
-    def _share(self, inputs: Mapping[str, Any]) -> float:
-        usual = self._usual_count
-        labels = None if usual is None else self._counted(inputs)
-        if usual is None or labels is None:
-            return 1.0
-        return _count(labels) / usual if usual else 0.0
-
-    def _smoothed_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        labels = self._counted(inputs) if len(self._heads()) == 1 else None
-        if labels is None or labels.is_floating_point():
-            raise ConfigError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor}: smoothing is for one "
-                f"head whose labels are class numbers; active are {listing(self._heads())}. "
-                f"Write label_smoothing_factor=0."
-            )
-        return labels
 
     def prediction_step(
         self,
@@ -355,7 +349,7 @@ class AdapterTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or cast("str", self.args.output_dir))
-        snapshot.save(self._adapted, folder)
+        save_trained(self._adapted, folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(folder))
@@ -370,8 +364,8 @@ class AdapterTrainer(Trainer):
             whole.sort(key=lambda p: p.stat().st_mtime)
             hint = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
             raise CheckpointError(
-                f"resume from {resume_from_checkpoint!r}: there is no {TRAINER_STATE_NAME}, which "
-                f"is written last, so this is not a whole checkpoint. Write {hint}."
+                f"resume from {resume_from_checkpoint!r}: not a whole checkpoint, as "
+                f"{TRAINER_STATE_NAME} is missing. Write {hint}."
             )
         self._restore(resume_from_checkpoint)
 
@@ -380,7 +374,7 @@ class AdapterTrainer(Trainer):
 
     def _restore(self, folder: str) -> None:
         with naming(f"checkpoint {folder!r}"):
-            snapshot.restore(self._adapted, Path(folder))
+            restore_trained(self._adapted, Path(folder))
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
@@ -398,3 +392,164 @@ def _hint(model: Any) -> str:
     if names:
         return f"Write model.train_adapter({names[0]!r})."
     return "Write model.add_adapter('my_task', 'seq_bn') and model.train_adapter('my_task')."
+
+
+# --- Training checkpoints: all trained parameters of a model in one folder ---
+
+UNFROZEN = "unfrozen.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One adapter, one head, the layers of one fusion or the unfrozen parameters.
+
+    Attributes:
+        what: its name in messages.
+        file: the saved tensors.
+        model: the tensors of the model to fill in place.
+    """
+
+    what: str
+    file: dict[str, Tensor]
+    model: dict[str, Tensor]
+
+
+def save_trained(model: AdaptedModel, folder: Path) -> None:
+    """Write all adapters, all heads, all fusions and the unfrozen parameters.
+
+    Args:
+        model: with adapters.
+        folder: created if missing.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    state, heads = model._adapter_state, model._head_strategy.saved_names()
+    for name in state.records:
+        checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
+    for name in _apart(model):
+        head_files.save(model, folder / _folder_of(name), name)
+    for name, fusion in state.fusions.items():
+        fusion_files.save(model, folder / name, Fuse(*fusion.adapters, name=name))
+    if tensors := unfrozen(model):
+        document = {"format": native.FORMAT, "version": native.VERSION}
+        files.write_tensors(folder / UNFROZEN, document, tensors)
+
+
+def restore_trained(model: AdaptedModel, folder: Path) -> None:
+    """Fill the parameters of the model in place with those that `save_trained` wrote.
+
+    Args:
+        model: with the same adapters and heads as when it was saved.
+        folder: the folder given to `save_trained`.
+
+    Raises:
+        CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
+            filled.
+    """
+    parts = list(_parts(model, folder))
+    for part in parts:
+        try:
+            fit.check_fit(type(model).__name__, part.file, part.model, None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{part.what}: {error}") from error
+    with torch.no_grad():
+        for part in parts:
+            for key, tensor in part.file.items():
+                part.model[key].copy_(tensor)
+
+
+def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
+    strategy = model._head_strategy
+    kept = {id(p) for p in own_parameters_of(model)}
+    for name in strategy.saved_names():
+        record = strategy.record(name)
+        kept |= {id(t) for t in record.tensors.values()} if record is not None else set()
+    return {
+        without_wrappers(name): p
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in kept
+    }
+
+
+def has_frozen_matrix(model: AdaptedModel) -> bool:
+    """Return whether any matrix of the base model is frozen, embeddings aside.
+
+    Embeddings do not count: some families have positions that are never trained.
+    """
+    own = {id(p) for p in own_parameters_of(model)}
+    return any(
+        not p.requires_grad
+        for module in model._backbone.modules()
+        if not isinstance(module, nn.Embedding)
+        for p in module._parameters.values()
+        if p is not None and p.dim() > 1 and id(p) not in own
+    )
+
+
+def _apart(model: AdaptedModel) -> list[str]:
+    """Return the heads that are not in an adapter's file, those of fusions included."""
+    names = model._head_strategy.saved_names()
+    return [name for name in names if name not in model._adapter_state.records]
+
+
+def _folder_of(head: str) -> str:
+    """Return the folder of a head; for a fusion's head, the folder of its layers."""
+    return head.removeprefix(fusion_key(""))
+
+
+def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
+    apart, state = _apart(model), model._adapter_state
+    for kind, names in (
+        ("adapter", list(state.records)),
+        ("head", [_folder_of(name) for name in apart]),
+        (fusions.KIND, list(state.fusions)),
+    ):
+        there = sorted(path.parent.name for path in folder.glob(f"*/{kind}.safetensors"))
+        kinds = "fusions" if kind == fusions.KIND else f"{kind}s"
+        if there != sorted(names):
+            raise CheckpointError(
+                f"the checkpoint has the {kinds} {listing(there)}, the model "
+                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds}."
+            )
+    heads = model._head_strategy.saved_names()
+    for name, record in state.records.items():
+        stored = native.load(folder / name, "adapter")
+        if (family := stored.metadata.get("model_type")) != model.config.model_type:
+            raise CheckpointError(
+                f"it was saved from a {family!r}, this is a {model.config.model_type!r}; nothing "
+                "has been loaded. Load the model that it was saved from."
+            )
+        saved = AdapterConfig.from_dict(stored.metadata["config"])
+        fit.check_same(f"adapter {name!r}", saved, record.config)
+        tensors = named_tensors(dict(modules_of(model, name)), keep_vars=True)
+        _, in_file = expand(model, stored.metadata.get("embeddings"), stored.adapter)
+        yield Part(f"adapter {name!r}", in_file, tensors)
+        if name in heads:
+            yield _head_part(model, name, stored)
+        elif stored.head:
+            raise CheckpointError(
+                f"the checkpoint has a head of the adapter {name!r}, the model none; nothing has "
+                f"been loaded. Write train_adapter({name!r}) first."
+            )
+    for name in apart:
+        yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))
+    for name, fusion in state.fusions.items():
+        stored = native.load(folder / name, fusions.KIND)
+        fused = stored.metadata["adapter_names"], stored.metadata["config"]
+        mine = list(fusion.adapters), fusion.config.to_dict()
+        fit.check_same(f"fusion {name!r}", fused, mine)
+        layers = named_tensors(dict(fusion_modules(model, name)), keep_vars=True)
+        yield Part(f"fusion {name!r}", stored.adapter, layers)
+    file = folder / UNFROZEN
+    saved_base = native.read(file)[1] if file.is_file() else {}
+    yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
+
+
+def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
+    strategy, document = model._head_strategy, stored.metadata.get("head")
+    record, saved = strategy.record(name), dict(stored.head)
+    if document is not None:
+        saved = dict(strategy.completed(name, document, saved))
+    return Part(f"head {name!r}", saved, {} if record is None else record.tensors)

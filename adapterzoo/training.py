@@ -66,8 +66,8 @@ def setup_adapter_training(
     if not adapter_args.train_adapter:
         if adapter_args.load_adapter or adapter_args.load_lang_adapter:
             raise ConfigError(
-                "an adapter is loaded only to be trained, and train_adapter is False. Write "
-                "--train_adapter, or load_adapter(…) in the script."
+                "an adapter is loaded to be trained, and train_adapter is False. Write "
+                "--train_adapter."
             )
         return None, None
     config = AdapterConfig.load(adapter_args.adapter_config, **changes)

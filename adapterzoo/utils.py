@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from .checkpoint import adapterhub, fusions, native
-from .checkpoint.adapterhub.hashes import get_adapter_config_hash
-from .checkpoint.setup_files import SETUP as SETUP_CONFIG_NAME
+from .formats import adapterhub, fusions, native
+from .formats.adapterhub.hashes import get_adapter_config_hash
+from .formats.setup_files import SETUP as SETUP_CONFIG_NAME
 from .hub import AdapterInfo, adapter_info, list_adapters
 from .interface import FILE as INTERFACE_CONFIG_NAME
 

@@ -18,11 +18,11 @@ from families import tiny_config
 from packaging.requirements import Requirement
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.configs import architectures, config_strings
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import head_types
 from adapterzoo.methods.fusion import fusion_configs
-from adapterzoo.model import setup
+from adapterzoo.model import activation
 from adapterzoo.testing import checks
 
 REGISTRIES = (architectures, checks, config_strings, formats, fusion_configs, head_types)
@@ -91,15 +91,15 @@ def seeded() -> None:
 def _left_as_found() -> Iterator[None]:
     """Take back what a test registers, and fail one that changes another global setting."""
     registered = [(registry, dict(registry._entries)) for registry in REGISTRIES]
-    models = {id(model) for model in setup._models}
+    models = {id(model) for model in activation._models}
     before = _settings()
     yield
     if "accelerate.state" in sys.modules:
         _forget_accelerator()
     # a setup holds for every model that lives; when one dies, the garbage collector decides
-    for model in list(setup._models):
+    for model in list(activation._models):
         if id(model) not in models:
-            setup.withdraw(model)
+            activation.unregister(model)
     for registry, entries in registered:
         registry._entries.clear()
         registry._entries.update(entries)

@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent.parent / "adapterzoo"
 RULES = (
     "modules in import cycles",
     "functions and classes with `call`",
-    "method names in checkpoint, cli, model",
+    "method names in formats, cli, model",
     "head types in cli, model, trainer",
 )
 
 # where no method may be named, and no type of head
-BLIND_TO_METHODS = ("checkpoint", "cli", "model")
+BLIND_TO_METHODS = ("formats", "cli", "model")
 BLIND_TO_HEADS = ("cli", "model", "trainer")
 _NOT_CODE = {
     tokenize.COMMENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER, tokenize.INDENT,
@@ -241,7 +241,7 @@ def details(modules: Mapping[str, Module], known: Registered) -> dict[str, list[
         "functions and classes with `call`": [
             f"{x.name}: {name}" for x in found for name in with_call(x)
         ],
-        "method names in checkpoint, cli, model": naming(
+        "method names in formats, cli, model": naming(
             blind, known.architectures, known.config_strings
         ),
         "head types in cli, model, trainer": naming(headless, (), known.head_types),

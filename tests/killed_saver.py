@@ -1,4 +1,4 @@
-"""Savers that are killed: python killed_saver.py FOLDER [KIND…], run by checkpoint/test_crash.py.
+"""Savers that are killed: python killed_saver.py FOLDER [KIND…], run by formats/test_crash.py.
 
 Forks of one process save two checkpoints in turn to one folder, and are killed. After each the
 folder is looked at twice: as a library that knows nothing of our hidden folders sees it, and as
@@ -27,7 +27,7 @@ from adapterzoo.errors import CheckpointError
 
 # without the package around it, which imports torch: a fork of a small process costs nothing
 spec: Any = importlib.util.spec_from_file_location(
-    "folders", Path(adapterzoo.__file__).parent / "checkpoint" / "folders.py"
+    "folders", Path(adapterzoo.__file__).parent / "formats" / "folders.py"
 )
 folders: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(folders)

@@ -15,7 +15,7 @@ import adapterzoo.methods
 from adapterzoo import AdapterConfig, BnConfig, ConfigUnion, LoRAConfig, SeqBnConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads._base import HeadConfig
-from adapterzoo.heads.classification import ClassificationConfig
+from adapterzoo.heads.pooled import ClassificationConfig
 from adapterzoo.methods.fusion import AdapterFusionConfig
 
 

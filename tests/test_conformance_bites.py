@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from adapterzoo.configs import architectures
-from adapterzoo.inject.views import LayerCall, SlicedLayer
+from adapterzoo.inject.layers import LayerCall, SlicedLayer
 from adapterzoo.methods.low_rank import LoRA, LoRAConfig
 from adapterzoo.testing import ConformanceError, check_method, checks, report
 

@@ -29,7 +29,7 @@ from families import tiny_config
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel, IA3Config
-from adapterzoo.checkpoint.formats import formats
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.errors import AdapterZooError
 
 folder = Path(sys.argv[1])
@@ -99,7 +99,7 @@ def test_the_formats_contain_no_method_and_no_type_of_head():
     known = {*architectures, *config_strings, *words_of(methods)} - {"union", "unions", "fusion"}
     known |= {*head_types, *words_of(heads)}
     found = []
-    for path in sorted((PACKAGE / "checkpoint").rglob("*.py")):
+    for path in sorted((PACKAGE / "formats").rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -95,7 +95,7 @@ def test_each_thing_that_is_counted_is_found(tmp_path):
     modules = package(
         tmp_path,
         a=called,
-        checkpoint_in_peft=engine,
+        formats_in_peft=engine,
         methods_in_lora="NAME = 'lora'",
         model_in_mixin="TYPE = 'tagging'",
         model_in_heads_in_named="",
@@ -104,9 +104,8 @@ def test_each_thing_that_is_counted_is_found(tmp_path):
     known = figures.Registered(("lora",), ("seq_bn",), ("tagging",), ("AdapterModelMixin",))
     assert counted(modules, known) == {
         "functions and classes with `call`": ["adapterzoo.a: Asker", "adapterzoo.a: f"],
-        "method names in checkpoint, cli, model": [
-            f"adapterzoo.checkpoint.peft: {text!r}"
-            for text in ("lora", "lora_A", "LoRA is", "seq_bn")
+        "method names in formats, cli, model": [
+            f"adapterzoo.formats.peft: {text!r}" for text in ("lora", "lora_A", "LoRA is", "seq_bn")
         ],
         "head types in cli, model, trainer": [
             "adapterzoo.model.mixin: 'tagging'",

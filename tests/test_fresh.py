@@ -28,7 +28,7 @@ from adapterzoo import AdapterConfig
 print(AdapterConfig.load("lora[r=8]").r, AdapterConfig.from_dict({"architecture": "lora"}).r)
 from adapterzoo.configs import architectures, change_forms, config_strings
 from adapterzoo.spelling import adapterhub_spellings, peft_readers, peft_spellings
-from adapterzoo.checkpoint.formats import formats
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import add_methods, head_types
 from adapterzoo.methods.fusion import fusion_configs
 for registry in (
@@ -102,7 +102,7 @@ def set_of(output: str) -> set[str]:
 @needs_fork
 def test_registries_are_complete_whichever_module_is_imported_first(tmp_path):
     own = [f"adapterzoo.{name}" for name in PATHS]
-    rooms = ("configs", "spelling", "peft", "testing", "cli", "checkpoint", "hub", "anatomy")
+    rooms = ("configs", "spelling", "peft", "testing", "cli", "formats", "hub", "anatomy")
     complete([*own, *(f"adapterzoo.{room}" for room in rooms)], tmp_path)
 
 

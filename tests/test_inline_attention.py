@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from adapterzoo import BatchSplit, init
 from adapterzoo.anatomy import find
-from adapterzoo.anatomy.attentions import is_inline
+from adapterzoo.anatomy.attention import is_inline
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import StateError
-from adapterzoo.inject.inline import with_prefix
+from adapterzoo.inject.attention import with_prefix
 from adapterzoo.methods.prompt.prefix_tuning import PrefixTuningConfig
 
 FLAT = PrefixTuningConfig(prefix_length=3, flat=True)

@@ -28,7 +28,7 @@ from adapterzoo import (
     Stack,
     init,
 )
-from adapterzoo.checkpoint import files
+from adapterzoo.formats import files
 from adapterzoo.inject import Adapted, adapters_of
 
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")

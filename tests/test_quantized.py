@@ -27,8 +27,8 @@ from transformers import (
 import adapterzoo
 from adapterzoo import AdapterTrainer, AutoAdapterModel, inject
 from adapterzoo.anatomy import find
-from adapterzoo.checkpoint import native
 from adapterzoo.errors import StateError
+from adapterzoo.formats import native
 from adapterzoo.inject import quantized
 
 # blocks of 64 numbers have one scale in bitsandbytes' 4 bits

@@ -44,7 +44,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 VARIANTS: dict[str, AdapterConfig] = {}
 for _name in architectures:
     if _name == "no_language_adapters":
-        # only X-MOD has any: checkpoint/test_adapterhub_xmod.py
+        # only X-MOD has any: formats/test_adapterhub_xmod.py
         continue
     if _name in _OPTIONS:
         VARIANTS.update({text: AdapterConfig.load(text) for text in _OPTIONS[_name]})

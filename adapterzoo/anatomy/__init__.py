@@ -7,7 +7,6 @@ the residual stream, the module that reads the stream, and the norm after the ad
 
 from __future__ import annotations
 
-from .entries import NAME as ENTRY
 from .find import find
 from .sites import (
     ATTENTION_ROLES,
@@ -21,9 +20,10 @@ from .sites import (
     Site,
     SubLayer,
     SubLayerKind,
+    TokenInput,
     part_names,
 )
-from .token_input import TokenInput
+from .tokens import NAME as ENTRY
 from .tokens import input_embeddings_of, token_site, usual_joins, why_no_token_site
 from .tree import WRAPPED, unwrapped, without_wrappers
 

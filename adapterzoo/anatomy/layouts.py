@@ -11,10 +11,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from .names import nearness, parent
 from .patterns import FUSED, Row
 from .sites import OutputSlice, Role, Site
-from .tree import Branch
+from .tree import Branch, nearness, parent
 
 Split = Mapping[Role, OutputSlice]
 # the fused layer, the width of attention's output, and the block → the layer's parts

@@ -1,7 +1,9 @@
-"""The tables of anatomy: the usual names of layers, and the architectures that differ.
+"""The tables of anatomy: the usual names of layers and norms, and the architectures that differ.
 
 Names are read as paths below the block, e.g. `attention.self.query`. A pattern must match the
-end of the path; dimensions then confirm it. `ARCHITECTURES` has the architectures that differ.
+end of the path; dimensions then confirm it. `ARCHITECTURES` has the architectures that differ,
+`NO_ENTRY` and `NO_TOKENS` the models, by `config.model_type`, without a site at the first block or
+at the embeddings.
 """
 
 from __future__ import annotations
@@ -9,10 +11,89 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from .names import tail
-from .norms import NormPosition
 from .sites import Role, SubLayerKind
+from .tree import Tree, tail
+
+NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
+# norms of channels, `[batch, d, *places]`, beside those whose `data_format` says so
+CHANNEL_NORM_CLASS = re.compile(r"LayerNorm2d$|^(SqueezeBert|VitDet)LayerNorm$")
+NORM_NAME = re.compile(r"(norm|(^|_)ln)(_?\d+)?$|^ln_|^norm|layer_?norm", re.IGNORECASE)
+
+# the place of a norm: before its sub-layer, on the sub-layer's output, or after the addition;
+# "at": before or after, depending on the style of the block; "after": depending on other norms
+NormPosition = Literal["pre", "branch", "post", "at", "after"]
+
+NORM_PLACES: tuple[tuple[re.Pattern[str], NormPosition, SubLayerKind], ...] = (
+    (
+        tail(
+            "input_layernorm", "input_rmsnorm", "layernorm_before", "layer_norm_before",
+            r"pre_(?:self_)?(?:attn|attention|sa)_(?:layer_?)?norm", "norm_pre_attn",
+            "layernorm_before_attention", "attention_norm", "attn_norm", "operator_norm",
+            "norm_self_att", "layer_norm_att", "attention_layernorm", "temporal_pre_norm",
+            "norm_mlstm", "q_input_layernorm", "pre_attn_norm", "layernorm1", "^norm",
+            "input_latents_norm",
+        ),
+        "pre",
+        "attention",
+    ),
+    (tail("pre_ca_norm", "pre_cross_attn_layernorm"), "pre", "cross"),
+    (
+        tail(
+            r"pre_(?:feedforward|mlp|ff)_(?:layer_?)?norm", "layernorm_after", "layer_norm_after",
+            "feedforward_layernorm", "ffn_norm", "channel_pre_norm", "layernorm_before_ffn",
+            "norm_ffn", "mlp_norm", r"norm_feed_forward\d", r"ffn\d_layer_norm", r"layernorm",
+        ),
+        "pre",
+        "mlp",
+    ),
+    (tail("post_attention_layernorm", "post_attention_rmsnorm", "post_sa_norm"), "after",
+     "attention"),
+    (tail("post_self_attn_layernorm", "post_norm1", "norm_post_attn", "post_operator_norm"),
+     "branch", "attention"),
+    (tail("post_cross_attn_layernorm"), "branch", "cross"),
+    (tail("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm"),
+     "branch", "mlp"),
+    (tail(r"(?:cross\w*)\.output\.\w*[nN]orm"), "post", "cross"),
+    (tail(r"\w*att\w*\.\w*output\.\w*[nN]orm"), "post", "attention"),
+    (tail(r"\w*output\w*\.(?:LayerNorm|layer_norm)"), "post", "mlp"),
+    (tail(r"\w*(?:encoder_attn|cross)\w*_layer_?norm"), "at", "cross"),
+    (tail("self_attn_layer_norm", "sa_layer_norm", "^layer_norm"), "at", "attention"),
+    (
+        tail(
+            "final_layer_norm", "ffn_layer_norm", "ff_layer_norm", "feed_forward_layer_norm",
+            "mlp_layer_norm", "output_layer_norm", "full_layer_layer_norm", "final_layernorm",
+        ),
+        "at",
+        "mlp",
+    ),
+)  # fmt: skip
+
+NUMBERED = re.compile(r"^(?!post)\w*(?:norm|ln)_?[1-4]$")
+
+# norms inside attention or the feed-forward part, which are not on the stream
+INNER_NORM = re.compile(
+    r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert"
+)
+
+# other modules that change a sub-layer's output before the addition: learned gains and short
+# convolutions
+SCALES: tuple[tuple[re.Pattern[str], SubLayerKind], ...] = (
+    (tail("layer_scale1", "self_attn_layer_scale", "post_attention_convolution"), "attention"),
+    (tail("layer_scale2", "mlp_layer_scale", "post_mlp_convolution"), "mlp"),
+)
+
+# a projection of the stream itself to another width, parallel to attention (Hiera)
+WIDENING = re.compile(r"^proj$")
+WIDENED = "the residual path beside attention is a projection to another width"
+
+# a norm after the last block: next to the stack, and not part of the embeddings
+FINAL_NORM = re.compile(
+    r"^(?!.*emb)(?!.*(pre|input))(\w*layer_?norm\w*|\w*norm|ln_f|ln_post|norm_f|final_\w*norm)$",
+    re.IGNORECASE,
+)
+
 
 # layers that steer, gate, route or encode positions: they have no role, whatever their last name
 ASIDE = re.compile(
@@ -400,3 +481,47 @@ ARCHITECTURES: Mapping[str, Row] = {
     "zamba": _SHARED_BLOCK,
     "zamba2": _SHARED_BLOCK,
 }
+
+
+_BOXES = "its first block embeds boxes, which a call may lack"
+
+NO_ENTRY: Mapping[str, str] = {
+    "albert": "its first block runs several times in one call",
+    "maskformer": "its first block gets zeros, not embeddings",
+    "mimi": "its encoder's output is quantized, which no gradient passes",
+    "sam3": _BOXES,
+    "sam3_lite_text": _BOXES,
+    "vitdet": "its first block gets [rows, d_model, height, width]",
+}
+
+_GRID = "its blocks read a grid of patches"
+_PACKED = "its blocks read all rows as one sequence"
+_CHANNELS = "its embeddings are [rows, features, tokens]"
+
+NO_TOKENS: Mapping[str, str] = {
+    "cosmos3_edge_vision": _PACKED,
+    "dpt": "its embeddings return several tensors",
+    "fun_asr_nano_encoder": _PACKED,
+    "granite_docling_vision": _GRID,
+    "hunyuan_vl_vision": _PACKED,
+    "hy_v4_vl_vision": _PACKED,
+    "levit": _GRID,
+    "longformer": "it pads its tokens to whole windows before it embeds them",
+    "mimi_encoder": _CHANNELS,
+    "minicpm_ocr_vision": _PACKED,
+    "minicpmv4_7_vision": _PACKED,
+    "pocket_tts_audio_tokenizer_encoder": _CHANNELS,
+    "qwen3_asr_encoder": "it embeds audio in chunks, which it then joins",
+    "swiftformer": _GRID,
+    "timesformer": _GRID,
+    "videoprism": "its embeddings add a token of their own",
+    "vilt": "its embeddings join words and patches",
+    "vitdet": _GRID,
+    "yolos": "its blocks add positions to the patches",
+}
+
+
+def reason(table: Mapping[str, str], tree: Tree) -> str:
+    """Return why a model is closed; empty if it is not in the table."""
+    found = (table.get(model_type, "") for model_type in tree.branch("").model_types)
+    return next(filter(None, found), "")

@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
-from .names import common, leaf, nearness, parent
-from .norms import (
+from .patterns import (
     FINAL_NORM,
     INNER_NORM,
     NORM_CLASS,
@@ -21,10 +20,10 @@ from .norms import (
     WIDENED,
     WIDENING,
     NormPosition,
+    Row,
 )
-from .patterns import Row
 from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
-from .tree import Branch
+from .tree import Branch, common, leaf, nearness, parent
 
 # path of a norm, its place, and its sub-layer
 _Placed: TypeAlias = tuple[str, NormPosition, SubLayerKind]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo import hub
-from adapterzoo.checkpoint import adapterhub, files, folders, formats, native, peft
-from adapterzoo.checkpoint.digest import fingerprint
+from adapterzoo import formats, hub
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import adapterhub, files, folders, native, peft
+from adapterzoo.formats.digest import fingerprint
 from adapterzoo.heads import STATIC
 from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
 

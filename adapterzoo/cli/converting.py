@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.formats import KINDS
+from adapterzoo import formats
 from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.formats.checkpoint import KINDS
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels

@@ -8,14 +8,15 @@ from typing import Any
 
 from transformers import AutoModel
 
-from adapterzoo.checkpoint.peft.heads import TASKS
 from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.formats.peft.heads import TASKS
 from adapterzoo.model import init
 from adapterzoo.model.conversion.certificate import Certificate
 from adapterzoo.model.conversion.converting import Size, add_changes
 from adapterzoo.model.conversion.outputs import random_inputs
 from adapterzoo.model.conversion.through_peft import changes_by_peft
 from adapterzoo.model.hf.task_classes import task_class
+from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder
@@ -117,7 +118,8 @@ def _convert_foreign(
     found = changes_by_peft(
         plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
     )
-    heads = {k: v for k, v in found.changes.items() if trained and not _is_in_base(model, k)}
+    start = base_prefix(model)
+    heads = {k: v for k, v in found.changes.items() if trained and not k.startswith(start)}
     changes = {key: value for key, value in found.changes.items() if key not in heads}
     name = name or checkpoint.name or Path(checkpoint.path).name
     certificate = add_changes(model, name, found._replace(changes=changes), to, size)
@@ -125,10 +127,6 @@ def _convert_foreign(
         folder, name, with_head=False, meta_dict=checkpoint.meta, format=checkpoint.format
     )
     return certificate
-
-
-def _is_in_base(model: Any, key: str) -> bool:
-    return key.startswith(f"{model.base_model_prefix}.") or model.base_model is model
 
 
 def _class_in(checkpoint: CheckpointFolder, base: str) -> Any:

@@ -13,10 +13,10 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from adapterzoo import formats
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
 from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init

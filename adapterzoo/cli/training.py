@@ -20,7 +20,7 @@ from transformers import (
     set_seed,
 )
 
-from adapterzoo.checkpoint import formats
+from adapterzoo import formats
 from adapterzoo.errors import ConfigError
 from adapterzoo.trainer import AdapterTrainer
 

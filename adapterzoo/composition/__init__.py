@@ -13,19 +13,34 @@ distinct one.
 
 from __future__ import annotations
 
-from ._bound import BoundStep, bound, by_name
-from ._compile import compile_rows, compile_site, fusion_key, join_rows
-from ._copies import Copies
-from ._heads import ActiveHeads, heads_of_rows, parse_heads
-from ._inverses import inverse_of
-from ._node import Composition
-from ._prefixes import prefix_of
-from ._prompts import Joined, Prompts, prompts_of
-from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
-from ._steps import Chain, RowSteps, Step, evaluate, fold
-from ._views import Around, Nested
-from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
-from .rules import (
+from .compile import (
+    Around,
+    BoundStep,
+    Chain,
+    Copies,
+    Nested,
+    RowSteps,
+    Step,
+    bound,
+    by_name,
+    compile_rows,
+    compile_site,
+    evaluate,
+    fold,
+    fusion_key,
+    inverse_of,
+    join_rows,
+    prefix_of,
+)
+from .nodes import (
+    Average,
+    BatchSplit,
+    Composition,
+    Fuse,
+    MultiTask,
+    Parallel,
+    Split,
+    Stack,
     from_json,
     fused,
     fusions_of,
@@ -35,6 +50,18 @@ from .rules import (
     to_json,
     validate_composition,
     without,
+)
+from .prompts import Joined, Prompts, prompts_of
+from .rows import (
+    ActiveHeads,
+    RowMap,
+    has_rows,
+    has_tokens,
+    heads_of_rows,
+    numbered,
+    parse_heads,
+    parts_of,
+    rows_of,
 )
 
 # their names in `adapters`

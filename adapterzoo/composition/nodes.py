@@ -1,20 +1,187 @@
 """The compositions as data: immutable, compared by value, checked when they are made.
 
 A child is the name of an adapter or another composition; where the batch or the sequence is
-divided, it may also be None, the base model. Any composition can contain any other,
-except those in `REFUSED`.
+divided, it may also be None, the base model. Any composition can contain any other, except those
+in `REFUSED`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-from adapterzoo.errors import CompositionError
+from adapterzoo.errors import CompositionError, SetupError, StateError, listing
 
-from ._node import Child, Node
+Child: TypeAlias = "str | Node | None"
+
+EXAMPLES: Mapping[str, str] = {
+    "Stack": "Stack('a', 'b')",
+    "Fuse": "Fuse('a', Stack('b', 'c'))",
+    "Split": "Split('a', Stack('b', 'c'), splits=[32, 96])",
+    "BatchSplit": "BatchSplit('a', Stack('b', 'c'), batch_sizes=[2, 6])",
+    "Parallel": "Parallel('a', Stack('b', 'c'))",
+    "Average": "Average('a', Stack('b', 'c'), weights=[0.3, 0.7])",
+    "MultiTask": "MultiTask('a', Stack('b', 'c'))",
+}
+"""A legal call of each, shown in errors."""
+
+_OUTPUTS = "attends to the outputs of single adapters", "Fuse('a', Stack('b', 'c'))"
+_ROWS = "assigns each row by itself", "MultiTask('a', 'b', 'c')"
+REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Fuse": dict.fromkeys(
+        ("Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split"), _OUTPUTS
+    ),
+    "Parallel": {"Parallel": ("repeats the batch once for each child", "Parallel('a', 'b', 'c')")},
+    "BatchSplit": {
+        "MultiTask": ("divides the batch by numbers of rows, and not by tasks", _ROWS[1]),
+        "Parallel": (
+            "cannot repeat only a part of the batch",
+            "Parallel(BatchSplit('a', 'b', batch_sizes=1), 'c')",
+        ),
+    },
+    "MultiTask": {
+        "BatchSplit": _ROWS,
+        "MultiTask": _ROWS,
+        "Parallel": (
+            "cannot repeat only a part of the batch",
+            "Parallel(MultiTask('a', 'b'), 'c')",
+        ),
+    },
+}
+"""The nodes that each cannot contain, at any depth: the reason, and what to write."""
+
+
+class Names(tuple[str, ...]):
+    """Names of adapters in order; it equals a set of the same names, as in `adapters`."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names are the same."""
+        if isinstance(other, (set, frozenset)):
+            return set(self) == other
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Return whether the names differ."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Node:
+    """Base of all compositions.
+
+    Attributes:
+        children: names of adapters and compositions, in order.
+    """
+
+    children: tuple[Child, ...]
+
+    takes_none: ClassVar[bool] = False
+
+    def __init__(self, *children: Child) -> None:
+        """Compose the children.
+
+        Raises:
+            CompositionError: no child, or one that is not legal here.
+        """
+        object.__setattr__(self, "children", children)
+        self._check_children()
+
+    def __iter__(self) -> Iterator[Child]:
+        """Return the children, in order."""
+        return iter(self.children)
+
+    def __len__(self) -> int:
+        """Return how many children there are."""
+        return len(self.children)
+
+    def __getitem__(self, number: int) -> Child:
+        """Return a child by its number."""
+        return self.children[number]
+
+    def __repr__(self) -> str:
+        """Return a constructor call."""
+        options = [f"{name}={value!r}" for name, value in self.shown.items()]
+        return f"{type(self).__name__}({', '.join([*map(repr, self.children), *options])})"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The keyword arguments that, with the children, make the same composition."""
+        return {}
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """The options to print: those that differ from the defaults."""
+        return self.options
+
+    def flatten(self) -> Names:
+        """Return all the names in it, each once, in order."""
+        names: dict[str, None] = {}
+        for child in self.children:
+            for name in child.flatten() if isinstance(child, Node) else (child,):
+                if name is not None:
+                    names[name] = None
+        return Names(names)
+
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch `Parallel` makes; 1 without one."""
+        own = [c.parallel_channels for c in self.children if isinstance(c, Node)]
+        return max(own, default=1)
+
+    def first(self) -> str | None:
+        """Return the name that acts first."""
+        child = self.children[0]
+        return child.first() if isinstance(child, Node) else child
+
+    def last(self) -> str | None:
+        """Return the name that acts last, which selects the head."""
+        child = self.children[-1]
+        return child.last() if isinstance(child, Node) else child
+
+    def with_children(self, children: Sequence[Child]) -> Node:
+        """Return the same composition with other children, equal in number."""
+        return type(self)(*children, **self.options)
+
+    def _check_children(self) -> None:
+        kind = type(self).__name__
+        example = EXAMPLES[kind]
+        if not self.children:
+            what = "names of adapters" if kind == "Stack" else "names or compositions"
+            raise CompositionError(
+                f"{kind}(): a {kind} takes {what}, at least one. Write {example}."
+            )
+        for child in self.children:
+            if child is None and self.takes_none:
+                continue
+            if not isinstance(child, (str, Node)):
+                raise CompositionError(
+                    f"{kind}({', '.join(map(repr, self.children))}): {child!r} is neither the "
+                    f"name of an adapter nor a composition. Write {example}."
+                )
+            if isinstance(child, Node):
+                self._check_nesting(child)
+
+    def _check_nesting(self, inside: Node) -> None:
+        kind, inner = type(self).__name__, type(inside).__name__
+        why, write = REFUSED.get(kind, {}).get(inner, ("", ""))
+        if why:
+            raise CompositionError(
+                f"{kind}({', '.join(map(repr, self.children))}): a {kind} cannot contain a "
+                f"{inner}: it {why}. Write {write}."
+            )
+        for child in inside.children:
+            if isinstance(child, Node):
+                self._check_nesting(child)
+
+
+Composition: TypeAlias = Node
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -270,3 +437,157 @@ def _weights(
         f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "
         f"Write weights={hint}{', normalize_weights=False' if 'sum' in what else ''}."
     )
+
+
+_KINDS: Mapping[str, type[Node]] = {
+    cls.__name__: cls for cls in (Stack, Fuse, Split, BatchSplit, Parallel, MultiTask, Average)
+}
+
+
+def parse(setup: object) -> Node | None:
+    """Return the composition that a user's argument describes.
+
+    Args:
+        setup: a name, a list of names (a stack), a composition, or None for no adapter.
+
+    Raises:
+        CompositionError: a composition in it is not legal.
+        SetupError: it is none of these.
+    """
+    if setup is None or (isinstance(setup, (list, tuple)) and not setup):
+        return None
+    if isinstance(setup, Node):
+        return setup
+    if isinstance(setup, str):
+        return Stack(setup)
+    if isinstance(setup, (list, tuple)):
+        return Stack(*setup)
+    raise SetupError(
+        f"active adapters {setup!r}: expected a name, a list of names or a composition, got a "
+        f"{type(setup).__name__}. Write 'a' or Stack('a', 'b')."
+    )
+
+
+def validate_composition(adapter_composition: object) -> None:
+    """Check what a user may pass as a set of active adapters; compositions check themselves.
+
+    Raises:
+        CompositionError: it is none.
+    """
+    parse(adapter_composition)
+
+
+def fusions_of(setup: Child) -> tuple[Fuse, ...]:
+    """Return the fusions in a composition."""
+    if isinstance(setup, Fuse):
+        return (setup,)
+    children = setup.children if isinstance(setup, Node) else ()
+    return tuple(fuse for child in children for fuse in fusions_of(child))
+
+
+def fused(fuse: Fuse) -> tuple[str, ...]:
+    """Return the adapters whose outputs a fusion weighs."""
+    lasts = (c.last() if isinstance(c, Node) else c for c in fuse.children)
+    return tuple(str(last) for last in lasts)
+
+
+def last_adapter(setup: Child) -> str | None:
+    """Return the adapter that determines the output; None if several do, or none.
+
+    The last adapter of a `Fuse`, `Average` or `Split` does not determine its output.
+    """
+    while isinstance(setup, Stack):
+        setup = setup.children[-1]
+    return setup if isinstance(setup, str) else None
+
+
+def without(
+    setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
+) -> Node | None:
+    """Return the composition without some of its adapters; None if nothing is left.
+
+    If the batch or the sequence is divided, the base model takes the part of a removed adapter. An
+    average whose weights sum to 1 is normalized again; any other average keeps the remaining
+    weights. A fusion is kept whole or removed.
+
+    Args:
+        setup: the composition.
+        gone: names of adapters to remove.
+        fusions: names of fusions to remove.
+    """
+    left = _without(setup, gone, fusions)
+    return Stack(left) if isinstance(left, str) else left
+
+
+def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> Child:
+    if not isinstance(child, Node):
+        return None if child in gone else child
+    if isinstance(child, Fuse):
+        return None if child.name in fusions or set(child.flatten()) & set(gone) else child
+    left = [_without(c, gone, fusions) for c in child.children]
+    if left == list(child.children):
+        return child
+    if not any(c is not None for c in left):
+        return None
+    if child.takes_none:
+        return child.with_children(left)
+    kept = [c for c in left if c is not None]
+    if isinstance(child, Average):
+        weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
+        total = sum(weights)
+        # weights with another sum were given with normalize_weights=False
+        normalized = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
+        scale = 1.0 / total if normalized and total else 1.0
+        return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)
+    return child.with_children(kept)
+
+
+def to_json(setup: Node | None) -> Any:
+    """Return the composition as JSON values: a stack of names as a list, others as objects."""
+    if setup is None:
+        return []
+    if isinstance(setup, Stack) and all(isinstance(c, str) for c in setup):
+        return list(setup)
+    children = [to_json(c) if isinstance(c, Node) else c for c in setup]
+    return {"type": type(setup).__name__, "children": children, **setup.options}
+
+
+def from_json(values: Any) -> Node | None:
+    """Return the composition that `to_json` wrote.
+
+    Raises:
+        CompositionError: it is not a composition.
+    """
+    if not isinstance(values, Mapping):
+        return parse(values)
+    options = dict(values)
+    kind, children = _KINDS.get(str(options.pop("type", None))), options.pop("children", None)
+    if kind is None or not isinstance(children, list):
+        raise CompositionError(
+            f"composition {values!r}: the type is one of {', '.join(sorted(_KINDS))}, with a list "
+            f"of children. Write {{'type': 'Stack', 'children': ['a', 'b']}}."
+        )
+    made = [from_json(c) if isinstance(c, (Mapping, list)) else c for c in children]
+    try:
+        return kind(*made, **options)
+    except CompositionError:
+        raise
+    except TypeError as error:
+        raise CompositionError(
+            f"composition {values!r}: {error}. Write the options that {kind.__name__} takes."
+        ) from error
+
+
+def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
+    """Raise if a setup uses a merged adapter, which acts on all inputs, on part of them.
+
+    Raises:
+        StateError: the setup uses a merged adapter on part of its input.
+    """
+    inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
+    stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
+    if inside and not stacked:
+        raise StateError(
+            f"{listing(inside)} is merged and acts on every input, but {setup!r} applies it to a "
+            f"part. Write reset_adapter(), or Stack('a', 'b')."
+        )

@@ -6,23 +6,36 @@ modules that do not depend on models, names, files, devices or each other.
 
 from __future__ import annotations
 
-from ._dtypes import compute_dtype, upcast, widest
-from .adapter import Adapter, BaseLayer
-from .contained import Contained, Ejectable, SharedKey, SharedModules
-from .head import Head
-from .init_data import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
-from .places import (
+from .adapter import (
+    Adapter,
     AttentionAdapter,
+    BaseLayer,
+    Contained,
+    CopyAdapter,
+    Ejectable,
+    FactoredAdapter,
     FusibleAdapter,
+    InputPlan,
+    InputStatistics,
     InvertibleAdapter,
     Joins,
     LanguageFreeAdapter,
+    LayerData,
+    OriginalWeight,
     PositionAdapter,
     Prefix,
     PromptAdapter,
+    SharedKey,
+    SharedModules,
+    WeightAdapter,
+    WeightPlan,
+    can_batch,
+    compute_dtype,
+    replaced,
+    upcast,
+    widest,
 )
-from .shortcuts import can_batch
-from .weights import CopyAdapter, FactoredAdapter, WeightAdapter, replaced
+from .head import Head
 
 __all__ = [
     "Adapter",

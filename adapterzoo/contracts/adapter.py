@@ -3,21 +3,199 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.call import StackCall
 from adapterzoo.errors import StateError
 
-from ._dtypes import upcast
-from .contained import Contained, SharedKey
-from .init_data import LayerData
-
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
+
+# kind of device → whether it has float64; torch has no question for it, so that others are tried
+_HAVE_FLOAT64 = {"cpu": True, "cuda": True, "meta": True, "mps": False}
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for norms, solves and merges: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on devices without it, as Apple's.
+
+    Args:
+        device: that computes.
+    """
+    kind = device.type
+    if kind not in _HAVE_FLOAT64:
+        try:
+            torch.ones(1, dtype=torch.float64, device=device).add(1)
+            _HAVE_FLOAT64[kind] = True
+        except (RuntimeError, TypeError):
+            _HAVE_FLOAT64[kind] = False
+    return torch.float64 if _HAVE_FLOAT64[kind] else torch.float32
+
+
+def upcast(t: Tensor, like: Tensor) -> Tensor:
+    """Return the values on another tensor's device, in the dtype for computing there."""
+    wide = t.dtype is torch.float64
+    return t.detach().to(like.device, widest(like.device) if wide else compute_dtype(t.dtype))
+
+
+# types that are neither a parameter nor a buffer nor a module
+_PLAIN = frozenset((bool, int, float, str, tuple, dict, type(None)))
+
+
+class Contained(nn.Module):
+    """A module that a layer, or the base model, keeps under the name of an adapter or fusion.
+
+    Attributes:
+        container: name of the submodule that holds it, `<layer>.<container>.<name>`: a part of the
+            names of its parameters, as in AdapterHub's `adapters`.
+        prefix: precedes its name in compositions, where adapters and fusions meet.
+    """
+
+    container: str = "adapters"
+    prefix: ClassVar[str] = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a number, text or flag without the slower checks of `nn.Module`."""
+        own = vars(self)
+        if (
+            type(value) in _PLAIN
+            and "_modules" in own
+            and not (
+                name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"]
+            )
+        ):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class SharedModules(nn.ModuleDict, Contained):
+    """Modules that the layers of an adapter share, by name."""
+
+    container = "shared_parameters"
+
+
+class SharedKey:
+    """What the layers of an adapter share; one object for all of them.
+
+    Keys are equal if name and number are.
+
+    Attributes:
+        name: of the adapter.
+        number: of the config in a union; None outside of unions.
+        module: the one that the layers share; None before the adapter is in a model.
+    """
+
+    __slots__ = ("module", "name", "number")
+
+    def __init__(self, name: str = "", number: int | None = None) -> None:
+        """Name what is shared.
+
+        Args:
+            name: of the adapter.
+            number: of the config in a union; None outside of unions.
+        """
+        self.name, self.number = name, number
+        self.module: nn.Module | None = None
+
+    def __repr__(self) -> str:
+        """Show name and number."""
+        return f"SharedKey({self.name!r}, {self.number})"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the layers of the same adapter share it."""
+        if not isinstance(other, SharedKey):
+            return False
+        return (self.name, self.number) == (other.name, other.number)
+
+    def __hash__(self) -> int:
+        """Return a hash of name and number."""
+        return hash((self.name, self.number))
+
+
+class Ejectable(nn.Module, ABC):
+    """A shared module with values that a network computes while they are trained."""
+
+    @abstractmethod
+    def eject(self) -> Mapping[str, Any]:
+        """Replace the network by the values that it computes, in place.
+
+        Returns:
+            The fields of the config that change; empty if there is no network.
+        """
+
+
+class LayerData:
+    """What the initial values of an adapter take from `init_data` for one layer."""
+
+
+class OriginalWeight(LayerData):
+    """The weight of a quantized layer before its quantization.
+
+    Attributes:
+        read: reads it `[d_out, d_in]`, in the dtype that it is stored in.
+    """
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        """Take the function that reads it."""
+        self.read = read
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """The layers whose original weights the initial values of a config need.
+
+    Attributes:
+        shapes: path of each adapted layer → `(d_out, d_in)`; one that is not quantized needs none.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+
+
+class InputStatistics(LayerData, ABC):
+    """What initial values take from the inputs of a layer, batch by batch."""
+
+    @abstractmethod
+    def update(self, x: Tensor) -> None:
+        """Add the inputs `[tokens, d_in]` of one batch, without padding."""
+
+
+class InputPlan(ABC):
+    """The inputs that the initial values of a config need.
+
+    Attributes:
+        watched: path of a layer → what collects its inputs.
+        skips_unlabeled: whether tokens with the label −100 are left out.
+    """
+
+    watched: Mapping[str, InputStatistics]
+    skips_unlabeled: bool = False
+
+    @abstractmethod
+    def lacking(self, passed: bool) -> frozenset[str]:
+        """Return the paths that need another batch; `passed`: all data have been read once."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check after the first pass that the data can be enough.
+
+        Raises:
+            ConfigError: no number of passes can be enough.
+        """
+
+    @abstractmethod
+    def changes(self) -> Mapping[str, Any]:
+        """Return the fields of the config that the inputs decide, with their values."""
 
 
 class BaseLayer(ABC):
@@ -306,3 +484,260 @@ class Adapter(Contained, ABC):
             f"but the method is missing. Write @classmethod def forward_batched(cls, adapters, "
             f"groups, x, base), or remove supports_batching."
         )
+
+
+def can_batch(adapters: Sequence[Adapter]) -> bool:
+    """Return whether the adapters can act in one call of `forward_batched`.
+
+    A class that overrides `forward` and inherits `forward_batched` cannot.
+    """
+    kind = type(adapters[0])
+    if any(type(adapter) is not kind for adapter in adapters):
+        return False
+    names = "forward_batched", "forward"
+    owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in names]
+    return issubclass(*owners) and kind.supports_batching(adapters)
+
+
+class WeightAdapter(Adapter):
+    """An adapter that equals a changed weight, so that it can be merged into the layer.
+
+    Attributes:
+        is_additive: whether `weight` adds something that does not depend on the layer, so that
+            it does not matter which of several such adapters are merged and which are active.
+        keeps_weight: whether only the bias changes, so that the layer needs no weight matrix.
+    """
+
+    is_additive: bool = False
+    keeps_weight: ClassVar[bool] = False
+
+    @abstractmethod
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight.
+
+        Args:
+            w: the weight so far, `[d_out, d_in]`, float32 or float64; with several adapters
+                merged one after the other it includes the earlier ones.
+            base: the layer; `base.weight` is its untouched weight.
+
+        Returns:
+            `[d_out, d_in]`.
+        """
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return A and B with `weight(w, base)` = w + B A, whatever w is; None: there are none.
+
+        A conversion to LoRA takes them as they are, scaling included; without them it takes the
+        SVD of the change.
+
+        Args:
+            w: gives the device and the dtype.
+            base: the layer.
+
+        Returns:
+            A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]`.
+        """
+        return None
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias, for adapters that change it.
+
+        Args:
+            b: the bias so far, `[d_out]`; zeros if the layer has none.
+            base: the layer.
+
+        Returns:
+            `[d_out]`.
+        """
+        return b
+
+
+class FactoredAdapter(WeightAdapter):
+    """An adapter that can make any change of a weight whose rank is not above its own."""
+
+    @abstractmethod
+    def set_factors(self, a: Tensor, b: Tensor) -> None:
+        """Make the change B A.
+
+        Args:
+            a: `[*experts, rank, d_in]`, at most the adapter's rank.
+            b: `[*experts, d_out, rank]`.
+        """
+
+
+class CopyAdapter(WeightAdapter):
+    """An adapter that runs a copy of its layer, with parameters of its own, in the layer's place.
+
+    Attributes:
+        layer: the copy. Building the adapter for a layer sets it; `init_from_layer` or a file gives
+            it values.
+    """
+
+    stands_alone: ClassVar[bool] = True
+    layer: nn.Module
+
+    @abstractmethod
+    def parameter(self, name: str, value: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged value of a parameter, of which a norm has no matrix.
+
+        Args:
+            name: of the parameter.
+            value: so far, float32 or float64, as the layer stores it.
+            base: the layer; `base.parameters` are its untouched ones.
+        """
+
+
+def replaced(value: Tensor, own: Tensor, plain: Tensor) -> Tensor:
+    """Return `own` where nothing has changed `plain` yet; otherwise add its difference to `value`.
+
+    Args:
+        value: with the changes of earlier adapters.
+        own: the adapter's value.
+        plain: the layer's value.
+    """
+    return torch.where(value == plain, own, value + (own - plain))
+
+
+class FusibleAdapter(Adapter):
+    """An adapter that adds a function of the stream; a fusion can replace that function."""
+
+    @abstractmethod
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the adapter's update of `x` `[*batch, d_model]`, same shape; fusions attend to it.
+
+        Gates and dropouts are left out.
+
+        Args:
+            x: what the adapter's function reads.
+            base: the layer.
+        """
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, base: BaseLayer, instead: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return the adapted layer.
+
+        Args:
+            x: `[*batch, d_in]`.
+            base: the layer.
+            instead: a function of the same input to add in place of the adapter's own.
+
+        Returns:
+            `[*batch, d_out]`, in the base's dtype.
+        """
+
+
+class Prefix(NamedTuple):
+    """Keys and values that precede those of the attention module.
+
+    Attributes:
+        keys: `[rows or 1, kv_heads, length, key_width]`; they are not rotated.
+        values: `[rows or 1, kv_heads, length, value_width]`.
+        mask: `[rows, length]` bool, false for padding; None: every query attends to all.
+        distances: how a relative position bias counts distances. "kept": between tokens as without
+            a prefix. "shifted": keys count from the first of the prefix and queries from 0.
+            None: the attention has no such bias, as in cross-attention.
+        in_window: whether a sliding window hides it from tokens far after it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+    distances: Literal["kept", "shifted"] | None = "kept"
+    in_window: bool = False
+
+
+class AttentionAdapter(Adapter):
+    """An adapter that prepends keys and values to those of an attention module.
+
+    In a `Stack` the keys and values of the first adapter come first.
+
+    Attributes:
+        counts_padding: whether rotary positions count the padding before a row's first token, as a
+            model does without `position_ids`.
+    """
+
+    stacks_only: ClassVar[str] = "keys and values of a prefix"
+    counts_padding: bool = False
+
+    @abstractmethod
+    def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
+        """Return the keys and values.
+
+        Args:
+            x: the input of the queries, `[rows, tokens, d_model]`.
+            base: the attention.
+        """
+
+
+class InvertibleAdapter(Adapter):
+    """A function at a model's input whose inverse acts before the logits."""
+
+    stacks_only: ClassVar[str] = "an invertible function"
+
+    @abstractmethod
+    def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
+        """Return the inverse of `forward`; `y` `[*batch, d_model]` enters a head's last layer."""
+
+
+class PositionAdapter(Adapter):
+    """An adapter that changes position numbers: `forward` calls `base` with the new ones."""
+
+    acts_on = "input"
+
+
+class LanguageFreeAdapter(Adapter):
+    """An adapter in the place of a block's language adapters, which do not act.
+
+    Its input is the stream that they would read; in a `Stack` the first adapter acts first, and the
+    last one returns what the language adapters would have returned.
+
+    Attributes:
+        is_base: whether it only leaves them out, so that it does nothing beside another one.
+        joining: the configs of adapters that can act with it.
+    """
+
+    acts_on = "input"
+    stacks_only = "a base model without its language adapters"
+    is_base: ClassVar[bool] = False
+    joining: ClassVar[str]
+
+
+Joins: TypeAlias = Literal["inputs", "embeddings"]
+"""Where added tokens join: at the output of the embedding table, or of the embedding module."""
+
+
+class PromptAdapter(Adapter):
+    """An adapter that adds tokens to each sequence; its site is where they join it.
+
+    The mask, positions and labels of the call get room for them before anything is computed. In
+    a `Stack` the tokens of the first adapter come first.
+
+    Attributes:
+        length: how many tokens.
+        after_first: whether they follow the first real token; otherwise they precede it.
+        joins: where they join.
+    """
+
+    stacks_only: ClassVar[str] = "the tokens of a prompt"
+    # outermost at the table, so that other adapters there do not act on placeholders
+    acts_on = "input"
+    reads_call = True
+    length: int
+    after_first: bool
+    joins: Joins
+
+    @abstractmethod
+    def prompt(self, base: BaseLayer) -> Tensor:
+        """Return the tokens, `[length, d]`."""
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer's output with the tokens inserted, `[rows, tokens, d]`."""
+        y = base(x)
+        # outside of a call, the table is only looked up
+        at = base.call.added(self.shared_key, x) if base.is_in_call else None  # [rows, length]
+        if at is None:
+            return y
+        at = at.to(y.device).unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
+        return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))

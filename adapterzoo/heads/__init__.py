@@ -5,30 +5,30 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 
 from __future__ import annotations
 
-from ._adding import add_methods, adds_head
-from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types, token_places
-from ._labels import by_head, labels_from
-from ._lm import LMHead
-from ._losses import IGNORED, Logits, next_labels
-from ._pooled import PooledHead
-from ._pooling import POOLINGS, Pooling, pool
-from ._static import InexpressibleError, Shapes, Static, StaticHead, label_numbers
-from .classification import ClassificationConfig, MultilabelClassificationConfig
+from ._backbone import POOLINGS, Backbone, Pooling, pool
+from ._base import HeadConfig, PredictionHead, add_methods, adds_head, head_types, token_places
+from ._losses import IGNORED, Logits, by_head, labels_from, next_labels
+from ._task_classes import InexpressibleError, Shapes, Static, StaticHead, label_numbers
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
-from .image_classification import ImageClassificationConfig
 from .language_modeling import (
     BertStyleMaskedLMHead,
     CausalLMConfig,
     CausalLMHead,
+    LMHead,
     MaskedLMConfig,
     Seq2SeqLMConfig,
     Seq2SeqLMHead,
 )
-from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
-from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
+from .pooled import (
+    ClassificationConfig,
+    ImageClassificationConfig,
+    MultilabelClassificationConfig,
+    MultipleChoiceConfig,
+    MultipleChoiceHead,
+    PooledHead,
+)
 from .static import STATIC, StaticConfig, TaskHead
-from .tagging import TaggingConfig, TaggingHead
+from .tokens import QuestionAnsweringConfig, QuestionAnsweringHead, TaggingConfig, TaggingHead
 
 # their names in `adapters`, which has a class for each task
 BiaffineParsingHead = DependencyParsingHead

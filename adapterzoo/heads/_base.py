@@ -1,4 +1,4 @@
-"""The base of all heads and head configs, and the registry of head types.
+"""The base of all heads and head configs, the registry of head types, and stacks of linear layers.
 
 A head config is a frozen, keyword-only dataclass in the file of its task. Its fields and its dict
 are those of AdapterHub's `head_config.json`. Fields that AdapterHub lacks are written only if they
@@ -7,22 +7,23 @@ differ from their default, so that both libraries can read the files.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
+from adapterzoo.activations import ActivationName, activation
 from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Head
+from adapterzoo.fields import Maybe, Range, Share, field
 from adapterzoo.registry import Registry
 
-from ._backbone import Backbone
-from ._call import HeadCall
-from ._labels import checked, find_labels, labels_from, recounted
-from ._losses import IGNORED, Count, Logits
-from ._pooling import Pooling
-from ._static import Static, StaticHead
+from ._backbone import Backbone, Pooling
+from ._losses import IGNORED, Count, Logits, checked, find_labels, labels_from, recounted
+from ._task_classes import Static, StaticHead
 
 head_types: Registry[type[HeadConfig]] = Registry("head type")
 """The `head_type` of a config → its class."""
@@ -231,11 +232,15 @@ class PredictionHead(Head):
         self.config = config
         self.pooling = pooling
 
-    def answer(self, call: HeadCall) -> Any:
+    def answer(self, call: Any) -> Any:
         """Return the output of the task, with the loss if there are labels.
 
         Args:
-            call: gives the hidden states and the labels.
+            call: of the model, with `name` of the head; `given`, labels and other arguments by
+                name; `base`, the base model, which returns its outputs if it has run already;
+                `features(pooling)`, hidden states and mask; `at_exit`, the inverse of the
+                invertible adapters, or None; `arguments(function)`, those that a function takes;
+                `output(class name, loss, fields)`, an output with the fields of the base model's.
         """
         config, given = self.config, call.given
         hidden, mask = call.features(self.pooling)
@@ -311,3 +316,131 @@ class PredictionHead(Head):
             count: divides the sum; None: the number of labels of this batch that count. With
                 gradient accumulation it is the number over all batches.
         """
+
+
+# far above any published use: they catch typos before memory is allocated
+COUNT = Range(1, 10_000_000)
+LAYERS = Range(1, 64)
+
+
+@config_class
+class LayersConfig(HeadConfig):
+    """Configs of heads that are a stack of linear layers with dropout.
+
+    Attributes:
+        layers: number of linear layers.
+        activation_function: between them; None: none.
+        dropout_prob: before each; None: that of the model.
+        bias: whether the last layer has one.
+    """
+
+    layers: int = field(1, LAYERS)
+    activation_function: str | None = field("tanh", ActivationName())
+    dropout_prob: float | None = field(None, Maybe(Share(), "that of the model"))
+    bias: bool = field(True, ours=True)
+
+    @property
+    def d_out(self) -> int:
+        """Features after the last layer."""
+        return self.label_count or 0
+
+
+class Activation(nn.Module):
+    """An activation function of a head, by name."""
+
+    def __init__(self, name: str) -> None:
+        """Look up the function.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        super().__init__()
+        self.name = name
+        self.function = activation(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to each element; any shape."""
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        """Return the name."""
+        return self.name
+
+
+class LayersHead(PredictionHead):
+    """A stack of linear layers, each after a dropout, with activations between them.
+
+    Children are numbered as in AdapterHub's `nn.Sequential`: dropout 0, linear 1, activation 2, ….
+    """
+
+    config: LayersConfig
+
+    def __init__(
+        self, config: LayersConfig, backbone: Backbone, pooling: Pooling | None = None
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            config: of the head.
+            backbone: the model below.
+            pooling: resolved; None for a head on tokens.
+        """
+        super().__init__(config, pooling)
+        dropout = backbone.dropout if config.dropout_prob is None else config.dropout_prob
+        width = backbone.hidden_size
+        layers: list[nn.Module] = []
+        for _ in range(config.layers - 1):
+            layers += [nn.Dropout(dropout), backbone.linear(width, width)]
+            if config.activation_function:
+                layers.append(Activation(config.activation_function))
+        layers += [nn.Dropout(dropout), backbone.linear(width, config.d_out, config.bias)]
+        number(self, layers)
+
+    def score(self, x: Tensor) -> Tensor:
+        """Apply all layers in turn. `x` `[*batch, d_model]` → `[*batch, d_out]`."""
+        for layer in self._modules.values():
+            x = layer(x)  # type: ignore[misc]
+        return x
+
+
+def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Add the layers to the module as children named 0, 1, 2, …."""
+    for i, layer in enumerate(layers):
+        module.add_module(str(i), layer)
+
+
+Labels = Mapping[int, str] | None
+_F = TypeVar("_F", bound=Callable[..., None])
+
+add_methods: Registry[Callable[..., None]] = Registry("method that adds a head")
+"""The names of methods that add heads → functions of a model."""
+
+
+def adds_head(config: Callable[..., HeadConfig]) -> Callable[[_F], _F]:
+    """Decorate a declaration: make it a method of all models with named heads.
+
+    The declaration has a signature and a docstring, and no body. Its arguments are AdapterHub's:
+    `self`, the model; `head_name`; `overwrite_ok`; `id2label`, if the head has labels; and fields
+    of the config.
+
+    Args:
+        config: returns the config for the fields.
+    """
+
+    def decorate(declared: _F) -> _F:
+        signature = inspect.signature(declared)
+
+        @functools.wraps(declared)
+        def add(*args: object, **kwargs: object) -> None:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            fields = dict(given.arguments)
+            model, name, overwrite_ok = map(fields.pop, ("self", "head_name", "overwrite_ok"))
+            if "id2label" in fields:
+                fields["label2id"] = labels_from(fields.pop("id2label"))
+            model.add_prediction_head_from_config(name, config(**fields), overwrite_ok)
+
+        add_methods.register(declared.__name__)(add)
+        return cast("_F", add)
+
+    return decorate

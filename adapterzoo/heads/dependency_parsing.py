@@ -11,7 +11,7 @@ zero (AdapterHub: NaN).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,8 @@ from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Range, field
 
-from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types
+from ._base import HeadConfig, Labels, PredictionHead, adds_head, head_types
 from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
 
 
@@ -166,7 +165,7 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
 
 @adds_head(DependencyParsingConfig)
 def add_dependency_parsing_head(
-    self: Model,
+    self: Any,
     head_name: str,
     num_labels: int = 2,
     overwrite_ok: bool = False,

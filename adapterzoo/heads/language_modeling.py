@@ -11,17 +11,260 @@ BART use, so that these heads equal those models bit for bit.
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adapterzoo.activations import ActivationName
 from adapterzoo.config_base import config_class
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
+from adapterzoo.fields import FLAG, MAX_WIDTH, Maybe, Positive, Range, Share, field
 
-from ._adding import Model, adds_head
 from ._backbone import Backbone
-from ._base import head_types
-from ._lm import LMConfig, LMHead
-from ._static import Static, StaticHead
+from ._base import (
+    LAYERS,
+    Activation,
+    HeadConfig,
+    PredictionHead,
+    adds_head,
+    head_types,
+    number,
+)
+from ._losses import Count, Logits, cross_entropy, next_labels
+from ._task_classes import InexpressibleError, Static, StaticHead, activation_after
+
+_FACTOR = Maybe(Positive())
+
+
+@config_class
+class LMConfig(HeadConfig):
+    """Configs of language modeling heads.
+
+    Attributes:
+        vocab_size: number of tokens; None: that of the model.
+        layers: number of linear layers, including the one onto the vocabulary.
+        activation_function: after each layer but the last; None: none.
+        layer_norm: whether a norm follows each layer but the last.
+        bias: whether the last layer has one.
+        shift_labels: whether the logits at t − 1 predict the token at t.
+        hidden_scale: factor of the hidden states; None: that of the model.
+        logit_scale: factor of the logits.
+        logit_divisor: divides the logits.
+        logit_softcap: c in c·tanh(logits / c), which bounds the logits.
+        added_bias: whether a constant `final_logits_bias`, not trained, is added to the logits.
+        dense_bias: whether the layers but the last have one.
+        norm_bias: whether the norms have one.
+        layer_norm_eps: of the norms; None: that of the model.
+        tie_word_embeddings: whether the last layer is the input embedding; False: it has its own
+            weight even if the model ties the two; None: as in the model's config.
+    """
+
+    scores_vocabulary: ClassVar[bool] = True
+
+    vocab_size: int | None = field(None, Maybe(Range(1, 10_000_000), "that of the model"))
+    layers: int = field(1, LAYERS)
+    activation_function: str | None = field(None, ActivationName())
+    layer_norm: bool = False
+    bias: bool = False
+    shift_labels: bool = False
+    hidden_scale: float | None = field(None, _FACTOR, ours=True)
+    logit_scale: float | None = field(None, _FACTOR, ours=True)
+    logit_divisor: float | None = field(None, _FACTOR, ours=True)
+    logit_softcap: float | None = field(None, _FACTOR, ours=True)
+    added_bias: bool = field(False, ours=True)
+    dense_bias: bool = field(True, ours=True)
+    norm_bias: bool = field(True, ours=True)
+    layer_norm_eps: float | None = field(None, _FACTOR, ours=True)
+    tie_word_embeddings: bool | None = field(
+        None, Maybe(FLAG, "that of the model's config"), ours=True
+    )
+
+    @property
+    def loss_type(self) -> str | None:
+        """That of causal language models if the labels shift."""
+        return "ForCausalLM" if self.shift_labels else None
+
+    def shift(self, labels: Tensor) -> Tensor:
+        """Return the labels, shifted to the next token if `shift_labels`; same shape."""
+        return next_labels(labels) if self.shift_labels else labels
+
+    def ties_output(self, model_ties: bool) -> bool:
+        """Return this config's choice, or else the model's."""
+        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead | None:
+        """Return the layers onto the vocabulary of a language model."""
+        fields, keys = lm_fields(static)
+        return StaticHead(cls(**fields), keys)
+
+    def build(self, backbone: Backbone) -> LMHead:
+        """Return a fresh head, not yet tied."""
+        return LMHead(self, backbone)
+
+
+class LMHead(PredictionHead):
+    """Layers on each token, the last onto the vocabulary; children numbered in their order."""
+
+    config: LMConfig
+    has_exit: ClassVar[bool] = True
+    # version counter of the last weight when it was copied from the base model's checkpoint
+    _taken: int | None = None
+    final_logits_bias: Tensor
+
+    def __init__(self, config: LMConfig, backbone: Backbone) -> None:
+        """Make the layers.
+
+        Args:
+            config: of the head; some types have an `embedding_size` and a `dropout_prob`.
+            backbone: the model below.
+
+        Raises:
+            ConfigError: neither the model nor the config has a vocabulary size.
+        """
+        super().__init__(config)
+        vocabulary = config.vocab_size or backbone.vocab_size
+        if vocabulary is None:
+            raise ConfigError(
+                f"{type(config).__name__}(vocab_size=None): the model has no vocabulary. Write "
+                f"vocab_size=…."
+            )
+        self.dropout: float = config.get("dropout_prob") or 0.0
+        given = config.hidden_scale
+        self.hidden_scale = backbone.lm_scale if given is None else given
+        own: int | None = config.get("embedding_size")
+        d_out = own or backbone.embedding_size or backbone.hidden_size
+        width = backbone.hidden_size
+        layers: list[nn.Module] = []
+        for _ in range(config.layers - 1):
+            layers.append(backbone.linear(width, d_out, config.dense_bias))
+            width = d_out
+            if config.activation_function:
+                layers.append(Activation(config.activation_function))
+            if config.layer_norm:
+                layers.append(backbone.layer_norm(d_out, config.norm_bias, config.layer_norm_eps))
+        layers.append(backbone.linear(width, vocabulary, config.bias))
+        number(self, layers)
+        if config.added_bias:
+            bias = torch.zeros(1, vocabulary, device=backbone.device, dtype=backbone.dtype)
+            self.register_buffer("final_logits_bias", bias)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """Apply all layers but the last, `[*batch, d_model]` → `[*batch, embedding_size]`."""
+        if self.hidden_scale is not None:
+            hidden = hidden * self.hidden_scale
+        *inner, _ = self._modules.values()
+        for layer in inner:
+            hidden = layer(hidden)  # type: ignore[misc]
+        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Apply the last layer. `[*batch, embedding_size]` → `[*batch, vocab_size]`."""
+        config = self.config
+        logits: Tensor = self.output_embeddings(features)
+        if config.added_bias:
+            logits = logits + self.final_logits_bias
+        if config.logit_scale is not None:
+            logits = logits * config.logit_scale
+        if config.logit_divisor is not None:
+            logits = logits / config.logit_divisor
+        if config.logit_softcap is not None:
+            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        return logits
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        at_exit: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return logits `[batch, tokens, vocab_size]`. `hidden` `[batch, tokens, d_model]`."""
+        features = self.features(hidden)
+        return self.decode(features if at_exit is None else at_exit(features))
+
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
+        """Return the cross entropy of `labels` `[batch, tokens]`."""
+        if isinstance(logits, tuple):
+            (logits,) = logits
+        # shift the labels, not the logits, which would have to be copied
+        return cross_entropy(logits, self.config.shift(labels), count)
+
+    # --- the vocabulary ---
+
+    def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
+        """Return the hidden states of the last `keep` tokens, of the listed ones, or of all (0)."""
+        if isinstance(keep, Tensor):
+            return hidden[:, keep]
+        return hidden[:, -keep:] if keep else hidden
+
+    @property
+    def output_embeddings(self) -> nn.Linear:
+        """The layer onto the vocabulary."""
+        return cast("nn.Linear", next(reversed(self._modules.values())))
+
+    @property
+    def output_key(self) -> str:
+        """The key of the last layer's weight."""
+        return f"{next(reversed(self._modules))}.weight"
+
+    # not a setter: nn.Module would add the assigned layer as another child
+    def replace_output(self, layer: nn.Module) -> None:
+        """Replace the layer onto the vocabulary.
+
+        Raises:
+            ConfigError: it is not a linear layer.
+        """
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(
+                f"{layer!r}: the output embeddings are a linear layer. Write "
+                f"set_output_embeddings(nn.Linear(d_model, vocab_size))."
+            )
+        self._modules[next(reversed(self._modules))] = layer
+        self.of_checkpoint = False
+
+    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        """Give the layer onto the vocabulary another weight and bias."""
+        layer, rows = self.output_embeddings, weight.shape[0]
+        layer.weight, layer.out_features = weight, rows
+        if bias is not None and bias.shape == layer.bias.shape:
+            layer.bias.data = bias
+        elif bias is not None:
+            layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+        if (old := getattr(self, "final_logits_bias", None)) is not None:
+            self.final_logits_bias = F.pad(old, (0, rows - old.shape[-1]))  # [1, vocab_size]
+
+    # not a plain attribute: any change of the weight makes it False
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether the last layer is known to be unchanged from the base model's checkpoint."""
+        weight = self.output_embeddings.weight
+        return self._taken is not None and self._taken == weight._version
+
+    @of_checkpoint.setter
+    def of_checkpoint(self, value: bool) -> None:
+        weight = self.output_embeddings.weight
+        self._taken = weight._version if value and not weight.is_inference() else None
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Forget the origin: a copy starts with another version counter."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._taken = None
+
+    def tie(self, weight: nn.Parameter) -> bool:
+        """Share the weight of the input embedding; return False and do nothing if it does not fit.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+        """
+        fits = self.output_embeddings.weight.shape == weight.shape
+        if fits:
+            self.output_embeddings.weight = weight
+        return fits
+
 
 # classes that generate, with an encoder or without one
 _CONDITIONAL = ("ForConditionalGeneration", "MTModel")
@@ -115,7 +358,7 @@ BertStyleMaskedLMHead = CausalLMHead = Seq2SeqLMHead = LMHead
 
 @adds_head(MaskedLMConfig)
 def add_masked_lm_head(
-    self: Model,
+    self: Any,
     head_name: str,
     activation_function: str | None = "gelu",
     layers: int = 2,
@@ -126,7 +369,7 @@ def add_masked_lm_head(
 
 @adds_head(functools.partial(CausalLMConfig, layer_norm=True, bias=True))
 def add_causal_lm_head(
-    self: Model,
+    self: Any,
     head_name: str,
     activation_function: str | None = "gelu",
     layers: int = 2,
@@ -137,6 +380,81 @@ def add_causal_lm_head(
 
 @adds_head(Seq2SeqLMConfig)
 def add_seq2seq_lm_head(
-    self: Model, head_name: str, layers: int = 1, overwrite_ok: bool = False
+    self: Any, head_name: str, layers: int = 1, overwrite_ok: bool = False
 ) -> None:
     """Add a head that predicts a decoder's next token, on encoder–decoder models."""
+
+
+# config fields that change logits in ways that no head type here has
+_STRANGE = (
+    "dim_model_base", "embedding_rank", "logits_mup_width_multiplier", "output_multiplier",
+    "softcap", "unpadded_vocab_size", "use_predict_layer",
+)  # fmt: skip
+# names of the bound of logits
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of a head config, and the names of the tensors in a named head.
+
+    Raises:
+        InexpressibleError: the head has layers or factors that no head type here has.
+    """
+    config = static.config
+    if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
+        raise InexpressibleError(f"its config has {strange[0]}={config[strange[0]]!r}")
+    out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
+    modules = [path for path in (dense, norm, out) if path is not None]
+    if norm is not None and dense is None:
+        raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
+    keys = {}
+    # dense 0, activation 1, norm 2, then the output
+    places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
+    for path in modules:
+        for end in ("weight", "bias"):
+            if f"{path}.{end}" in static.tensors:
+                keys[f"{path}.{end}"] = f"{places[path]}.{end}"
+    # BERT and RoBERTa store the bias of the output layer beside it
+    lone = [k for k in static.tensors if k not in keys and re.search(r"(^|\.)bias$", k)]
+    keys.update(dict.fromkeys(lone, f"{places[out]}.bias"))
+    added = "final_logits_bias" in static.tensors
+    if added:
+        keys["final_logits_bias"] = "final_logits_bias"
+    static.refuse_unused(keys)
+    rows = static.backbone.vocab_size if out is None else static.shape(out)[0]
+    width = static.backbone.embedding_size or static.backbone.hidden_size
+    if out is not None and static.shape(out)[1] != width:
+        raise InexpressibleError(f"{out} takes {static.shape(out)[1]} features, not {width}")
+    fields: dict[str, Any] = {
+        "vocab_size": None if rows == static.backbone.vocab_size else rows,
+        "layers": 1 if dense is None else 2,
+        "activation_function": None,
+        "layer_norm": norm is not None,
+        "bias": f"{places[out]}.bias" in keys.values(),
+        "added_bias": added,
+        **_logit_fields(config),
+    }
+    if out is None and not config.get("tie_word_embeddings"):
+        # the config of the whole model ties it, that of its text part does not
+        fields["tie_word_embeddings"] = True
+    if dense is not None:
+        fields["activation_function"] = activation_after(dense, config)
+        fields["dense_bias"] = static.has_bias(dense)
+    if norm is not None:
+        fields["norm_bias"] = static.has_bias(norm)
+        if "layer_norm_eps" not in config:
+            fields["layer_norm_eps"] = config.get("norm_eps")
+            # DistilBERT's is the default of all heads
+            if "norm_eps" not in config and dense != "vocab_transform":
+                raise InexpressibleError(f"its config has no eps of {norm}")
+    return fields, keys
+
+
+def _logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a head config for the factors of the logits."""
+    cohere = str(config.get("model_type")).startswith("cohere")
+    return {
+        "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),
+        "logit_divisor": config.get("logits_scaling"),
+        "logit_softcap": next((config[name] for name in _SOFTCAPS if config.get(name)), None),
+    }

@@ -19,9 +19,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
 from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types
-from ._call import HeadCall
-from ._layers import COUNT
+from ._base import COUNT, HeadConfig, PredictionHead, head_types
 from ._losses import Count, Logits
 
 STATIC = "static"
@@ -142,7 +140,7 @@ class TaskHead(PredictionHead):
         """
         return self.around(base)(**inputs)
 
-    def answer(self, call: HeadCall) -> Any:
+    def answer(self, call: Any) -> Any:
         """Return the output of the class."""
         return self(call.base, call.arguments(self.task_class.forward))
 

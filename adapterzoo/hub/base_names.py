@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adapterzoo.checkpoint import native
-from adapterzoo.checkpoint.files import json_bytes, read_json
-from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo.formats import native
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.files import json_bytes, read_json
 
 from .repo_ref import is_public_name
 

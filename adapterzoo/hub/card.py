@@ -11,8 +11,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import ConfigError, in_python, listing
+from adapterzoo.formats.files import read_json
 from adapterzoo.heads import head_types
 
 from .base_names import BASE_NAMES, base_name

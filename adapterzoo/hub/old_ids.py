@@ -23,8 +23,8 @@ from urllib.parse import quote
 
 from huggingface_hub import constants
 
-from adapterzoo.checkpoint.files import MAX_JSON, parse_json
 from adapterzoo.errors import HubError, argument, listing
+from adapterzoo.formats.files import MAX_JSON, parse_json
 
 from .client import fetch
 from .repo_ref import check_repo_id, is_public_name
@@ -116,8 +116,8 @@ class _Asked:
 
 def _hash(config: Any) -> str:
     # importing all methods takes time
-    from adapterzoo.checkpoint.adapterhub.hashes import get_adapter_config_hash
     from adapterzoo.configs import AdapterConfig
+    from adapterzoo.formats.adapterhub.hashes import get_adapter_config_hash
 
     found: Any = AdapterConfig.load(config)
     return get_adapter_config_hash(found)

@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo
 
-from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
+from adapterzoo.formats.files import read_json
 
 from .client import Client
 from .download import Cache, repository

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from adapterzoo.checkpoint.setup_files import SETUP
 from adapterzoo.errors import HubError, listing, names_call
+from adapterzoo.formats.setup_files import SETUP
 
 from .client import Client
 from .download import Cache, Digests, are_intact, repository

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
-from adapterzoo.checkpoint import folders, setup_files
-from adapterzoo.checkpoint.setup_files import SETUP
 from adapterzoo.composition import fusions_of
 from adapterzoo.errors import CheckpointError, in_python, listing, names_call
+from adapterzoo.formats import folders, setup_files
+from adapterzoo.formats.setup_files import SETUP
 
 from .base_names import with_base_name
 from .card import CardText, adapter_card, check_card

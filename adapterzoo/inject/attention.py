@@ -3,29 +3,309 @@
 An attention module looks up its function by the name in its config and passes itself to it. While
 a prefix is active, the module reads a view of its config that names our function, which puts the
 prefix before the keys and values and calls the function in the config. Neither the config nor the
-masks of the model change. `inline` handles modules that compute their scores themselves.
+masks of the model change.
+
+Other modules compute their scores themselves: a product of queries and keys, changes of the scores,
+a softmax over keys, and a product with values. `PrefixMode` follows these operations while the
+attention runs: scores `[…, queries, keys]` have a companion `[…, queries, length]` with those of
+the prefix. Values for each key (masks, position biases) apply to tokens only; all else applies to
+both. ALiBi, a bias that is linear in the position (Press et al. 2022, arXiv:2108.12409), has a
+companion of its own.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from adapterzoo.anatomy.attentions import is_inline
-from adapterzoo.anatomy.positions import RELATIVE_BIAS
+from adapterzoo.anatomy.attention import ALIBI, RELATIVE_BIAS, is_inline
 from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import first_attended
 
 from .adapted import Adapted, acting, plain_class
-from .inline import causal_mask, extended, fit, with_prefix
-from .views import LayerCall
+from .layers import LayerCall
+
+_PRODUCTS = {"matmul", "__matmul__", "bmm"}
+# functions that change each score: biases and masks with a value for each token do not affect a
+# prefix
+_CHANGES = {"mul", "div", "true_divide", "add", "sub", "masked_fill", "where", "max", "maximum"}
+_CHANGES |= {f"{name}_" for name in _CHANGES} | {
+    f"__{kind}{name}__" for kind in ("", "r", "i") for name in ("mul", "truediv", "add", "sub")
+}
+_CASTS = {"to", "float", "type", "type_as", "contiguous", "clone", "clamp"}
+_SHAPES = {"view", "reshape"}
+_JOINT = {"softmax", "dropout"}
+# functions of scores that return scores
+_LOOKS = {"__get__", "size", "dim", "numel", "amax", "expand_as", "reshape_as"}
+
+
+class PrefixMode(TorchFunctionMode):
+    """While active, add a prefix to the first softmax attention that is computed.
+
+    Attributes:
+        has_acted: whether a product with the values of the prefix was computed.
+    """
+
+    def __init__(
+        self, prefix: Prefix, name: str, bias: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Wait for the first product of queries and keys.
+
+        Args:
+            prefix: the keys and values.
+            name: of the attention, for messages.
+            bias: what is added to the scores of tokens, and to those of the prefix.
+        """
+        super().__init__()
+        self._prefix = prefix
+        self._name = name
+        # scores or biases of tokens, each with those of the prefix
+        self._scores = [] if bias is None else [bias]
+        self._has_started = self.has_acted = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function; apply to the prefix's scores what it does to those of tokens."""
+        kwargs = dict(kwargs or {})
+        if self.has_acted:
+            return func(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            self.has_acted = True
+            return _scaled_dot_product(self._prefix, *args, **kwargs)
+        name = func.__name__
+        if not self._has_started and name in _PRODUCTS:
+            out = func(*args, **kwargs)
+            self._start(out, *args[:2])
+            return out
+        if not self._has_started and name == "baddbmm":
+            out = func(*args, **kwargs)
+            given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
+            self._start(out, given["batch1"], given["batch2"], given.get("alpha", 1))
+            bias = self._beside(given["input"])
+            if self._has_started and bias is not None:
+                self._keep(out, cast("Tensor", self._beside(out)) + given.get("beta", 1) * bias)
+            return out
+        beside = next((b for a in args if (b := self._beside(a)) is not None), None)
+        if beside is None:
+            return func(*args, **kwargs)
+        if name in _PRODUCTS and self._beside(args[0]) is not None:
+            self.has_acted = True
+            return func(*args, **kwargs) + beside @ fit(self._prefix.values, args[1])
+        if name in _LOOKS:
+            return func(*args, **kwargs)
+        if name in _JOINT:
+            # over all keys
+            joint = func(torch.cat([args[0], beside], -1), *args[1:], **kwargs)
+            return self._keep(*joint.split((args[0].shape[-1], beside.shape[-1]), -1))
+        out = func(*args, **kwargs)
+        return self._keep(out, self._changed(func, args, kwargs, beside))
+
+    def _beside(self, t: Any) -> Tensor | None:
+        return next((beside for scores, beside in self._scores if scores is t), None)
+
+    def _keep(self, scores: Tensor, beside: Tensor) -> Tensor:
+        if self._beside(scores) is None:
+            self._scores.append((scores, beside))
+        else:
+            self._scores = [(s, beside if s is scores else b) for s, b in self._scores]
+        return scores
+
+    def _start(self, scores: Tensor, query: Tensor, keys: Tensor, alpha: float = 1) -> None:
+        """Start at `alpha · query @ keys`, if the product is one: heads and rows lead."""
+        width = self._prefix.keys.shape[-1]
+        if query.dim() == keys.dim() > 2 and query.shape[-1] == keys.shape[-2] == width:
+            own = fit(self._prefix.keys, keys.transpose(-1, -2)).transpose(-1, -2)
+            self._scores.append((scores, self._hidden(alpha * (query @ own), keys)))
+            self._has_started = True
+
+    def _hidden(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """Return the scores of the prefix, with padding masked."""
+        mask = self._prefix.mask
+        if mask is None:
+            return scores
+        heads = keys.shape[1] if keys.dim() > 3 else self._prefix.keys.shape[1]
+        rows = math.prod(keys.shape[:-2]) // heads
+        mask = mask.repeat_interleave(rows // mask.shape[0], 0)  # [rows, length]
+        mask = mask[:, None, None].expand(-1, heads, -1, -1)  # [rows, heads, 1, length]
+        shape = (*keys.shape[:-2], 1, mask.shape[-1])
+        return scores.masked_fill(~mask.reshape(shape), torch.finfo(scores.dtype).min)
+
+    def _changed(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        beside: Tensor,
+    ) -> Tensor:
+        """Return the scores of the prefix after a change of those of tokens."""
+        name = func.__name__
+        own = [a if (b := self._beside(a)) is None else b for a in args]
+        keys = next(a for a in args if self._beside(a) is not None).shape[-1]
+        others = [a for a in args if isinstance(a, Tensor) and self._beside(a) is None and a.dim()]
+        by_keys = any(t.shape[-1] == keys for t in others)
+        if name in _SHAPES:
+            sizes = args[1] if isinstance(args[1], Sequence) else args[1:]
+            if sizes[-1] in (keys, -1):
+                return cast("Tensor", func(beside, *sizes[:-1], beside.shape[-1]))
+        elif name in _CHANGES and by_keys:
+            return beside
+        elif name in _CHANGES | _CASTS:
+            return cast("Tensor", func(*own, **kwargs))
+        raise StateError(
+            f"{self._name}: its scores go through {name!r}, which does not support a prefix. Use a "
+            f"method at layers, such as LoRAConfig()."
+        )
+
+
+def _alibi(cls: type[nn.Module], prefix: Prefix, bias: Tensor) -> Tensor:
+    """Return the bias of a prefix, whose key p is at position p − length.
+
+    Args:
+        cls: class of the attention.
+        prefix: its keys and values.
+        bias: of tokens, `[rows · heads, 1, keys]`.
+
+    Returns:
+        `[rows · heads, 1, length]`.
+    """
+    heads, length = prefix.keys.shape[1:3]
+    seen = torch.ones(1, length + 1, device=bias.device)
+    build: Any = sys.modules[cls.__module__]
+    counted = build.build_alibi_tensor(seen, heads, torch.float32)  # [heads, 1, length + 1]
+    own = counted[..., :length] - counted[..., length:]
+    return cast("Tensor", own.repeat(bias.shape[0] // heads, 1, 1).to(bias))
+
+
+def fit(own: Tensor, like: Tensor) -> Tensor:
+    """Return keys or values of a prefix with the rows, heads and dtype of those of tokens.
+
+    Args:
+        own: `[rows or 1, heads, length, width]`.
+        like: `[rows, heads, keys, width]` or `[rows · heads, keys, width]`; its rows and heads may
+            be repetitions, as those of windows of an image.
+
+    Returns:
+        `[…, length, width]`, leading dimensions as in `like`.
+    """
+    count, heads, length, width = own.shape
+    lead = like.shape[:-2]
+    here = lead[1] if len(lead) > 1 else heads
+    own = own.repeat_interleave(here // heads, 1)
+    rows = math.prod(lead) // here
+    own = own.repeat_interleave(rows // count, 0) if count > 1 else own.expand(rows, -1, -1, -1)
+    return own.reshape(*lead, length, width).to(like)  # [*lead, length, width]
+
+
+def _scaled_dot_product(
+    prefix: Prefix,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Torch's `scaled_dot_product_attention` with a prefix, `[…, queries, width]`."""
+    rows, queries, keys = query.shape[0], query.shape[-2], key.shape[-2]
+    if is_causal:
+        attn_mask = causal_mask(query, keys)
+    mask = extended(attn_mask, prefix, rows, queries, keys, query.dtype)
+    key = torch.cat([fit(prefix.keys, key), key], -2)  # […, length + keys, width]
+    value = torch.cat([fit(prefix.values, value), value], -2)  # […, length + keys, value_width]
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout_p, **kwargs
+    )
+
+
+def causal_mask(query: Tensor, keys: int) -> Tensor:
+    """Return the mask that `is_causal` stands for in torch, `[1, 1, queries, keys]` bool.
+
+    Query i attends to keys 0 to i: those after the last query are empty places of a cache.
+    """
+    ones = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device)
+    return ones.tril()[None, None]
+
+
+def extended(
+    mask: Tensor | None, prefix: Prefix, rows: int, queries: int, keys: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the mask with columns for the prefix; None if nothing is masked."""
+    length = prefix.keys.shape[2]
+    if mask is None:
+        if prefix.mask is None:
+            return None
+        # eager attention adds the mask, so it must not be bool
+        mask = torch.zeros(rows, 1, queries, keys, dtype=dtype, device=prefix.mask.device)
+    shape = (*mask.shape[:-1], length)
+    if prefix.mask is None:
+        seen = mask.new_ones(shape) if mask.dtype is torch.bool else mask.new_zeros(shape)
+        return torch.cat([seen, mask], -1)
+    own = prefix.mask.repeat_interleave(rows // prefix.mask.shape[0], 0)[:, None, None]
+    own = own.expand(rows, mask.shape[1], queries, length).to(mask.device)
+    mask = mask.expand(rows, -1, -1, -1)
+    if mask.dtype is not torch.bool:
+        lowest = torch.finfo(mask.dtype).min
+        own = torch.zeros(own.shape, dtype=mask.dtype, device=mask.device).masked_fill(~own, lowest)
+    return torch.cat([own, mask], -1)  # [rows, heads or 1, queries, length + keys]
+
+
+def with_prefix(
+    cls: type[nn.Module],
+    prefix: Prefix,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run an attention module that computes its scores itself, with a prefix.
+
+    Args:
+        cls: class of the attention.
+        prefix: its keys and values.
+        forward: of the attention.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        StateError: it computes them in an unsupported way, or in compiled code.
+    """
+    name = cls.__name__
+    if torch.compiler.is_compiling():
+        raise StateError(
+            f"{name} computes its scores itself, and compiled code cannot add a "
+            f"prefix there. Call the uncompiled model."
+        )
+    alibi = None
+    if name in ALIBI:
+        alibi = inspect.signature(forward).bind(*args, **kwargs).arguments["alibi"]
+    mode = PrefixMode(prefix, name, None if alibi is None else (alibi, _alibi(cls, prefix, alibi)))
+    with mode:
+        out = forward(*args, **kwargs)
+    if not mode.has_acted:
+        raise StateError(
+            f"{name}: no product of queries and keys of {prefix.keys.shape[-1]} features was seen "
+            f"in its forward, so it cannot have a prefix. Use a method at layers, such as "
+            f"LoRAConfig()."
+        )
+    return out
+
 
 # of the function below, in transformers' table
 _NAME = "adapterzoo_prefix"

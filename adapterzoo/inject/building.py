@@ -17,9 +17,8 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
 
-from .adapted import plain_class
-from .containers import SHARED, AdapterDict, container_of
-from .parts import ExpertAdapters, FusedAdapters, mergeable
+from .adapted import SHARED, AdapterDict, container_of, plain_class
+from .layers import ExpertAdapters, FusedAdapters, mergeable
 from .quantized import is_quantized
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from .hf.initialization import init, load_model
+import importlib
+
+from .activation import AdapterSetup
+from .hf.factory import init, load_model
 from .mixin import AdapterModelMixin
-from .setup import AdapterSetup
 
 # their names in `adapters`
 ModelAdaptersMixin = ModelWithHeadsAdaptersMixin = AdapterModelMixin
+
+# the peers' methods stand above the model, and a model has them however the package is imported
+importlib.import_module("adapterzoo.compat")
 
 __all__ = ["AdapterModelMixin", "AdapterSetup", "init", "load_model"]

@@ -6,13 +6,16 @@ It applies to all threads (`set_active`), or to one thread and task inside an `A
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, cast
+from contextlib import ExitStack
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, cast
 
 from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     ActiveHeads,
     BoundStep,
@@ -27,6 +30,7 @@ from adapterzoo.composition import (
     fusions_of,
     has_tokens,
     parse,
+    parse_heads,
     parts_of,
     prompts_of,
     refuse_merged_part,
@@ -48,16 +52,17 @@ from adapterzoo.errors import (
     SiteError,
     StateError,
     listing,
+    naming,
+    unknown_name,
 )
 from adapterzoo.inject.building import layer_at
-from adapterzoo.runtime import HEAD, Plan
+from adapterzoo.runtime import HEAD, Plan, current_task
 
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.interface import HeadNames
 from .hf.backbone import plain_token
-from .hf.continuous_batching import refuse_while_batching
-from .hf.hosts import refuse_trained
+from .hf.hosts import refuse_trained, refuse_while_batching
 from .state import (
     AdaptedModel,
     AdapterRecord,
@@ -129,8 +134,8 @@ def make_plan(
     outputs = token_rows.steps(model, parts, acting)
     if both := sorted(steps.keys() & outputs.keys()):
         raise CompositionError(
-            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer "
-            f"for itself, and another has rows of it. Activate one of them."
+            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, and "
+            "another rows of it. Activate one of them."
         )
     steps.update(outputs)
     captures: dict[str, tuple[str, ...]] = {}
@@ -239,8 +244,8 @@ def _prompts(
     joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
     if len(joins) > 1:
         raise CompositionError(
-            f"{listing(adapters)} add tokens that join {listing(joins)}, and all tokens of a call "
-            f"must join the same. Activate them one by one."
+            f"{listing(adapters)} join {listing(joins)}, and all tokens of a call must join the "
+            "same. Activate them one by one."
         )
     places = model._head_strategy.token_places()
     tokens = cast("TokenInput", model.anatomy.tokens)
@@ -274,7 +279,7 @@ def replan(model: AdaptedModel) -> None:
     try:
         model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
     except AdapterZooError:
-        # no step may name an adapter that is gone
+        # no step may name an adapter that was deleted
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
         raise
 
@@ -297,8 +302,8 @@ def check_layers(
     numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
     if not all(type(n) is int and 0 <= n < blocks for n in numbers):
         raise ConfigError(
-            f"{argument}={layers!r}: the model has blocks 0 to {blocks - 1}. "
-            f"Write a list of their numbers: {argument}=[0, 1]."
+            f"{argument}={layers!r}: the blocks are 0 to {blocks - 1}. Write a list of them: "
+            f"{argument}=[0, 1]."
         )
     return tuple(n for n in numbers if n is not None)
 
@@ -317,8 +322,8 @@ def refuse_used(model: AdaptedModel, name: str) -> None:
     using = [n for n, fusion in model._adapter_state.fusions.items() if name in fusion.adapters]
     if using:
         raise StateError(
-            f"the fusion {using[0]!r} fuses {name!r}. "
-            f"Write delete_adapter_fusion({using[0]!r}) first."
+            f"the fusion {using[0]!r} fuses {name!r}. Write delete_adapter_fusion({using[0]!r}) "
+            "first."
         )
 
 
@@ -388,13 +393,12 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
             inside.setdefault(path, []).append(module)
     for name in acting if inside else ():
         for path, module in modules_of(model, name):
-            beside = [*inside.get(path, ()), module]
+            together = [*inside.get(path, ()), module]
             changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
-            if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
+            if len(together) > 1 and changes_weight and not all(map(inject.is_additive, together)):
                 raise StateError(
-                    f"at {path!r} {name!r} would act on weights that hold {listing(merged)}, and "
-                    f"not on the original ones. Write set_active_adapters(None) and merge all of "
-                    f"them, or reset_adapter()."
+                    f"at {path!r} {name!r} would act on weights that hold {listing(merged)}. Write "
+                    "set_active_adapters(None) and merge all of them, or reset_adapter()."
                 )
 
 
@@ -429,8 +433,8 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
             paths = [path for path, _ in own]
         elif lost := sorted({path for path, _ in own} ^ {*paths}):
             raise SiteError(
-                f"{names[0]!r} and {name!r} have different sites: only one of them is at "
-                f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
+                f"{names[0]!r} and {name!r} have different sites, such as {lost[0]!r}. Fuse "
+                "adapters of one placement."
             )
     return paths
 
@@ -456,6 +460,150 @@ def _refuse_routed(model: AdaptedModel, setup: Composition, names: Iterable[str]
             if any(p.site.is_routed for p in placements):
                 raise CompositionError(
                     f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens routed to "
-                    f"experts, not a batch of rows. Activate one adapter for all rows, or add "
-                    f"{name!r} with exclude_modules=[…] for such layers."
+                    "experts, not rows. Activate one adapter for all rows, or exclude such layers "
+                    "with exclude_modules=[…]."
                 )
+
+
+# --- `AdapterSetup`: a context with other active adapters and heads, for one thread and task ---
+
+# every model with adapters, so that a setup finds those that have its adapters
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+_models_lock = threading.Lock()
+
+
+def register(model: AdaptedModel) -> None:
+    """Let setups find the model for as long as it lives."""
+    with _models_lock:
+        _models.add(model)
+
+
+def unregister(model: AdaptedModel) -> None:
+    """Undo `register`: the model no longer has adapters."""
+    with _models_lock:
+        _models.discard(model)
+
+
+class AdapterSetup:
+    """A context in which other adapters are active, in the calling thread and task only.
+
+    ```python
+    with AdapterSetup(Stack("language", "task"), head_setup="task"):
+        output = model(**batch)
+    ```
+
+    It applies to every model that has all of its adapters. Asyncio tasks and `asyncio.to_thread`
+    started inside inherit it, and so do the threads of DataParallel; other threads and tasks do
+    not.
+    """
+
+    def __init__(
+        self,
+        adapter_setup: object,
+        head_setup: HeadNames = None,
+        ignore_empty: bool = False,
+        skip_layers: Iterable[int] | None = None,
+    ) -> None:
+        """Keep the setup; it becomes active when the block is entered.
+
+        Args:
+            adapter_setup: a name, a list of names, a composition, or None for the base model.
+            head_setup: head, heads or composition of heads to use; None: those named like the
+                adapters if there are any, else the active ones.
+            ignore_empty: whether a setup that fits no model is accepted.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); they replace
+                those of `set_active_adapters`.
+
+        Raises:
+            CompositionError: the setup is not a composition, or `head_setup` is one that heads
+                cannot have.
+            ConfigError: `head_setup` is neither a name nor several.
+        """
+        with naming(lambda: "AdapterSetup(head_setup=…)"):
+            heads = parse_heads(head_setup)
+        kinds = (str, list, tuple, Composition, type(None))
+        if not isinstance(head_setup, kinds) or not all(isinstance(n, str) for n in heads.names):
+            raise ConfigError(
+                f"AdapterSetup(head_setup={head_setup!r}): not a name, several names, or None. "
+                "Write head_setup='my_task'."
+            )
+        self.adapter_setup: Composition | None = parse(adapter_setup)
+        self.head_setup = head_setup
+        self._heads = heads.names
+        self.ignore_empty = ignore_empty
+        # validated where the number of blocks is known
+        self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
+        # the contexts to exit, each with the thread and task that entered it
+        self._entered: list[tuple[tuple[int, object], ExitStack]] = []
+
+    def __enter__(self) -> Self:
+        """Activate the setup.
+
+        Raises:
+            ConfigError: a model has no block of a number in `skip_layers`.
+            UnknownNameError: no model has all of the named adapters and heads.
+        """
+        names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
+        # layers of a fusion belong to one model, like the adapters that they fuse
+        fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
+        known: set[str] = set()
+        found = False
+        with _models_lock:
+            models = list(_models)
+        with naming(lambda: repr(self)), ExitStack() as stack:
+            for model in models:
+                adapters, heads = model._adapter_state.records, {*model.known_heads()}
+                known |= {*adapters, *heads}
+                if not fusions <= {*model._adapter_state.fusions}:
+                    continue
+                if {*names} <= {*adapters} and {*self._heads} <= heads:
+                    skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
+                    plan = make_plan(model, self.adapter_setup, self.head_setup, skipped)
+                    stack.enter_context(model._active.entered(plan))
+                    found = True
+            if not found and not self.ignore_empty:
+                for name in (*names, *self._heads):
+                    if name not in known:
+                        raise unknown_name("", "adapter or head", name, known)
+                raise StateError(
+                    "no single model has all of these. Call add_adapter or load_adapter first (and "
+                    "add_adapter_fusion where there is a Fuse), or write "
+                    "AdapterSetup(…, ignore_empty=True)."
+                )
+            self._entered.append((_here(), stack.pop_all()))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Restore the previous setup.
+
+        Raises:
+            StateError: another thread or task entered the block.
+        """
+        here = _here()
+        mine = [i for i, (where, _) in enumerate(self._entered) if where == here]
+        if not mine:
+            raise StateError(
+                f"{self!r}: the block was entered in another thread or task. Write 'with "
+                "AdapterSetup(…)' around the call of the model."
+            )
+        _, stack = self._entered.pop(mine[-1])
+        stack.close()
+
+    def __repr__(self) -> str:
+        """Show the call, without the arguments that were left out."""
+        call = repr(self.adapter_setup)
+        if self.head_setup is not None:
+            call += f", head_setup={self.head_setup!r}"
+        if self.skip_layers is not None:
+            skipped = self.skip_layers
+            call += f", skip_layers={list(skipped) if isinstance(skipped, tuple) else skipped!r}"
+        return f"AdapterSetup({call})"
+
+
+def _here() -> tuple[int, object]:
+    return threading.get_ident(), current_task()

@@ -34,10 +34,9 @@ from .activation import check_setup, refuse_taken, refuse_used, replan, set_acti
 from .heads import token_rows
 from .heads.embeddings import refuse_own_size
 from .heads.ties import leave_groups, list_ties, tables_of
-from .hf import guards
-from .hf.continuous_batching import refuse_while_batching
-from .hf.init_data import Collected, InitData, fitted
-from .hf.texts import embedded_text
+from .hf import hosts
+from .hf.hosts import refuse_while_batching
+from .hf.init_data import Collected, InitData, embedded_text, fitted
 from .sharding import refuse_if_sharded
 from .state import (
     AdaptedModel,
@@ -60,6 +59,7 @@ def add(
     active: bool = False,
     init_data: InitData = None,
     in_file: bool = False,
+    autocast_adapter_dtype: bool = False,
     check: Callable[[AdapterRecord], None] | None = None,
 ) -> None:
     """Add an adapter with fresh parameters, on each layer's device and in its dtype.
@@ -68,8 +68,11 @@ def add(
     it is in the model.
     """
     check_name(name)
+    check_autocast(autocast_adapter_dtype)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
+    if autocast_adapter_dtype:
+        loaded = _in_float32(model, loaded)
     refuse_taken(model, name, overwrite_ok)
     loaded, with_output = _for_model(model, loaded, in_file)
     data: Collected = {}
@@ -178,32 +181,28 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
     Raises:
         AdapterZooError: it cannot be active, or conflicts with merged adapters.
     """
-    plan = model._active.default.plan
+    state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
         refuse_while_batching(model)
         setup, skipped = parse(name), ()
-    check_setup(model, setup, skipped, records={name: record})
-    if not active and _is_beside_trained(model, name):
-        for module in record.coming.values():
-            module.requires_grad_(False)
-    if name in model._adapter_state.records:
+    is_active = setup is not None and name in setup.flatten()
+    if is_active:
+        check_setup(model, setup, skipped, records={name: record})
+    elif setup is not None and state.trains:
+        own = (p for each in setup.flatten() for p in parameters_of(model, each))
+        layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
+        trained = chain(own, (p for m in layers for p in m.parameters()))
+        if any(p.requires_grad for p in trained):
+            for module in record.coming.values():
+                module.requires_grad_(False)
+    if name in state.records:
         remove(model, name)
     install(model, name, record)
     if active:
         set_active(model, name)
-    else:
+    elif is_active:
         replan(model)
-
-
-def _is_beside_trained(model: AdaptedModel, name: str) -> bool:
-    """Return whether what was chosen to be trained is active, and is not this adapter."""
-    setup = model._active.default.plan.setup
-    if not model._adapter_state.trains or setup is None or name in setup.flatten():
-        return False
-    own = (p for each in setup.flatten() for p in parameters_of(model, each))
-    layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
-    return any(p.requires_grad for p in chain(own, (p for m in layers for p in m.parameters())))
 
 
 def eject(model: AdaptedModel, name: str) -> None:
@@ -226,8 +225,7 @@ def eject(model: AdaptedModel, name: str) -> None:
     members = [ejected[id(member)] for member in old]
     if members == list(old):
         raise StateError(
-            f"the adapter {name!r} has no values that a network computes, which a prefix with "
-            f"flat=False has. Leave it out."
+            f"{name!r} has no network to eject, which a prefix with flat=False has. Leave it out."
         )
     places = {
         path: tuple(
@@ -257,11 +255,11 @@ def make(
         StateError: a model inside this one has its own adapters.
     """
     for _, stack in stacks_of(model):
-        guard = guards.guard_of(stack)
+        guard = hosts.guard_of(stack)
         if "_adapter_state" in vars(stack) or (guard and guard.active is not model._active):
             raise StateError(
-                f"the {type(stack).__name__} in this {type(model).__name__} has adapters of its "
-                f"own or of another model. Write add_adapter(…) of that one."
+                f"the {type(stack).__name__} inside has adapters of its own or of another model. "
+                "Write add_adapter(…) there."
             )
     by_path: dict[str, list[Placement]] = {}
     for placement in config.all_placements(model.anatomy):
@@ -315,7 +313,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         # its class lets it call its layers
         inject.capture_input(layer_at(backbone, path), path, name, active, path)
     for path, stack in stacks_of(model):
-        guards.put(stack, active)
+        hosts.put_guard(stack, active)
         if record.reads_calls:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
@@ -363,7 +361,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
-            guards.take(stack)
+            hosts.take_guard(stack)
 
 
 def remove_all(model: AdaptedModel) -> None:
@@ -383,6 +381,50 @@ def remove_all(model: AdaptedModel) -> None:
 
 
 # --- inspect and move ---
+
+
+def check_autocast(flag: object) -> None:
+    """Check PEFT's switch.
+
+    Raises:
+        ConfigError: it is not a bool.
+    """
+    if not isinstance(flag, bool):
+        raise ConfigError(f"autocast_adapter_dtype={flag!r} is not True or False. Leave it out.")
+
+
+def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
+    """Return the config with float32 parameters over layers in half precision.
+
+    As in PEFT, copies of layers (`modules_to_save`, norms, heads) and biases keep the dtype of
+    theirs. A `dtype` that the config names is kept.
+    """
+    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model._backbone.parameters()):
+        return config
+    members = [
+        c.replace(dtype="float32") if "dtype" in c.field_names() and c["dtype"] is None else c
+        for c in config.members
+    ]
+    return members[0] if len(members) == 1 else ConfigUnion(*members)
+
+
+def widen(model: AdaptedModel, name: str) -> None:
+    """Convert the parameters of a loaded adapter as `autocast_adapter_dtype` does in `add`."""
+    record = model._adapter_state.find(name)
+    config = _in_float32(model, record.config)
+    if config == record.config:
+        return
+    made = make(model, config, torch.device("meta"))
+    modules = dict(modules_of(model, name))
+    for path, like in made.coming.items():
+        for find in (nn.Module.named_parameters, nn.Module.named_buffers):
+            own = dict(find(modules[path]))
+            for key, tensor in find(like):
+                own[key].data = own[key].data.to(tensor.dtype)
+    model._adapter_state.records[name] = dataclasses.replace(
+        record, config=config, places={**record.places, **made.places}
+    )
+    replan(model)
 
 
 def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:

@@ -95,8 +95,7 @@ def plan_of_call(
     count = batch * rows.repeats
     if rows.tasks is not None and len(tasks) != batch:
         raise CompositionError(
-            f"task_ids=…: it has the tasks of {len(tasks)} rows, and the batch has {batch}. Write "
-            f"one task for each row."
+            f"task_ids=…: {len(tasks)} tasks for {batch} rows. Write one task for each row."
         )
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
@@ -125,7 +124,7 @@ def _tasks(
         if tasks is not None:
             raise CompositionError(
                 f"{plan.setup!r} is active, and nothing says which task each row has. Write "
-                f"task_ids=[0, 1, …], with the number or the name of a task for each row."
+                "task_ids=[0, 1, …]."
             )
         return ()
     if adapter_names is not None:
@@ -144,8 +143,7 @@ def _tasks(
     if isinstance(task_ids, (str, Tensor)) or not isinstance(task_ids, Iterable):
         shown = list(task_ids.shape) if isinstance(task_ids, Tensor) else repr(task_ids)
         raise CompositionError(
-            f"task_ids={shown}: it is a tensor [rows] of numbers, or a list of numbers or names. "
-            f"Write task_ids=[0, 1]."
+            f"task_ids={shown}: not a tensor [rows] of numbers, or a list. Write task_ids=[0, 1]."
         )
     count = len(tasks.parts)
     found = []
@@ -154,9 +152,8 @@ def _tasks(
         number = int(cast("int", task)) if is_number else tasks.number(task)
         if number is None or not 0 <= number < count:
             raise CompositionError(
-                f"task_ids=…: there is no task {task!r}. Tasks of {plan.setup!r} are 0 to "
-                f"{count - 1}, or {listing(n for n in tasks.names[0] if n is not None)}. Write one "
-                f"of these for each row."
+                f"task_ids=…: there is no task {task!r}. Write one of these: 0 to {count - 1}, "
+                f"{listing(n for n in tasks.names[0] if n is not None)}."
             )
         found.append(number)
     return tuple(found)
@@ -179,18 +176,18 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
     listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
     if not listed or not adapter_names:
         raise CompositionError(
-            f"adapter_names={adapter_names!r}: it is a list with one name, or None for the base "
-            f"model, for each row. Write adapter_names=['a', None, 'b']."
+            f"adapter_names={adapter_names!r}: not a list with a name, or None for the base model, "
+            "for each row. Write adapter_names=['a', None, 'b']."
         )
     if active.held is not None:
         raise StateError(
-            f"adapter_names=…: an AdapterSetup of this thread is already active, "
-            f"{active.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."
+            f"adapter_names=…: {active.plan.setup!r} is active here. Leave the 'with "
+            "AdapterSetup(…)' block first."
         )
     if state.merged:
         raise StateError(
-            f"adapter_names=…: {listing(state.merged)} is merged into the base weights and would "
-            f"act on every row. Write reset_adapter() first."
+            f"adapter_names=…: {listing(state.merged)} acts on every row, from the base weights. "
+            "Write reset_adapter() first."
         )
     given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
     for name in given:
@@ -211,8 +208,8 @@ def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
     for part in parts:
         if isinstance(part, Composition) and has_rows(part):
             raise CompositionError(
-                f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
-                f"Write a name, or Stack('a', 'b')."
+                f"adapter_names=…: {part!r} divides the batch, and is given to one row. Write "
+                "Stack('a', 'b')."
             )
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()
@@ -254,7 +251,7 @@ def named_inputs(
     """
     if len(args) > len(names):
         raise ConfigError(
-            f"forward(): {len(args)} inputs are given by position and {len(names)} have one: "
+            f"forward(): {len(args)} inputs by position, {len(names)} have one: "
             f"{listing(names, limit=30)}. Write the others by name."
         )
     inputs = dict(zip(names, args, strict=False))
@@ -298,7 +295,7 @@ def _batch_of(inputs: Mapping[str, Any], what: Callable[[], str]) -> int:
     if len(set(rows.values())) > 1:
         shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise CompositionError(
-            f"{what()}: the inputs have different numbers of rows "
-            f"({shown}). Pass inputs with the same number of rows, or activate one adapter."
+            f"{what()}: the inputs have different numbers of rows ({shown}). Pass inputs with the "
+            "same number of rows."
         )
     return batch_size(inputs)

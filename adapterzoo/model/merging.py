@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.composition import Stack, parse, refuse_merged_part
-from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, compute_dtype
+from adapterzoo.contracts import Adapter, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.quantized import is_quantized
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import token_rows
-from .hf.continuous_batching import refuse_while_batching
-from .hf.hosts import refuse_trained
+from .hf.hosts import refuse_trained, refuse_while_batching
 from .hf.untying import untied
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, modules_of, parameters_of
@@ -59,8 +58,8 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
                 modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
     # check all that can be checked before the first write
-    for path, beside in modules.items():
-        for module in beside:
+    for path, own in modules.items():
+        for module in own:
             if not isinstance(module, inject.ExpertAdapters):
                 inject.mergeable(module)
         _refuse_unwritable(model, path)
@@ -72,10 +71,10 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
     try:
-        for path, beside in modules.items():
+        for path, own in modules.items():
             if first[path] != path:
                 continue
-            before[path] = _copies(layer_at(backbone, path), beside)
+            before[path] = _copies(layer_at(backbone, path), own)
             # values kept by an earlier merge are the originals
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)
@@ -143,8 +142,8 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
     if names is None:
         if plan.setup is not None and plan.skip_layers:
             raise StateError(
-                f"the active adapters act in some blocks only, as skip_layers="
-                f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
+                "the active adapters act in some blocks only "
+                f"(skip_layers={list(plan.skip_layers)!r}). Write "
                 f"set_active_adapters({plan.setup!r}), or "
                 f"merge_and_unload({list(plan.setup.flatten())!r})."
             )
@@ -156,8 +155,8 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
         asked = tuple(dict.fromkeys(listed))
     if not asked and not state.merged:
         raise StateError(
-            f"no adapter is active. Write merge_and_unload(['a']); adapters: "
-            f"{listing(state.records)}. Or unload(), for the model without adapters."
+            "no adapter is active. Write merge_and_unload(['a']), or unload(); adapters: "
+            f"{listing(state.records)}."
         )
     return tuple(name for name in asked if name not in state.merged)
 
@@ -168,8 +167,8 @@ def _stacked(asked: object) -> tuple[str, ...]:
     if not isinstance(setup, Stack) or not all(isinstance(c, str) for c in setup):
         raise StateError(
             f"{setup!r} is not a stack of adapters, so it cannot be merged. Write "
-            f"merge_and_unload(['a']), or for an average average_adapter('c', ['a', 'b'], "
-            f"combine_strategy='cat') first."
+            "merge_and_unload(['a']), or average_adapter('c', ['a', 'b'], combine_strategy='cat') "
+            "first."
         )
     return setup.flatten()
 
@@ -185,9 +184,8 @@ def _refuse_unloading(model: AdaptedModel) -> None:
         )
     if model._head_strategy.plain_class() is None:
         raise StateError(
-            f"{type(model).__name__} is a class of yours that always has adapters, so there is no "
-            f"plain one to go back to. Write merge_adapter('a'), or adapterzoo.init(model) of a "
-            f"class of transformers."
+            f"{type(model).__name__} is a class of yours that always has adapters. Write "
+            "merge_adapter('a'), or adapterzoo.init(model) of a class of transformers."
         )
 
 
@@ -199,13 +197,12 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
         raise StateError(
             f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
-            f"device_map, or merge before accelerate dispatches it."
+            "device_map."
         )
     if is_quantized(layer):
         raise StateError(
             f"the weights at {path!r} are quantized, and merged ones would be rounded again. Write "
-            f"model.dequantize() first, or load the adapter into the model that is not quantized "
-            f"and merge it there."
+            "model.dequantize() first."
         )
 
 
@@ -218,8 +215,8 @@ def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
         lost &= at
     if lost:
         raise StateError(
-            f"the base weights at {min(lost)!r} were merged before they were saved, so the "
-            f"originals are not known. Load the base model and the adapters again."
+            f"the base weights at {min(lost)!r} were saved merged, so the originals are not known. "
+            "Load the base model and the adapters again."
         )
 
 
@@ -258,7 +255,7 @@ def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
         if len(names) > 1:
             raise StateError(
                 f"the weight at {path!r} is shared by {listing(names)}; merging would change all "
-                f"of them. Keep the adapter active instead."
+                "of them. Keep the adapter active."
             )
 
 
@@ -299,23 +296,17 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
             # adapters of a parameter do not change the bias, of which there is no copy
             b = torch.zeros_like(original[:, 0]) if bias is None else bias
             b = b.to(w.dtype)
-            own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
-            _write_bias(own_bias, path, adapters, base, b)
-
-
-def _write_bias(
-    target: Tensor | None, path: str, adapters: list[Any], base: BaseLayer, b: Tensor
-) -> None:
-    for adapter in adapters:
-        if not isinstance(adapter, inject.ExpertAdapters):
-            b = inject.mergeable(adapter).bias(b, base)
-    if target is not None:
-        _fill(target, b, f"the merged bias at {path!r}")
-    elif bool(b.count_nonzero()):
-        raise StateError(
-            f"the adapter adds a bias at {path!r}, where the layer has none. "
-            f"Keep it active instead."
-        )
+            for adapter in adapters:
+                if not isinstance(adapter, inject.ExpertAdapters):
+                    b = inject.mergeable(adapter).bias(b, base)
+            if bias is not None:
+                own_bias = cast("Tensor", layer._parameters["bias"])
+                _fill(own_bias, b, f"the merged bias at {path!r}")
+            elif bool(b.count_nonzero()):
+                raise StateError(
+                    f"the adapter adds a bias at {path!r}, where the layer has none. "
+                    "Keep it active instead."
+                )
 
 
 def _fill(target: Tensor, value: Tensor, what: str) -> None:
@@ -324,7 +315,7 @@ def _fill(target: Tensor, value: Tensor, what: str) -> None:
         why = "overflows" if _is_finite(value) else "is not finite"
         raise StateError(
             f"{what} {why} in {target.dtype}; nothing has changed. Look for NaN in the adapter, or "
-            f"merge in a wider dtype: model.float() before it."
+            "write model.float() first."
         )
     target.copy_(merged)
 

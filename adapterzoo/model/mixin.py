@@ -17,18 +17,18 @@ from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.arguments import one_of
 from adapterzoo.averaging import LINEAR_OF_PEFT
-from adapterzoo.checkpoint.setup_files import HeadSetup
 from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import names_calls
+from adapterzoo.errors import ConfigError, names_calls
+from adapterzoo.formats.setup_files import HeadSetup
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
-from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
+from . import activation, adapters, averaging, checkpointing, fusion, merging, setups, training
+from . import hotswap as hotswapping
 from .adapterhub import arguments, loaders
 from .adapterhub.config import AdaptersConfig
-from .adapterhub.names import with_names_of_adapters
 from .conversion import converting
 from .conversion.certificate import Certificate
 from .conversion.converting import Size
@@ -36,21 +36,8 @@ from .heads import checkpoints as head_files
 from .heads import embeddings, ties
 from .heads.interface import HeadNames, HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .hf import (
-    config_entry,
-    embedding_files,
-    fusion_files,
-    hosts,
-    owned,
-    publishing,
-    recompute,
-    setups,
-    vocabularies,
-)
-from .hf import hotswap as swapping
+from .hf import config_entry, embedding_files, fusion_files, hosts, owned, vocabularies
 from .hf.init_data import InitData
-from .peft import slots, switching
-from .peft.names import with_names_of_peft
 from .state import (
     AdapterState,
     anatomy_of,
@@ -62,8 +49,6 @@ from .state import (
 
 
 @names_calls
-@with_names_of_adapters
-@with_names_of_peft
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; list it before that class among the bases.
 
@@ -72,8 +57,6 @@ class AdapterModelMixin:
 
     _active: ActiveState
     _adapter_state: AdapterState
-    # whether `save_pretrained` writes files of PEFT
-    _is_saved_for_peft = False
 
     if TYPE_CHECKING:
 
@@ -151,7 +134,6 @@ class AdapterModelMixin:
 
     # --- add and delete ---
 
-    @switching.either_order
     def add_adapter(
         self,
         adapter_name: str,
@@ -185,11 +167,11 @@ class AdapterModelMixin:
             SiteError: the model has no place that the config asks for.
             StateError: the model is sharded.
         """
-        switching.add(
-            self, adapter_name, config, overwrite_ok, set_active, init_data, autocast_adapter_dtype
-        )
+        adapters.add(
+            self, adapter_name, config, overwrite_ok, set_active, init_data,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+        )  # fmt: skip
 
-    @switching.also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
         """Delete an adapter, or several; other active adapters stay active.
 
@@ -201,7 +183,7 @@ class AdapterModelMixin:
             StateError: it is merged, or active in an `AdapterSetup` of this thread; or the model
                 is sharded.
         """
-        adapters.delete(self, *switching.list_of(self, adapter_name))
+        adapters.delete(self, *self._adapter_state.find_all(adapter_name))
 
     def average_adapter(
         self,
@@ -711,7 +693,6 @@ class AdapterModelMixin:
 
     # --- merge ---
 
-    @switching.also_named(adapter_names="name")
     def merge_adapter(
         self, name: str | Sequence[str] | None = None, safe_merge: bool = True
     ) -> None:
@@ -731,7 +712,8 @@ class AdapterModelMixin:
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
                 the model is sharded or quantized; nothing has changed then.
         """
-        merging.merge(self, switching.to_merge(self, name))
+        names = merging.to_merge(self, None) if name is None else self._adapter_state.find_all(name)
+        merging.merge(self, names)
 
     def reset_adapter(self) -> None:
         """Restore the base weights bit for bit; the adapters that were merged act as before.
@@ -889,9 +871,9 @@ class AdapterModelMixin:
                 adapter.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
-        loaders.save(beside, save_directory, adapter_name)
+        loaders.save(custom, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -982,11 +964,17 @@ class AdapterModelMixin:
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
-        load, before = slots.chosen(self, hotswap), (*self._adapter_state.records,)
-        name = load(self, adapter_name_or_path, version, revision, source, options, asked)
-        is_swapped = load is not checkpointing.load_adapter and name in before
-        if is_trainable or (adapter_name is not None and not is_swapped):
-            switching.loaded(self, name, is_trainable)
+        folder, hub_name = checkpointing.found(
+            self, adapter_name_or_path, version, revision, source, options
+        )
+        if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
+            name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
+        elif hotswap is False or hotswap == "auto":
+            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
+        else:
+            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
+        if is_trainable or (adapter_name is not None and is_new):
+            training.set_trainable(self, name, is_trainable)
         return name
 
     def hotswap_adapter(self, adapter_name: str, into: str) -> None:
@@ -1005,7 +993,7 @@ class AdapterModelMixin:
             StateError: the model is sharded, or `into` is merged or shares parameters.
             UnknownNameError: there is no adapter of one of the names.
         """
-        swapping.copy(self, adapter_name, into)
+        hotswapping.copy(self, adapter_name, into)
 
     def save_all_adapters(
         self,
@@ -1147,9 +1135,9 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
-        loaders.save(beside, save_directory, fusion.as_fuse(adapter_names, None).name)
+        loaders.save(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1183,9 +1171,9 @@ class AdapterModelMixin:
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
-        loaders.save(beside, save_directory, setups.names_in(adapter_setup)[-1])
+        loaders.save(custom, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1322,7 +1310,7 @@ class AdapterModelMixin:
             StateError: the model is sharded.
             HubError: offline mode, or the Hub rejects it; then nothing has been committed.
         """
-        return publishing.push(
+        return setups.push(
             self, repo_id, adapter_name, datasets_tag=datasets_tag, local_path=local_path,
             adapter_card_kwargs=adapter_card_kwargs, metrics=metrics, base_model=base_model,
             commit_message=commit_message, saving=kwargs, private=private, token=token,
@@ -1355,7 +1343,7 @@ class AdapterModelMixin:
         Arguments and errors are those of `push_adapter_to_hub`, and for the composition and its
         heads those of `save_adapter_setup`, which takes `**kwargs`.
         """
-        return publishing.push(
+        return setups.push(
             self, repo_id, adapter_setup, datasets_tag=datasets_tag, local_path=local_path,
             adapter_card_kwargs=adapter_card_kwargs, metrics=metrics, base_model=base_model,
             commit_message=commit_message, saving={**kwargs, "head_setup": head_setup},
@@ -1410,18 +1398,18 @@ class AdapterModelMixin:
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
         owned.own(self, owned.names_of(AdapterModelMixin))
-        setup.announce(self)
+        activation.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let `AdapterSetup` find copies and unpickled models too."""
         cast("Any", super()).__setstate__(state)
-        setup.announce(self)
+        activation.register(self)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the model live on if its base model is still used, whose methods are those here."""
         # a default, since at the end of the process modules lose their globals
         if not ends() and owned.outlive(cast("Any", self)):
-            setup.announce(self)
+            activation.register(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1445,5 +1433,5 @@ class AdapterModelMixin:
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
     ) -> None:
-        func = functools.partial(recompute.checkpointed, self._active, gradient_checkpointing_func)
+        func = functools.partial(hosts.checkpointed, self._active, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import input_embeddings_of, unwrapped
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject import quantized
 
 
@@ -73,7 +73,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     if path is not None:
         raise StateError(
             f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() or "
-            f"peft_model.merge_and_unload() first, or do this before get_peft_model(…)."
+            "peft_model.merge_and_unload() first."
         )
     reshard(model)
     if groups := groups_of(model):

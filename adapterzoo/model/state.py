@@ -6,7 +6,7 @@ Tensors live in the modules of the model, except for the originals of merged wei
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -24,7 +24,7 @@ from adapterzoo.anatomy import (
 from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import unknown_name
+from adapterzoo.errors import ConfigError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
@@ -106,7 +106,7 @@ class AdapterState:
             adapters are added, removed or moved.
         outputs: (path of an output layer, adapter) for those that have an adapter's rows of the
             table that the layer is tied to.
-        tied: keys of shared parameters → keys of those that they share, as last told to
+        tied: keys of shared parameters → keys of those that they share, as last listed for
             transformers.
         is_base: whether the model is its own base model; None: not known yet.
         embeddings: name of the active embeddings.
@@ -147,6 +147,22 @@ class AdapterState:
             raise unknown_name("", "adapter", name, self.records)
         return self.records[name]
 
+    def find_all(self, names: str | Sequence[str]) -> list[str]:
+        """Return names as a list, after checking that there are adapters of these names.
+
+        Raises:
+            ConfigError: there is no name.
+            UnknownNameError: an adapter is unknown.
+        """
+        # anything else is looked for as a name, and not found
+        listed = isinstance(names, (list, tuple, set, frozenset))
+        each: list[Any] = [*dict.fromkeys(names)] if listed else [names]
+        if not each:
+            raise ConfigError(f"no name is given. Adapters: {listing(self.records)}. Write one.")
+        for name in each:
+            self.find(name)
+        return each
+
     def find_fusion(self, name: str) -> FusionRecord:
         """Return the record of a fusion.
 
@@ -163,7 +179,6 @@ class AdaptedModel(Protocol):
 
     _active: ActiveState
     _adapter_state: AdapterState
-    _is_saved_for_peft: bool
 
     @property
     def _head_strategy(self) -> HeadStrategy:
@@ -189,9 +204,15 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
     return unwrapped(cast("nn.Module", model if state.is_base else model.base_model))
 
 
-def base_prefix(model: AdaptedModel) -> str:
-    """Return what precedes the paths of the base model in the model, such as "bert."."""
-    return "" if model._backbone is cast("nn.Module", model) else f"{model.base_model_prefix}."
+def base_prefix(model: Any) -> str:
+    """Return what precedes the paths of the base model in the model, such as "bert.".
+
+    Args:
+        model: a `PreTrainedModel`, with adapters or without.
+    """
+    has_adapters = "_adapter_state" in vars(model)
+    alone = model._backbone is model if has_adapters else is_base(model)
+    return "" if alone else f"{model.base_model_prefix}."
 
 
 def is_base(model: nn.Module) -> bool:
@@ -249,14 +270,14 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     backbone, record = backbone_of(model), model._adapter_state.find(name)
     if record.coming:
         return iter(record.coming.items())
-    return ((path, cast("Adapter", _held_at(backbone, path)[name])) for path in record.places)
 
+    def held(path: str) -> Mapping[str, Any]:
+        # the path of the base model stands for the modules that its layers share
+        if not path:
+            return inject.shared_of(backbone)
+        return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
 
-def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
-    """Return the adapters of a layer; for the path of the base model, the modules they share."""
-    if not path:
-        return inject.shared_of(backbone)
-    return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
+    return ((path, cast("Adapter", held(path)[name])) for path in record.places)
 
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.caches import values_kept
-from adapterzoo.checkpoint.digest import digests, fingerprint
-from adapterzoo.composition import fusions_of, parse
+from adapterzoo.composition import Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
+from adapterzoo.formats.digest import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies.table import Table
@@ -50,7 +50,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
         raise StateError(
-            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
+            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn'), then "
             "train_adapter('my_task')."
         )
     names = setup.flatten()
@@ -164,6 +164,44 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
             parameter.requires_grad_(not freezes)
 
 
+# --- training as PEFT has it ---
+
+
+def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False) -> None:
+    """Train only these adapters, in the mode that the model has.
+
+    Args:
+        model: with adapters.
+        names: one, or several that act as a stack.
+        unfreezes: whether a frozen one is trained too; otherwise it is only activated.
+    """
+    setup = names if isinstance(names, str) else Stack(*names)
+    was_training = model.training
+    each = [names] if isinstance(names, str) else names
+    frozen = [n for n in each if not any(p.requires_grad for p in parameters_of(model, n))]
+    train_adapter(model, setup, False)
+    for name in () if unfreezes else frozen:
+        require_grad(model, name, False)
+    model.train(was_training)
+
+
+def set_trainable(model: Any, name: str, is_trainable: bool) -> None:
+    """Let an adapter that was loaded be trained, or not; the first one is trained alone."""
+    if is_trainable and len(model._adapter_state.records) == 1:
+        train_alone(model, name, unfreezes=True)
+    else:
+        require_grad(model, name, is_trainable)
+
+
+def require_grad(model: AdaptedModel, name: str, is_trained: bool) -> None:
+    """Let an adapter and its head get gradients, or not."""
+    own = [*parameters_of(model, name)]
+    own += [p for m in model._head_strategy.modules_with(name) for p in m.parameters()]
+    for parameter in own:
+        if parameter.is_floating_point():
+            parameter.requires_grad_(is_trained)
+
+
 # --- quantized layers ---
 
 
@@ -233,8 +271,7 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise StateError(
-            "no process group runs. Call it in processes that torchrun started, after "
-            "torch.distributed.init_process_group(…)."
+            "no process group runs. Call it after torch.distributed.init_process_group(…)."
         )
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}
@@ -313,30 +350,23 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of a summary as a table."""
-    lines = [list(_COLUMNS), *([_cell(row, c) for c in _COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join(
-            # numbers to the right
-            text.rjust(width) if column.endswith("param") else text.ljust(width)
-            for text, width, column in zip(line, widths, _COLUMNS, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-    rule = "-" * max(map(len, texts))
-    return "\n".join([texts[0], rule, *texts[1:]])
+    cells = [list(_COLUMNS), *([_cell(row, column) for column in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # numbers to the right
+    marks = [">" if column.endswith("param") else "<" for column in _COLUMNS]
+    form = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
+    lines = [form.format(*row).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
-    text = _shown(row.get(column, ""))
+    value = row.get(column, "")
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif isinstance(value, float):
+        text = f"{value:.3f}"
+    else:
+        text = f"{value:,}" if isinstance(value, int) else str(value)
     if column == "active" and (skipped := row.get("skip_layers")):
         return f"{text}, not in blocks {', '.join(map(str, skipped))}"
     return text
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

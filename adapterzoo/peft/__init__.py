@@ -17,9 +17,17 @@ import sys
 from typing import Any
 
 from adapterzoo import __version__
-
-from .adding import get_peft_model, inject_adapter_in_model
-from .auto import (
+from adapterzoo.compat.peft.classes import (
+    NOT_MADE,
+    PeftConfig,
+    PeftType,
+    TaskType,
+    config_classes,
+    field_classes,
+    missing,
+    not_made,
+)
+from adapterzoo.compat.peft.model import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
     AutoPeftModelForFeatureExtraction,
@@ -27,19 +35,17 @@ from .auto import (
     AutoPeftModelForSeq2SeqLM,
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
-)
-from .configs import PeftConfig, PeftType, TaskType, config_classes, field_classes
-from .elsewhere import NOT_MADE, missing, not_made
-from .functions import (
+    PeftModel,
     cast_mixed_precision_params,
     get_peft_config,
+    get_peft_model,
     get_peft_model_state_dict,
+    inject_adapter_in_model,
     load_peft_weights,
     prepare_model_for_kbit_training,
     replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
-from .model import PeftModel
 
 __all__ = [
     "AutoPeftModel",

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.digest import same_bits as same_bits
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.formats.digest import same_bits as same_bits
 from adapterzoo.registry import Registry
 
 from ._host import ATTENTION, KINDS, VOCABULARY, WIDTH, Host

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from adapterzoo.anatomy import Block, SubLayer
-from adapterzoo.anatomy.norms import NORM_CLASS
+from adapterzoo.anatomy.patterns import NORM_CLASS
 
 Sum = Mapping[int, float]
 

@@ -18,12 +18,12 @@ import torch
 from packaging.requirements import Requirement
 
 import adapterzoo
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.cli import health, main
 from adapterzoo.cli.app import ExampleCommand
 from adapterzoo.cli.early import FORMATS
 from adapterzoo.cli.learning import POOLINGS
 from adapterzoo.errors import ConfigError
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import Pooling
 from adapterzoo.kernels import use
 

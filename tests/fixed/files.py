@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import BertForSequenceClassification
 
 from adapterzoo import init
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import AdapterZooError
+from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import HeadConfig, head_types
 from adapterzoo.methods.fusion import fusion_configs
 

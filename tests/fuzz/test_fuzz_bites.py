@@ -14,8 +14,8 @@ from weight_rules import WeightRules
 
 from adapterzoo import AdapterSetup
 from adapterzoo.auto import AdapterModel
-from adapterzoo.checkpoint import fit
 from adapterzoo.errors import AdapterZooError
+from adapterzoo.formats import fit
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import AdapterModelMixin, batches, checkpointing
 

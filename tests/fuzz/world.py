@@ -25,7 +25,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 from adapterzoo import AdapterSetup, AdapterZooError, AutoAdapterModel
-from adapterzoo.model import setup
+from adapterzoo.model import activation
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "vit")
 # some contain each other, some are parts of module paths, some have characters that lists use
@@ -72,7 +72,7 @@ class World(RuleBasedStateMachine):
         logging.set_verbosity(self._verbosity)
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.started:
-            setup.withdraw(self.model)
+            activation.unregister(self.model)
             del self.model
 
     # --- what rules use ---
@@ -186,9 +186,9 @@ class World(RuleBasedStateMachine):
 
     def alone_in_the_process(self) -> None:
         """An AdapterSetup holds for every model, and raises where one of them refuses."""
-        for other in list(setup._models):
+        for other in list(activation._models):
             if other is not self.model:
-                setup.withdraw(other)
+                activation.unregister(other)
 
     def names_are_as_expected(self) -> None:
         model, book = self.model, self.ledger

@@ -10,7 +10,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.errors import StateError
-from adapterzoo.inject.views import LayerCall
+from adapterzoo.inject.layers import LayerCall
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._parts import Gate
 

@@ -14,7 +14,6 @@ from snapshots import of_adapter, refused, state, stir
 from transformers import AutoModel, AutoModelForCausalLM
 
 from adapterzoo import init
-from adapterzoo.checkpoint import files, native
 from adapterzoo.errors import (
     AdapterZooError,
     CheckpointError,
@@ -23,6 +22,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.formats import files, native
 
 
 def made(family="bert", auto=AutoModel, **configs):

@@ -11,8 +11,8 @@ import torch
 from families import tiny_config
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.checkpoint.digest import digest, fingerprint
 from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.formats.digest import digest, fingerprint
 
 TESTS = Path(__file__).resolve().parents[1]
 

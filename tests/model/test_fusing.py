@@ -25,6 +25,7 @@ from adapterzoo import (
     StaticAdapterFusionConfig,
     init,
 )
+from adapterzoo import trainer as snapshot_of
 from adapterzoo.errors import (
     CheckpointError,
     CompositionError,
@@ -34,7 +35,6 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
-from adapterzoo.model import snapshot as snapshot_of
 
 AB = Fuse("a", "b")
 
@@ -417,11 +417,11 @@ def test_training_checkpoints_hold_all_fusions(tmp_path):
         layer.steps.fill_(321)
     model.train_adapter_fusion(AB)
     other.train_adapter_fusion(AB)
-    snapshot_of.save(model, tmp_path)
+    snapshot_of.save_trained(model, tmp_path)
     # the trained one lies with the others, not with what is left of the base model
     assert not (tmp_path / snapshot_of.UNFROZEN).exists()
     trained = [p for p in other.parameters() if p.requires_grad]
-    snapshot_of.restore(other, tmp_path)
+    snapshot_of.restore_trained(other, tmp_path)
     for name in ("a,b", "warm"):
         assert fusion_bits(other, name) == fusion_bits(model, name)
     # an optimizer that was made before has the same parameters
@@ -432,10 +432,10 @@ def test_training_checkpoints_hold_all_fusions(tmp_path):
     assert fusion_bits(loaded, "warm") == fusion_bits(model, "warm")
     fresh = with_fusion(dtype=torch.float32)
     with refused(fresh, CheckpointError, "has the fusions 'a,b', 'warm'", "Add or delete fusions"):
-        snapshot_of.restore(fresh, tmp_path)
+        snapshot_of.restore_trained(fresh, tmp_path)
     fresh.add_adapter_fusion(["b", "c"], "static", name="warm")
     with refused(fresh, CheckpointError, "the fusion 'warm'", "with the config of the checkpoint"):
-        snapshot_of.restore(fresh, tmp_path)
+        snapshot_of.restore_trained(fresh, tmp_path)
 
 
 def test_what_a_fusion_says_is_not_the_last_adapter_s():

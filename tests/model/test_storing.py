@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, init
-from adapterzoo.checkpoint import files, fit, native
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
@@ -26,6 +25,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.formats import files, fit, native
 from adapterzoo.methods.low_rank.factors import LowRank
 from adapterzoo.model.heads import copies
 

@@ -24,6 +24,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.inject import Adapted
 from adapterzoo.model.heads.store import own_tensors
+from adapterzoo.model.hf.info import head_tensors
 
 ALL = LoRAConfig(target_modules="all-linear", lora_bias=True)
 CASES = {
@@ -312,6 +313,28 @@ def test_without_a_head_it_is_the_base_model(tiny, tmp_path):
     close(output(reloaded(found, tmp_path)), expected)
     model.merge_adapter("a")
     close(output(model.unload()), output(tiny().double()))
+
+
+def test_a_base_model_with_a_part_under_the_name_of_its_prefix():
+    config = transformers.DINOv3ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    plain = transformers.DINOv3ViTModel(config).double().eval()
+    assert [*head_tensors(plain)] == []
+    model = AutoAdapterModel.from_config(config).double().eval()
+    model.load_state_dict(plain.state_dict())
+    model.add_adapter("a", ALL.replace(lora_bias=False))
+    stir(model, "a")
+    model.set_active_adapters("a")
+    pixels = {"pixel_values": torch.randn(2, 3, 16, 16).double()}
+    expected = model(**pixels).last_hidden_state
+    found = model.merge_and_unload()
+    assert type(found) is transformers.DINOv3ViTModel
+    # transformers computes parts of it in float32
+    torch.testing.assert_close(found(**pixels).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+    own = plain.state_dict()
+    assert all(same_bits(t, own[key]) for key, t in model.unload().state_dict().items())
 
 
 def test_a_class_may_be_asked_for(tiny, tmp_path):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import (

@@ -20,7 +20,7 @@ from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, comput
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.fields import MAX_WIDTH
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
-from adapterzoo.inject.views import take_slice
+from adapterzoo.inject.layers import take_slice
 from adapterzoo.methods import undrawn
 from adapterzoo.model.activation import refuse_merged, refuse_taken
 from adapterzoo.model.adapters import bring_in, make

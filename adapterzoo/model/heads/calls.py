@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A `HeadCall` of a model.
+    """One call of a model as its heads see it; see `PredictionHead.answer`.
 
     Attributes:
         model: with named heads.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo import formats
 from adapterzoo.errors import CheckpointError, StateError, argument, unknown_name
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model import sharding
 from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.hf import documents

@@ -33,7 +33,7 @@ from adapterzoo.inject.building import (
 )
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.model.activation import replan
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import AdaptedModel, base_prefix
 from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
@@ -296,7 +296,7 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     backbone = model._backbone
     if backbone is cast("nn.Module", model):
         return {}
-    shared, inside = shared_ids(model), f"{model.base_model_prefix}."
+    shared, inside = shared_ids(model), base_prefix(model)
     kept = dict(_tensors(cast("nn.Module", model)))
     for name, child in model.named_children():
         if child is not backbone:

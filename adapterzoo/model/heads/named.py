@@ -9,15 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import fit
 from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, parts_of
 from adapterzoo.errors import StateError, listing
+from adapterzoo.formats import fit
 from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
 from adapterzoo.inject.building import plain_modules
+from adapterzoo.model.hf.backbone import refuse_unreadable
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import Tasks
+from adapterzoo.model.hf.info import TaskHeads
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
-from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
 from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions
@@ -267,7 +267,7 @@ class NamedHeads(HeadStrategy):
             tensors[key] = output_like(self.model.heads.values(), document[FIELD])
         given = document.get("label2id")
         saved = document.get(MODEL_CONFIG)
-        named = Tasks(self.model).read(
+        named = TaskHeads(self.model).read(
             str(document.get(STATIC)),
             tensors,
             given if isinstance(given, Mapping) else None,

@@ -11,10 +11,10 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.checkpoint.peft.patterns import exactly
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.expressions import short_names
+from adapterzoo.formats.peft.patterns import exactly
 from adapterzoo.inject.building import layer_at, plain_modules
 from adapterzoo.methods._patterns import matches
 from adapterzoo.model.state import AdaptedModel, base_prefix

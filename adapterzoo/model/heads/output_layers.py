@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint.digest import digest
 from adapterzoo.errors import CheckpointError, argument, in_python
+from adapterzoo.formats.digest import digest
 from adapterzoo.heads import PredictionHead
 
 from .interface import HeadRecord

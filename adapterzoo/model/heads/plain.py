@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
+from adapterzoo.model.state import base_prefix
 
 from . import store
 
@@ -85,7 +86,7 @@ def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[st
     remove_all(model)
     with torch.device("meta"):
         empty = cls(config)
-    prefix = "" if empty.base_model is empty else f"{empty.base_model_prefix}."
+    prefix = base_prefix(empty)
     keys = empty.state_dict().keys()
     own = {f"{prefix}{key}": t for key, t in model._backbone.state_dict().items()}
     # the head's tensors stay with the first model

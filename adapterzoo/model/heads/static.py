@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import fit
-from adapterzoo.checkpoint.digest import digest, same_bits
-from adapterzoo.checkpoint.formats import OWN_OUTPUT
 from adapterzoo.composition import Composition, Step
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import OWN_OUTPUT
+from adapterzoo.formats.digest import digest, same_bits
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.activation import unregister
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import Tasks, head_tensors
+from adapterzoo.model.hf.info import TaskHeads, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
-from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies, embeddings, naming
@@ -140,7 +140,7 @@ class StaticHead(HeadStrategy):
         change(self.model)
         embeddings.keep_active(self.model)
         adapters.remove_all(self.model)
-        withdraw(self.model)
+        unregister(self.model)
         disown(self.model)
         del self.model._adapter_state, self.model._active
         inject.set_class(self.model, plain)
@@ -210,7 +210,7 @@ class StaticHead(HeadStrategy):
         tensors = record.tensors
         if STATIC not in record.document:
             cls = class_name(self.model)
-            tensors = Tasks(self.model).write(cls, record.document, tensors)
+            tensors = TaskHeads(self.model).write(cls, record.document, tensors)
         mine = copies.tensors_of(self.model, None)
         rest = {key: t for key, t in head_tensors(self.model).items() if key not in mine}
         if name is None:

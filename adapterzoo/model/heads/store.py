@@ -20,10 +20,8 @@ from adapterzoo.errors import (
 )
 from adapterzoo.heads import HeadConfig, PredictionHead, head_types
 from adapterzoo.inject import AdapterDict
-from adapterzoo.model.hf.backbone import describe, ties_output
-from adapterzoo.model.hf.continuous_batching import refuse_while_batching
-from adapterzoo.model.hf.hosts import refuse_trained
-from adapterzoo.model.hf.towers import refuse_unreadable
+from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
+from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS
 from adapterzoo.names import check_name

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
-from adapterzoo.checkpoint.digest import digest
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.formats.digest import digest
 from adapterzoo.inject.building import at_hand, device_of, layer_at, plain_modules
 from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.activation import check_setup, refuse_used, replan

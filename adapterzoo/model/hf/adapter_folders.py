@@ -15,9 +15,9 @@ from transformers.integrations import peft as _peft
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from adapterzoo import hub
-from adapterzoo.checkpoint import folders, formats
+from adapterzoo import formats, hub
 from adapterzoo.errors import CheckpointError, HubError, in_python, listing
+from adapterzoo.formats import folders
 
 P = ParamSpec("P")
 T = TypeVar("T")

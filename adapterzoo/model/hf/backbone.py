@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedConfig, conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.utils.generic import ModelOutput
 
-from adapterzoo.errors import ConfigError
-from adapterzoo.heads import Backbone, HeadConfig, Pooling
+from adapterzoo.errors import ConfigError, listing
+from adapterzoo.heads import Backbone, HeadConfig, Pooling, PredictionHead
 from adapterzoo.inject.building import own_parameters
 
 from . import task_heads
@@ -35,7 +45,9 @@ def describe(model: Any) -> Backbone:
     """
     config = model.config
     text = text_config(config)
-    reference = _reference(model.base_model)
+    # the last parameter: with a device_map, hidden states come from the last layers
+    floating = [p for p in own_parameters(model.base_model) if p.is_floating_point()]
+    reference = floating[-1] if floating else torch.empty(0)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     vocab_size = getattr(text, "vocab_size", None)
     if encoder_decoder:
@@ -156,17 +168,139 @@ def _width(model: Any, text: Any) -> int:
         width = stages[-1]
     if not isinstance(width, int):
         raise ConfigError(
-            f"{type(model).__name__}: config.hidden_size is {width!r}, so a head cannot know the "
-            f"width of the hidden states. Write config.hidden_size = … before adding a head."
+            f"{type(model).__name__}: config.hidden_size is {width!r}, the width of the hidden "
+            "states. Write config.hidden_size = …."
         )
     return width
 
 
-def _reference(module: nn.Module) -> torch.Tensor:
-    # the last parameter: with a device_map, hidden states come from the last layers
-    floating = [p for p in own_parameters(module) if p.is_floating_point()]
-    return floating[-1] if floating else torch.empty(0)
-
-
 def _first(config: Any, *names: str) -> Any:
     return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
+
+
+# --- Models with several towers (CLIP, SigLIP, CLAP): features of each, no common hidden states ---
+
+_FEATURES = re.compile(r"get_\w+_features")
+_READS = ("last_hidden_state", "pooler_output")
+
+
+def feature_names(cls: type) -> tuple[str, ...]:
+    """Return the methods of a class for the features of one tower, such as `get_text_features`.
+
+    Args:
+        cls: a `PreTrainedModel` class.
+    """
+    return tuple(n for n in dir(cls) if _FEATURES.fullmatch(n) and callable(getattr(cls, n)))
+
+
+def refuse_unreadable(model: Any, head: PredictionHead | None = None) -> None:
+    """Refuse a head that could never run, as the base model lacks the outputs that it reads.
+
+    Args:
+        model: with named heads.
+        head: not yet in the model; None: any head.
+
+    Raises:
+        ConfigError: the base model lacks these outputs.
+    """
+    backbone = model.backbone_class
+    fields = _output_fields(backbone)
+    if fields is None:
+        return
+    pooled = head is not None and head.pooling == "pooler"
+    needed = _READS if head is None else _READS[1:] if pooled else _READS[:1]
+    if any(name in fields for name in needed):
+        return
+    what = f"a {backbone.__name__} gives {listing(sorted(fields), limit=6)}, but not "
+    what += f"{' or '.join(needed)}, which a head reads."
+    if any(name in fields for name in _READS):
+        other = "False" if pooled else "True"
+        raise ConfigError(f"{what} Write add_classification_head(…, use_pooler={other}).")
+    towers = list(_towers(model.config))
+    if not towers:
+        raise ConfigError(
+            f"{what} Write model.set_active_adapters(…) and use its outputs without a head."
+        )
+    raise ConfigError(
+        f"{what} Load one tower and add the head there. Write "
+        f"{' or '.join(f'{name}.from_pretrained(…)' for name in towers)}."
+    )
+
+
+def _towers(config: Any) -> Iterator[str]:
+    """Yield the classes with named heads for the parts of a model, by their configs."""
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig) and type(part) in modeling_auto.MODEL_MAPPING:
+            cls = _get_model_class(part, modeling_auto.MODEL_MAPPING)
+            if "last_hidden_state" in (_output_fields(cls) or ()):
+                yield f"{cls.__name__.removesuffix('Model')}AdapterModel"
+
+
+@functools.cache
+def _output_fields(cls: Any) -> frozenset[str] | None:
+    """Return the fields of the outputs of a class's forward; None if it is not annotated."""
+    try:
+        annotation = typing.get_type_hints(inspect.unwrap(cls.forward)).get("return")
+    except (NameError, TypeError, ImportError):
+        return None
+    given = typing.get_args(annotation) or (annotation,)
+    outputs = [t for t in given if isinstance(t, type) and issubclass(t, ModelOutput)]
+    fields = frozenset(
+        f.name
+        for t in outputs
+        if dataclasses.is_dataclass(t)
+        for f in dataclasses.fields(typing.cast("Any", t))
+    )
+    several = "get_text_features" in dir(cls) and len(feature_names(cls)) > 1
+    # some base models are annotated with the output of their language model
+    return None if not fields or ("logits" in fields and not several) else fields
+
+
+# --- The layers that experts had before transformers 5 fused them into parameters ---
+
+# types whose checkpoints are converted alike → parameter now → its layers before, row after row
+_LAYERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "mixtral": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",), "gate.weight": ("gate",)},
+    "qwen2_moe": {
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "down_proj": ("down_proj",),
+        "gate.weight": ("gate",),
+    },
+}
+
+
+def split_experts(model_type: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the former layers of each parameter, for the types of models where PEFT knows them.
+
+    Args:
+        model_type: of the model's config.
+    """
+    known: Mapping[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    # PEFT looks the type up in the same table, to which it adds Mixtral only
+    alike = "mixtral" if model_type == "mixtral" else known.get(model_type, "")
+    return _LAYERS.get(alike, MappingProxyType({}))
+
+
+# --- Names of modules in older releases of transformers ---
+
+
+def renamer(model: Any) -> Callable[[str], str]:
+    """Return a function from names of modules in older releases to the present names.
+
+    It applies the renamings of transformers' loader for old checkpoints of the base model.
+
+    Args:
+        model: a `PreTrainedModel`.
+    """
+    renamings: list[WeightRenaming] | None = None
+
+    def renamed(name: str) -> str:
+        nonlocal renamings
+        # on first use only: it walks the whole model, and recent adapters do not need it
+        if renamings is None:
+            known = get_model_conversion_mapping(model)
+            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
+        # the patterns match keys of tensors: add an end to the path that no pattern matches
+        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
+
+    return renamed

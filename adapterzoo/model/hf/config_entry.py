@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from adapterzoo.checkpoint.native import FORMAT
+from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError
-from adapterzoo.interface import AdapterModelInterface
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.formats.native import FORMAT
+from adapterzoo.interface import FILE, AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
+from adapterzoo.model.adapterhub.config import AdaptersConfig
 from adapterzoo.model.heads import embeddings, tables, ties
 from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
-from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, is_base
 from adapterzoo.names import check_name
-
-from . import plugin
 
 
 @contextlib.contextmanager
@@ -97,9 +100,8 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     written = format_of(document)
     if written not in (None, FORMAT):
         raise CheckpointError(
-            f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
-            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from "
-            f"config.json to load the model without them."
+            f"from_pretrained: the adapters in config.json are of the format {written!r}, not "
+            f"{FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from config.json."
         )
     vars(config).pop("adapters", None)
     if written is None:
@@ -109,14 +111,14 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the model "
-            f"again, or remove 'adapters' from config.json to load it without them."
+            "again, or remove 'adapters' from config.json."
         ) from error
 
 
 def _restore(model: AdaptedModel, document: Any) -> None:
     state = model._adapter_state
     if document.get("interface") and state.interface is None:
-        plugin.enter(model, AdapterModelInterface(**document["interface"]))
+        enter_interface(model, AdapterModelInterface(**document["interface"]))
     for name, values in document["adapters"]:
         adapters.add(model, name, values, in_file=True)
     for name, paths in dict(document.get("embeddings", {})).items():
@@ -176,3 +178,71 @@ def format_of(entry: object) -> str | None:
     """Return the format of a config's entry `adapters`; None for AdapterHub's entry."""
     written = entry.get("format") if isinstance(entry, Mapping) else None
     return written if isinstance(written, str) else None
+
+
+# --- The plug-in interface: checked when it is given, saved with the model ---
+
+Interface: TypeAlias = "AdapterModelInterface | str | os.PathLike[str] | None"
+
+
+def checked_interface(model: Any, interface: Interface) -> AdapterModelInterface | None:
+    """Return an interface that fits a model.
+
+    Args:
+        model: of transformers, without adapters.
+        interface: or a folder that holds one; None for none.
+
+    Raises:
+        ConfigError: the model does not have the layers, or uses them for something else.
+    """
+    if interface is None:
+        return None
+    if not isinstance(interface, AdapterModelInterface):
+        interface = AdapterModelInterface.load(interface)
+    if interface.base_model is not None and not hasattr(model, interface.base_model):
+        raise ConfigError(
+            f"AdapterModelInterface(base_model={interface.base_model!r}): {type(model).__name__} "
+            "has no such part. Leave base_model out."
+        )
+    named = model if interface.base_model is None else getattr(model, interface.base_model)
+    base = named if is_base(named) else named.base_model
+    interface.check_names(base)
+    interface.check_roles(find(base))
+    return interface
+
+
+def enter_interface(model: Any, interface: AdapterModelInterface | None) -> None:
+    """Let anatomy read the names of an interface.
+
+    Args:
+        model: with the methods of adapters.
+        interface: that fits it; None: nothing is done.
+    """
+    if interface is None:
+        return
+    if interface.base_model is not None:
+        model.base_model_prefix = interface.base_model
+    state = model._adapter_state
+    state.interface, state.is_base, state.anatomy = interface, None, None
+
+
+def interface_beside(path: object) -> Interface:
+    """Return the interface in the folder of a saved model, None without one."""
+    if not isinstance(path, (str, os.PathLike)):
+        return None
+    return path if (Path(path) / FILE).is_file() else None
+
+
+def add_all(model: Any, configs: Mapping[str, AdapterConfig]) -> None:
+    """Add adapters and fusions as another model has them, with fresh parameters.
+
+    Args:
+        model: with adapters.
+        configs: `adapters_config` of that model, or names to configs.
+    """
+    for name, config in configs.items():
+        model.add_adapter(name, config)
+    if isinstance(configs, AdaptersConfig):
+        for name in configs.fusions:
+            fused, names = configs.get_fusion(name)
+            model.add_adapter_fusion(names, fused, name)

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import base_sample, formats
-from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo import formats
 from adapterzoo.errors import ConfigError, argument
+from adapterzoo.formats import base_sample
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, is_offloaded, plain_modules
 from adapterzoo.inject.quantized import is_quantized
 from adapterzoo.model import sharding
@@ -176,6 +177,5 @@ def check_meta(meta: Mapping[str, Any] | None) -> None:
         json.dumps(dict(meta or {}), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"meta_dict={meta!r} is not JSON ({error}). "
-            f"Write meta_dict={{'key': …}} of texts, numbers, lists and dicts."
+            f"meta_dict={meta!r} is not JSON ({error}). Write meta_dict={{'key': …}}."
         ) from error

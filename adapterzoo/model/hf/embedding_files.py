@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from adapterzoo.checkpoint import files, folders
 from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.formats import files, folders
 from adapterzoo.model.heads import embeddings
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel

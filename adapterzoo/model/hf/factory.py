@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -19,19 +20,22 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from adapterzoo import inject
-from adapterzoo.errors import ConfigError
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError, StateError, naming
+from adapterzoo.inject import set_class
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
+from adapterzoo.model.sharding import peft_layer
+from adapterzoo.model.state import base_prefix
 
-from . import plugin
-from .config_entry import restore
+from . import adapter_folders, config_entry, hosts
+from .backbone import feature_names
+from .config_entry import Interface, format_of, restore
 from .generation import GeneratesWithAdapters, counting
-from .pipelines import enter_pipelines
 from .task_classes import HeadTypes
-from .towers import feature_names
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -112,7 +116,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
         kwargs = {key: own_config(value, memo) for key, value in kwargs.items()}
         cast("Any", super(made, self)).__init__(*args, **kwargs)
         self._start_adapters()
-        plugin.enter(self, plugin.checked(self, interface))
+        config_entry.enter_interface(self, config_entry.checked_interface(self, interface))
         restore(self)
 
     cast("Any", made).__init__ = start
@@ -165,7 +169,7 @@ def _make_named(
     if generating is not None:
         _borrow_generation(made, generating)
         counting(made)
-    enter_pipelines(name, generating is not None)
+    _enter_pipelines(name, generating is not None)
     return made
 
 
@@ -174,7 +178,7 @@ def _make_named(
 
 def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Load tensors as `nn.Module.load_state_dict`; keys may lack the prefix of the base model."""
-    prefix, mine = f"{self.base_model_prefix}.", self.state_dict().keys()
+    prefix, mine = base_prefix(self), self.state_dict().keys()
     missing = mine - state_dict.keys()
     # such as those of T5ForConditionalGeneration, which has the parts of a T5Model
     bare = {key for key in state_dict if key not in mine and prefix + key in missing}
@@ -215,8 +219,8 @@ def with_rows(
         if gates or fusions:
             if not outputs:
                 raise ConfigError(
-                    f"{plain.__name__}(output_adapter_…=True): the features of one tower come "
-                    f"without the values of gates and fusions. Write model(…) with all inputs."
+                    f"{plain.__name__}(output_adapter_…=True): one tower has no values of gates "
+                    "and fusions. Write model(…)."
                 )
             own: Any = {"adapter_names": adapter_names, "task_ids": task_ids}
             run = functools.partial(method, self, *args, **own, **kwargs)
@@ -341,3 +345,139 @@ def _with_signature(
 
     cast("Any", forward).__signature__ = inspect.Signature(parameters)
     return forward
+
+
+# pipelines that check class names, for tasks of named heads
+_PIPELINES = (
+    "audio-classification",
+    "document-question-answering",
+    "image-classification",
+    "ner",
+    "sentiment-analysis",
+    "text-classification",
+    "token-classification",
+    "video-classification",
+)
+_GENERATING_PIPELINES = ("image-text-to-text", "text-generation")
+
+
+def _enter_pipelines(class_name: str, generates: bool) -> None:
+    """Add a class to the table of adapter models that pipelines look up.
+
+    A pipeline logs an error for a class that is missing from its tables. Only pipelines read this
+    one, so that `AutoModelFor…` and `Trainer` do not change.
+
+    Args:
+        class_name: such as `BertAdapterModel`.
+        generates: whether it has `generate`.
+    """
+    # late: this import is slow
+    from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
+
+    for task in (*_PIPELINES, *(_GENERATING_PIPELINES if generates else ())):
+        known = SUPPORTED_PEFT_TASKS.setdefault(task, [])
+        if class_name not in known:
+            known.append(class_name)
+
+
+# --- `init` and `load_model`: adapters for models that keep the head of their class ---
+
+
+def init(
+    model: M,
+    adapters_config: Mapping[str, AdapterConfig] | None = None,
+    interface: Interface = None,
+) -> M:
+    """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
+
+    Args:
+        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
+        adapters_config: adapters to add with fresh parameters: `adapters_config` of another
+            model, or names to configs.
+        interface: names of its layers, where they are not found; or a folder that holds one.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: the interface does not fit the model.
+        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
+            adapters, or was loaded without the adapters that it was saved with.
+    """
+    with naming(f"init({type(model).__name__})"):
+        if isinstance(model, AdapterModelMixin):
+            if adapters_config is not None or interface is not None:
+                raise StateError(
+                    "the model has adapters already. Write init(model) alone, and add_adapter(…)."
+                )
+            return model
+        _refuse_init(model)
+        given = config_entry.checked_interface(model, interface)
+    name = type(model).__name__
+    set_class(model, with_adapters(type(model)))
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            vars(module)[key] = own_config(value, memo)
+    made: Any = model
+    made._start_adapters()
+    config_entry.enter_interface(made, given)
+    with naming(f"init({name})"):
+        config_entry.add_all(made, adapters_config or {})
+    return model
+
+
+def _refuse_init(model: Any) -> None:
+    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
+        raise StateError(
+            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first, or "
+            "write init(…) of the plain model and load_adapter('folder')."
+        )
+    if "base_model_prefix" not in dir(model):
+        raise StateError("it is not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
+    if hosts.guard_of(model) is not None:
+        raise StateError(
+            "it is a part of a model that has adapters. Call the methods of that model."
+        )
+    if format_of(vars(model.config).get("adapters")) is not None:
+        raise StateError(
+            "plain transformers has not loaded its adapters. Write load_model(path, "
+            f"{type(model).__name__})."
+        )
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    model_class: type[M],
+    interface: Interface = None,
+    **kwargs: Any,
+) -> M:
+    """Load a model that was saved with its adapters, or an adapter with its base model.
+
+    Args:
+        path: what `save_pretrained` was given; or the folder of an adapter, which becomes active.
+        model_class: the transformers class it was saved from, `type(model)`, or `AutoAdapterModel`.
+        interface: as in `init`; None: the one that it was saved with.
+        **kwargs: as `from_pretrained` takes them.
+
+    Returns:
+        A model of that class, as `init` makes it, with the same adapters active.
+
+    Raises:
+        ConfigError: it is not a class of models; `AutoAdapterModel` takes no interface.
+    """
+    if getattr(model_class, "chooses_class", False) and interface is None:
+        return cast("M", cast("Any", model_class).from_pretrained(path, **kwargs))
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigError(
+            f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
+            "one in config.json, such as BertForMaskedLM."
+        )
+    if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
+        load = functools.partial(load_model, model_class=model_class)
+        return cast("M", adapter_folders.load(adapter, load, kwargs))
+    given = config_entry.interface_beside(path) if interface is None else interface
+    if given is not None:
+        kwargs[INTERFACE] = given
+    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
+    return cast("M", loaded)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from adapterzoo.checkpoint import fit, formats, fusions
-from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo import formats
 from adapterzoo.composition import Fuse
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import fit, fusions
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model import fusion, sharding
 from adapterzoo.model.adapterhub import arguments, loaders

@@ -9,17 +9,17 @@ from typing import Any, cast
 
 from transformers import GenerationMixin
 
-from adapterzoo.anatomy.names import below
+from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens, values_kept
 from adapterzoo.call import Generation
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.inject import positions_of
-from adapterzoo.inject.positions import check_positions
+from adapterzoo.inject.tokens import check_positions
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.state import anatomy_of, backbone_of
 
-from .continuous_batching import refuse_names, refuse_other_than_default, watch
+from .hosts import refuse_names, refuse_other_than_default, watch
 
 
 class GeneratesWithAdapters:

@@ -1,20 +1,28 @@
-"""What the libraries that run a model need to know of it: transformers' Trainer, and TRL."""
+"""Code that runs a model: Trainer, TRL, gradient checkpointing and continuous batching."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.errors import StateError
+from adapterzoo.caches import values_kept
+from adapterzoo.composition import ActiveHeads, Composition
+from adapterzoo.contracts import Adapter
+from adapterzoo.errors import StateError, naming
 from adapterzoo.inject import Adapted
 from adapterzoo.inject.building import plain_state
+from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
+from adapterzoo.runtime import ActiveState
 
 
 def gives_loss(cls: type[nn.Module]) -> bool:
@@ -47,17 +55,16 @@ def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -
         return
     if head is not None and len(head.state_dict()) > len(plain_state(output)):
         raise StateError(
-            "TRL computes the loss from the hidden states and the output matrix, without the "
-            "other layers of the active head. Write add_causal_lm_head('a', layers=1), or train "
-            "with AdapterTrainer."
+            "TRL leaves out the other layers of the active head. Write add_causal_lm_head('a', "
+            "layers=1), or train with AdapterTrainer."
         )
     plan = model._active.plan
     is_changed = isinstance(output, Adapted) and output._link.path in plan.sites
     if is_changed or (head is not None and plan.exit is not None):
         raise StateError(
-            "TRL computes the loss from the hidden states and the output matrix of the base "
-            "model, without what the active adapters change there. Add an adapter that leaves "
-            "the output layer and the embeddings as they are, or train with AdapterTrainer."
+            "TRL reads the output matrix of the base model, without what the active adapters "
+            "change there. Leave the output layer and embeddings out of the adapter, or train "
+            "with AdapterTrainer."
         )
 
 
@@ -96,10 +103,7 @@ def refuse_trained(model: Any, name: str, parameters: Iterable[nn.Parameter]) ->
     """
     held = _optimized(model)
     if held and any(id(p) in held for p in parameters):
-        raise StateError(
-            f"a running Trainer trains {name!r}, and its optimizer would keep the old tensors. "
-            f"Write it after trainer.train()."
-        )
+        raise StateError(f"a running Trainer trains {name!r}. Write it after trainer.train().")
 
 
 def refuse_untrained(model: Any, setup: object, parameters: Iterable[nn.Parameter]) -> None:
@@ -110,9 +114,8 @@ def refuse_untrained(model: Any, setup: object, parameters: Iterable[nn.Paramete
     """
     if is_untrained(model, parameters):
         raise StateError(
-            f"a Trainer is running, and its optimizer does not hold all tensors of {setup!r}, "
-            f"which would stay as they are. Write it after trainer.train(), and train {setup!r} "
-            f"with a Trainer of its own."
+            f"the optimizer of the running Trainer does not hold all tensors of {setup!r}. Write "
+            "it after trainer.train()."
         )
 
 
@@ -132,13 +135,252 @@ def _optimized(model: Any) -> set[int] | None:
     while frame is not None:
         if frame.f_code.co_name == "train":
             trainer = frame.f_locals.get("self")
-            if isinstance(trainer, trainers.Trainer) and _steps(trainer, model):
+            # it will train the model further
+            if (
+                isinstance(trainer, trainers.Trainer)
+                and unwrapped(trainer.model) is model
+                and trainer.optimizer is not None
+                and not trainer.control.should_training_stop
+            ):
                 return {id(p) for each in trainer.optimizer.param_groups for p in each["params"]}
         frame = frame.f_back
     return None
 
 
-def _steps(trainer: Any, model: Any) -> bool:
-    """Return whether a running Trainer will train the model further."""
-    is_own = unwrapped(trainer.model) is model
-    return is_own and trainer.optimizer is not None and not trainer.control.should_training_stop
+# --- Guards of the models inside a model with adapters, such as its encoder ---
+
+# arguments of `forward` that an inner model would take as `**kwargs`
+_OF_WHOLE = (
+    "adapter_names", "task_ids", "output_adapter_gating_scores", "output_adapter_fusion_attentions",
+)  # fmt: skip
+
+
+class _Guard:
+    """A forward pre-hook of an inner model.
+
+    Attributes:
+        active: the state of the model with adapters.
+    """
+
+    def __init__(self, active: object) -> None:
+        self.active = active
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for name in _OF_WHOLE:
+            given = kwargs.get(name)
+            if given is not None and given is not False:
+                raise StateError(
+                    f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
+                    f"which ignores this. Write model(…, {name}=…)."
+                )
+
+
+def guard_of(stack: nn.Module) -> _Guard | None:
+    """Return the guard of an inner model; None if it has none."""
+    hooks: Mapping[int, Any] = stack._forward_pre_hooks
+    return next((hook for hook in hooks.values() if isinstance(hook, _Guard)), None)
+
+
+def put_guard(stack: nn.Module, active: object) -> None:
+    """Guard an inner model, unless it is guarded.
+
+    Args:
+        stack: the inner model.
+        active: the state of the model with adapters.
+    """
+    if guard_of(stack) is None:
+        stack.register_forward_pre_hook(_Guard(active), with_kwargs=True)
+
+
+def take_guard(stack: nn.Module) -> None:
+    """Remove the guard of an inner model."""
+    hooks: dict[int, Any] = stack._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Guard)]:
+        del hooks[key], stack._forward_pre_hooks_with_kwargs[key]
+
+
+# --- Gradient checkpointing: blocks are recomputed in the backward pass ---
+
+
+def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a block that the backward pass recomputes, with the adapters of this forward pass.
+
+    On CUDA the backward pass runs in threads of its own, which do not see an `AdapterSetup` of the
+    thread that ran the forward pass.
+
+    Args:
+        active: state of the model.
+        checkpoint: torch's function, with its options.
+        run: the block.
+        *args: its inputs.
+        **kwargs: the same, by name.
+
+    Returns:
+        The output of the block.
+    """
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
+        args = _differentiable(args)
+    resume = active.resumable()
+    if resume is None:
+        return checkpoint(run, *args, **kwargs)
+
+    def run_again(*inputs: Any, **named: Any) -> Any:
+        with resume():
+            return run(*inputs, **named)
+
+    return checkpoint(run_again, *args, **kwargs)
+
+
+def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the inputs of a block; one of them requires a gradient.
+
+    Reentrant checkpointing gives a block no gradients if none of its inputs requires one, as above
+    frozen layers; transformers handles this for token embeddings only.
+    """
+    floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():
+        return args
+    first = floating[0]
+    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
+
+
+# --- transformers' continuous batching: refuse uses with which its results would be wrong ---
+
+# managers → what was active when they were made
+_managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()
+
+
+class _Active(NamedTuple):
+    """What is active for a manager's requests; its cache is wrong for anything else."""
+
+    setup: Composition | None
+    heads: ActiveHeads
+    skip_layers: tuple[int, ...]
+    merged: tuple[str, ...]
+    # an adapter that replaced another of its name has another record
+    records: dict[str, AdapterRecord]
+
+
+def _active_now(model: AdaptedModel) -> _Active:
+    plan, state = model._active.default.plan, model._adapter_state
+    names = {*(() if plan.setup is None else plan.setup.flatten()), *state.merged}
+    records = {name: state.records[name] for name in names}
+    return _Active(plan.setup, plan.heads, plan.skip_layers, state.merged, records)
+
+
+def watch(model: AdaptedModel, manager: Any) -> None:
+    """Let a manager refuse requests when other adapters are active than when it was made.
+
+    Raises:
+        StateError: the manager was kept from an earlier call, with the cache of other adapters.
+    """
+    if manager in _managers:
+        _refuse_other_cache(manager, model)
+        return
+    _managers[manager] = _active_now(model)
+    manager.add_request = functools.partial(
+        _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
+    )
+    # the target of the manager's thread
+    manager._run_generation_loop = functools.partial(_run, weakref.ref(manager))
+
+
+def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
+    """Refuse to change what a running manager uses.
+
+    Args:
+        model: of the managers.
+        name: of the adapter that changes; None: the active composition changes.
+
+    Raises:
+        StateError: a manager runs with that adapter.
+    """
+    for manager, active in list(_managers.items()):
+        affected = name is None or name in active.records
+        if manager.model is model and manager.is_running() and affected:
+            raise StateError(
+                f"continuous batching runs with {active.setup!r}, and so does its cache. Write "
+                "manager.stop() and manager.destroy(), then this, then init_continuous_batching() "
+                "again."
+            )
+
+
+def refuse_other_than_default(model: AdaptedModel) -> None:
+    """Refuse an active composition that a manager's thread cannot use.
+
+    Raises:
+        StateError: an `AdapterSetup` is active here, or the composition divides the batch, adds
+            tokens to it or reads the prompt of each sequence.
+    """
+    active = model._active
+    held = active.held
+    if held is not None and held.rows is not None and held.rows.entered:
+        refuse_names(adapter_names=True)
+    if held is not None:
+        raise StateError(
+            "continuous batching runs the model in a thread of its own, which does not see the "
+            f"AdapterSetup({held.setup!r}). Leave the block and write "
+            f"set_active_adapters({held.setup!r})."
+        )
+    plan = active.default.plan
+    if plan.rows is not None:
+        raise StateError(
+            f"{plan.setup!r} divides the batch, and continuous batching has none. Write "
+            "set_active_adapters('a'), or generate(…)."
+        )
+    if plan.prompts is not None:
+        raise StateError(
+            f"{plan.setup!r} adds tokens, and continuous batching packs requests into one "
+            "sequence. Write generate(…), or activate an adapter of another method."
+        )
+    for name in () if plan.setup is None else plan.setup.flatten():
+        parts = (part for _, adapter in modules_of(model, name) for part in adapter.modules())
+        if any(isinstance(part, Adapter) and part.reads_prompt for part in parts):
+            raise StateError(
+                f"{name!r} reads the prompt of each sequence (as a gate does), and continuous "
+                "batching packs requests into a row. Write generate(…), or activate another "
+                "adapter."
+            )
+
+
+def refuse_names(**given: Any) -> None:
+    """Refuse `adapter_names` and `task_ids`, which transformers would ignore.
+
+    Raises:
+        StateError: one is not None.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise StateError(
+                f"{name}=…: continuous batching uses the active adapters for all of them. Write "
+                f"set_active_adapters('a'), or generate(…, {name}=…) without it."
+            )
+
+
+def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
+    made, now = _managers[manager], _active_now(model)
+    if made != now:
+        raise StateError(
+            f"the cache of the manager is of {made.setup!r}; now {now.setup!r} is active, or its "
+            "adapters or heads have changed. Write manager.destroy(), and make a new one."
+        )
+
+
+def _run(manager: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the loop of a manager; values computed from weights are kept meanwhile."""
+    of = cast("Any", manager())
+    with values_kept():
+        return type(of)._run_generation_loop(of, *args, **kwargs)
+
+
+def _add_request(
+    manager: weakref.ref[Any], model: weakref.ref[Any], *args: Any, **kwargs: Any
+) -> Any:
+    # the manager that is called keeps itself and its model alive
+    of, called = cast("Any", manager()), cast("Any", model())
+    rows = {name: kwargs.pop(name, None) for name in ("adapter_names", "task_ids")}
+    with naming("add_request()"):
+        refuse_names(**rows)
+        refuse_other_than_default(called)
+        _refuse_other_cache(of, called)
+    return type(of).add_request(of, *args, **kwargs)

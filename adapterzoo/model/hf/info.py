@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.checkpoint.digest import same_values
-from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
+from adapterzoo.formats.checkpoint import ModelInfo
+from adapterzoo.formats.digest import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
 from adapterzoo.inject.building import layer_at, plain_state
@@ -25,9 +25,7 @@ from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix
 
 from . import task_heads
-from .backbone import describe, text_config
-from .renaming import renamer
-from .split_experts import split_experts
+from .backbone import describe, renamer, split_experts, text_config
 from .task_classes import from_static, is_task, to_static
 
 
@@ -40,7 +38,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     """
     config = model.config
     text = text_config(config)
-    tasks = Tasks(model)
+    tasks = TaskHeads(model)
     strategy = model._head_strategy
     return ModelInfo(
         anatomy=model.anatomy,
@@ -85,7 +83,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-class Tasks:
+class TaskHeads:
     """Named heads of a model as the heads of transformers' task classes, and back."""
 
     def __init__(self, model: Any) -> None:
@@ -317,9 +315,9 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         model: of a class of transformers, perhaps with adapters.
     """
     own = plain_state(model)
-    start = f"{model.base_model_prefix}."
+    start = base_prefix(model)
     inside = {key for key in own if key.startswith(start)}
-    if model.base_model is model:
+    if not start:
         # T5's language model holds the parts of the base model, not the base model itself
         if type(model.config) not in MODEL_MAPPING:
             return {}

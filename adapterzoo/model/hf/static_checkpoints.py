@@ -18,8 +18,9 @@ from transformers.utils.hub import cached_file
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
+from adapterzoo.model.state import base_prefix
 
-from .info import Tasks
+from .info import TaskHeads
 from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
@@ -57,12 +58,12 @@ def keep_static_head(
     architecture = next(iter(config.architectures or ()), "")
     if model.heads or not has_head(architecture, model.backbone_class):
         return
-    prefix = model.base_model_prefix
+    prefix = base_prefix(model)
     tensors = _leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
-    tasks = Tasks(model)
+    tasks = TaskHeads(model)
     labels = tasks.config.get("label2id")
     try:
         kind = {k: v for k, v in tasks.config.items() if k == "problem_type" and v is not None}
@@ -80,7 +81,7 @@ def keep_static_head(
     if (layer := made.output_embeddings) is not None:
         # if it is tied, it is the embedding instead
         made.of_checkpoint = any(filled[key] is layer.weight for key in own)
-    used = {*taken, *(f"{prefix}.{key}" for key in taken)}
+    used = {*taken, *(f"{prefix}{key}" for key in taken)}
     info["unexpected_keys"] = type(info["unexpected_keys"])(
         key for key in info["unexpected_keys"] if key not in used
     )
@@ -109,10 +110,10 @@ def _leftover_tensors(
     Args:
         path: a folder, or a name on the Hub.
         keys: as transformers reported them, perhaps with the base model's prefix.
-        prefix: that prefix.
+        prefix: that prefix, with a dot.
         hub: arguments for the Hub, such as `revision`.
     """
-    wanted = {name for key in keys for name in (key, key.removeprefix(f"{prefix}."))}
+    wanted = {name for key in keys for name in (key, key.removeprefix(prefix))}
     found: dict[str, Tensor] = {}
     for file in _files(path, wanted, hub):
         if file.suffix == ".safetensors":

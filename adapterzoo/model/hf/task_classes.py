@@ -9,10 +9,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
-from adapterzoo.checkpoint.peft.heads import head_for
 from adapterzoo.config_base import Config
 from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo
+from adapterzoo.formats.peft.heads import head_for
 from adapterzoo.heads import (
     Backbone,
     HeadConfig,

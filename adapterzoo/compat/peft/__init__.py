@@ -1,0 +1,1 @@
+"""PEFT: its methods at every model, its config objects, and `PeftModel`."""

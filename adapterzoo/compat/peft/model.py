@@ -1,0 +1,828 @@
+"""`PeftModel`: a model of transformers with adapters, whose methods are those of PEFT."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from adapterzoo import hub
+from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
+from adapterzoo.formats import files, fit
+from adapterzoo.formats import peft as format_of_peft
+from adapterzoo.formats.peft.config import CONFIG
+from adapterzoo.inject import quantized, set_class
+from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, sharding, training
+from adapterzoo.model.activation import refuse_merged
+from adapterzoo.model.hf import adapter_folders
+from adapterzoo.model.hf.factory import blank
+from adapterzoo.model.hf.hosts import is_untrained
+from adapterzoo.model.hf.init_data import InitData, collected
+from adapterzoo.model.state import base_prefix, modules_of, parameters_of
+
+from . import methods, tensors
+from .classes import PeftConfig, from_values
+from .methods import DEFAULT
+
+
+class PeftModel:
+    """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
+
+    Besides these methods a model has those of its class and of `AdapterModelMixin`.
+    """
+
+    # how transformers asks whether a quantized model has something to train
+    _hf_peft_config_loaded = True
+    _is_saved_for_peft = True
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: PreTrainedModel,
+        model_id: str | os.PathLike[str],
+        adapter_name: str = methods.DEFAULT,
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load an adapter into a model of transformers, which is changed in place.
+
+        Args:
+            model: of transformers, or one with adapters.
+            model_id: a folder, in any format, or `user/repository` on the Hub.
+            adapter_name: to give it.
+            is_trainable: whether it is trained; otherwise it is only used.
+            **kwargs: as `load_adapter` takes them.
+
+        Returns:
+            The same object.
+
+        Raises:
+            CheckpointError: the adapter does not fit the model; it has no adapter then.
+            ConfigError: an argument is not legal.
+        """
+        with plain_on_error(model):
+            made = as_peft(model)
+            made.load_adapter(model_id, adapter_name, is_trainable, **kwargs)
+        if not is_trainable:
+            made.eval()
+            made.requires_grad_(False)
+        return made
+
+    def add_adapter(self, *args: Any, autocast_adapter_dtype: bool = True, **kwargs: Any) -> None:
+        """Add an adapter: `AdapterModelMixin.add_adapter` with parameters in float32.
+
+        Args:
+            *args: see there.
+            autocast_adapter_dtype: as in `get_peft_model`.
+            **kwargs: see there.
+
+        Raises:
+            CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
+            ConfigError: a value of the config has no meaning here.
+        """
+        refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
+        mixin = cast("Any", AdapterModelMixin)
+        mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+
+    @names_call
+    def load_adapter(
+        self,
+        model_id: str | os.PathLike[str],
+        adapter_name: str,
+        is_trainable: bool = False,
+        torch_device: torch.device | str | None = None,
+        autocast_adapter_dtype: bool = True,
+        ephemeral_gpu_offload: bool = False,
+        low_cpu_mem_usage: bool = False,
+        key_mapping: Mapping[str, str] | None = None,
+        *,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Load an adapter; the first one of the model becomes active.
+
+        Args:
+            model_id: a folder, or a name on the Hub; `subfolder` is a part of it.
+            adapter_name: to give it; an adapter of this name is replaced.
+            is_trainable: whether its parameters get gradients.
+            torch_device: where PEFT reads the file; tensors go to the devices of the layers.
+            autocast_adapter_dtype: whether parameters in half precision are converted to float32,
+                as in `get_peft_model`.
+            ephemeral_gpu_offload: must be False.
+            low_cpu_mem_usage: a file's tensors are never initialized first, with or without it.
+            key_mapping: must be None.
+            config: must be None: it is that of the folder.
+            **kwargs: as `AdapterModelMixin.load_adapter` takes them.
+
+        Raises:
+            CheckpointError: it does not fit the model.
+            ConfigError: an argument is not legal.
+        """
+        adapters.check_autocast(autocast_adapter_dtype)
+        for name, value in (
+            ("ephemeral_gpu_offload", ephemeral_gpu_offload),
+            ("key_mapping", key_mapping),
+            ("config", config),
+        ):
+            if value:
+                raise ConfigError(
+                    f"{name}={value!r}: the folder describes the adapter. Leave it out."
+                )
+        try:
+            torch.device("cpu" if torch_device is None else torch_device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"torch_device={torch_device!r} is not a device. Write 'cpu', or leave it out."
+            ) from error
+        path = (
+            model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
+        )
+        folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
+        mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
+        old = own._adapter_state.records.get(adapter_name)
+        mixin.load_adapter(
+            self, folder, adapter_name=adapter_name, is_trainable=is_trainable,
+            **{"overwrite_ok": True, **kwargs},
+        )  # fmt: skip
+        # a hotswap leaves the places, and the dtype of the slot
+        is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
+        if autocast_adapter_dtype and is_new:
+            adapters.widen(own, adapter_name)
+
+    @names_call
+    def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:
+        """Activate an adapter, or several, and train only these, with heads of their own.
+
+        Args:
+            adapter_name: a name, or a list of names.
+            inference_mode: whether nothing is trained.
+
+        Raises:
+            UnknownNameError: an adapter is unknown.
+        """
+        names = cast("Any", self)._adapter_state.find_all(adapter_name)
+        own = (p for name in names for p in parameters_of(cast("Any", self), name))
+        # of a reference that a Trainer's loss compares with, nothing can be trained
+        if inference_mode or is_untrained(self, own):
+            cast("Any", AdapterModelMixin).set_adapter(self, names, inference_mode=True)
+        else:
+            training.train_alone(self, names if len(names) > 1 else names[0], unfreezes=True)
+
+    @methods.also_named(adapter_names="adapter_name")
+    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Delete adapters; if none is active afterwards, the first of the others is, as in PEFT.
+
+        Args:
+            adapter_name: a name, or several.
+
+        Raises:
+            StateError: one is in use.
+            UnknownNameError: an adapter is unknown.
+        """
+        own = cast("Any", self)
+        was_active = own.active_adapters is not None
+        cast("Any", AdapterModelMixin).delete_adapter(self, adapter_name)
+        if was_active and own.active_adapters is None and own.adapters_config:
+            name = min(own.adapters_config)
+            warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
+            training.train_alone(self, name, unfreezes=True)
+
+    @names_call
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        safe_serialization: bool = True,
+        selected_adapters: Sequence[str] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Save adapters in PEFT's format: "default" in the folder, others in sub-folders.
+
+        If PEFT's format cannot express one of them, none is written.
+
+        Args:
+            save_directory: the folder; created if missing.
+            safe_serialization: must be True.
+            selected_adapters: names; None: all.
+            is_main_process: whether this process writes.
+            **kwargs: `format` of the files, "peft" if not given; `with_head`, whether heads are
+                saved; `state_dict` of the whole model, which `Trainer` gives and which is not read.
+                In a trainer's `checkpoint-<step>` all trained tensors are also written to
+                `model.safetensors`.
+
+        Raises:
+            CheckpointError: PEFT has no such adapter, or the folder cannot be written.
+            ConfigError: an argument has no meaning here.
+            UnknownNameError: an adapter is unknown.
+        """
+        of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
+        format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", True)
+        if not safe_serialization or kwargs:
+            shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
+            raise ConfigError(
+                f"{shown[0]}: files are in safetensors, and hold whole adapters. Leave it out."
+            )
+        known = [*self.adapters_config]
+        names = known if selected_adapters is None else list(selected_adapters)
+        for name in names:
+            if name not in known:
+                raise unknown_name("", "adapter", name, known)
+        if len(names) > 1:
+            checkpointing.check_saving(cast("Any", self), names, format, with_head)
+        for name in names if is_main_process else ():
+            below = "" if name == methods.DEFAULT else name
+            self.save_adapter(
+                Path(save_directory) / below, name, with_head=with_head, format=format
+            )
+        # `Trainer` reads `model.safetensors` of models that are not of PEFT's class; a trainer of
+        # sharded models has files of its own
+        folder = Path(save_directory)
+        is_step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
+        if of_trainer and is_main_process and is_step and not sharding.groups_of(self):
+            trained = tensors.trained_tensors(cast("Any", self))
+            files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors as `nn.Module.load_state_dict`, or those of a trainer's checkpoint.
+
+        Args:
+            state_dict: of the whole model; or, if not `strict`, of a trainer's checkpoint.
+            strict: whether all keys of the model are needed.
+            assign: whether the tensors become the parameters.
+
+        Raises:
+            CheckpointError: a checkpoint does not fit; nothing has changed then.
+        """
+        own = cast("Any", self)
+        mine = tensors.trained_tensors(own)
+        is_whole = any(k in state_dict for k in own.state_dict(keep_vars=True) if k not in mine)
+        if strict or is_whole:
+            return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
+        fit.check_fit(type(self).__name__, state_dict, mine, None)
+        with torch.no_grad():
+            for key, tensor in mine.items():
+                tensor.copy_(state_dict[key])
+        return LoadResult([], [])
+
+    @property
+    def peft_config(self) -> dict[str, PeftConfig]:
+        """The adapters' names to configs of PEFT, as files have them; changes have no effect."""
+        return {name: self._peft_config_of(name) for name in self.adapters_config}
+
+    @property
+    def active_peft_config(self) -> PeftConfig:
+        """The config of the active adapter.
+
+        Raises:
+            StateError: not exactly one is active.
+        """
+        return self._peft_config_of(tensors.one_name(cast("Any", self), None))
+
+    def _peft_config_of(self, name: str) -> PeftConfig:
+        return from_values(tensors.encoded(cast("Any", self), name)[0], {})
+
+    def get_base_model(self) -> Self:
+        """Return the model itself: it is not wrapped."""
+        return self
+
+    def unload(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the plain model; arguments as of `AdapterModelMixin.unload`.
+
+        Args:
+            *args: see there.
+            **kwargs: the same.
+        """
+        return _plainly(self, "unload", *args, **kwargs)
+
+    def merge_and_unload(
+        self,
+        progressbar: bool = False,
+        safe_merge: bool = True,
+        adapter_names: Sequence[str] | None = None,
+    ) -> Any:
+        """Merge adapters, and return the plain model.
+
+        Args:
+            progressbar: must be False.
+            safe_merge: PEFT's switch; weights that are not finite are always refused.
+            adapter_names: None: the active ones.
+
+        Raises:
+            ConfigError: there is no progress bar.
+            StateError: as `AdapterModelMixin.merge_and_unload`.
+        """
+        if progressbar:
+            raise ConfigError("progressbar=True: there is none. Leave it out.")
+        return _plainly(self, "merge_and_unload", adapter_names)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy the model by what its class is made from."""
+        made_from = vars(type(self).__mro__[2]).get("_made_from", ())
+        return _again, made_from, cast("Any", self).__getstate__()
+
+
+@contextlib.contextmanager
+def plain_on_error(model: Any) -> Iterator[None]:
+    """Make a model that had no adapters a plain one again if the block raises."""
+    was_plain = not isinstance(model, AdapterModelMixin)
+    try:
+        yield
+    except BaseException:
+        if was_plain and isinstance(model, AdapterModelMixin):
+            model.unload()
+        raise
+
+
+def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
+    """Refuse to add an adapter without values.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    if low_cpu_mem_usage:
+        raise ConfigError(
+            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
+        )
+
+
+def as_peft(model: Any) -> Any:
+    """Give a model the methods of `PeftModel`."""
+    if not isinstance(model, AdapterModelMixin):
+        init(model)
+    if not isinstance(model, PeftModel):
+        set_class(cast("Any", model), _class_of(type(model)))
+    return model
+
+
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def _class_of(cls: type[Any]) -> type[Any]:
+    """Return the class with the methods of `PeftModel`; it keeps its name."""
+    if cls not in _classes:
+        members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(cls.__name__, (PeftModel, cls), members)
+    return _classes[cls]
+
+
+def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a model without the mixin; only its class in transformers may remain."""
+    mixed: Any = type(model)
+    set_class(model, mixed.__mro__[2])
+    try:
+        return getattr(model, method)(*args, **kwargs)
+    finally:
+        if isinstance(model, AdapterModelMixin):
+            set_class(cast("Any", model), mixed)
+
+
+def _again(*made_from: Any) -> Any:
+    """Return an empty model with the mixin, for copies and pickles."""
+    cls: Any = _class_of(type(blank(*made_from)))
+    return cls.__new__(cls)
+
+
+# --- PEFT's functions that add an adapter to a model of transformers ---
+
+
+@names_call
+def get_peft_model(
+    model: PreTrainedModel,
+    peft_config: Any,
+    adapter_name: str = methods.DEFAULT,
+    autocast_adapter_dtype: bool = True,
+    low_cpu_mem_usage: bool = False,
+    init_data: InitData = None,
+) -> Any:
+    """Add an adapter to a model of transformers, which is changed in place, and train it.
+
+    Args:
+        model: of transformers; its mode does not change.
+        peft_config: a config of PEFT, or of this library.
+        adapter_name: to give it.
+        autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
+            precision, unless its config has a `dtype`. Copies of layers keep their dtype.
+        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+        init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
+            "corda", which PEFT takes in functions of their own; or the weights before quantization
+            for "loftq", see `add_adapter`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        CheckpointError: PEFT's format cannot express what a config of PEFT gives in this model.
+        ConfigError: a value of the config has no meaning here, or initial values need data.
+        StateError: the model has no adapters of this library, but layers of PEFT.
+    """
+    refuse_uninitialized(low_cpu_mem_usage)
+    if peft_config is None:
+        raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
+    with plain_on_error(model):
+        made = as_peft(model)
+        made.add_adapter(
+            adapter_name, peft_config, init_data=init_data,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+        )  # fmt: skip
+    training.train_alone(made, adapter_name, not getattr(peft_config, "inference_mode", False))
+    return made
+
+
+@names_call
+def inject_adapter_in_model(
+    peft_config: Any,
+    model: PreTrainedModel,
+    adapter_name: str = methods.DEFAULT,
+    low_cpu_mem_usage: bool = False,
+) -> Any:
+    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
+
+    Args:
+        peft_config: a config of PEFT.
+        model: changed in place.
+        adapter_name: to give it.
+        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a value of the config has no meaning here.
+    """
+    refuse_uninitialized(low_cpu_mem_usage)
+    with plain_on_error(model):
+        made: Any = model if isinstance(model, AdapterModelMixin) else init(model)
+        made.add_adapter(peft_config, adapter_name=adapter_name)
+    return made
+
+
+# --- PEFT's functions besides `get_peft_model` ---
+
+
+class LoadResult(NamedTuple):
+    """What did not fit: always nothing, as a difference is an error."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@names_call
+def get_peft_model_state_dict(
+    model: Any,
+    state_dict: Mapping[str, Tensor] | None = None,
+    adapter_name: str = methods.DEFAULT,
+) -> dict[str, Tensor]:
+    """Return the tensors of an adapter, and of its head, by their keys in PEFT's files.
+
+    Args:
+        model: with adapters.
+        state_dict: must be None.
+        adapter_name: the adapter.
+
+    Raises:
+        CheckpointError: PEFT has no such adapter.
+        ConfigError: a `state_dict` is given.
+        StateError: the model has no adapters.
+        UnknownNameError: the adapter is unknown.
+    """
+    _check_model(model)
+    found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
+    return found
+
+
+@names_call
+def set_peft_model_state_dict(
+    model: Any,
+    peft_model_state_dict: Mapping[str, Tensor],
+    adapter_name: str = methods.DEFAULT,
+) -> LoadResult:
+    """Give an adapter, and its head, values that `get_peft_model_state_dict` returned.
+
+    Args:
+        model: with adapters.
+        peft_model_state_dict: tensors by PEFT's keys.
+        adapter_name: the adapter.
+
+    Returns:
+        Two empty lists.
+
+    Raises:
+        CheckpointError: they are not those of the adapter; nothing has changed then.
+        ConfigError: they are not tensors by keys.
+        StateError: the model has no adapters.
+        UnknownNameError: the adapter is unknown.
+    """
+    _check_model(model)
+    values: object = peft_model_state_dict
+    if not isinstance(values, Mapping) or not all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in values.items()
+    ):
+        raise ConfigError(
+            f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
+            "tensors. Write get_peft_model_state_dict(model)."
+        )
+    tensors.fill(model, adapter_name, peft_model_state_dict)
+    return LoadResult([], [])
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, AdapterModelMixin):
+        raise StateError(
+            f"a {type(model).__name__} has no adapters. Write get_peft_model(model, config)."
+        )
+
+
+@names_call
+def load_peft_weights(
+    model_id: str | os.PathLike[str], device: Any = None, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Return the tensors in an adapter's folder, by their keys in PEFT's files.
+
+    Args:
+        model_id: a folder, or `user/repository`.
+        device: to put them on; None: the CPU.
+        **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`.
+
+    Raises:
+        CheckpointError: there is no such file.
+        FieldError: an argument is unknown.
+    """
+    revision = kwargs.pop("revision", None)
+    folder = hub.resolve(model_id, revision, **hub.checked(kwargs))
+    tensors = format_of_peft.tensors_in(folder)
+    return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
+
+
+@names_call
+def get_peft_config(config_dict: Mapping[str, Any]) -> PeftConfig:
+    """Return the config object for a dict of fields.
+
+    Args:
+        config_dict: with `peft_type`.
+
+    Raises:
+        CheckpointError: there is no such method here.
+        FieldError: the method is only read, or there is no such field.
+    """
+    kind = {"peft_type": config_dict.get("peft_type")}
+    return from_values(kind, {k: v for k, v in config_dict.items() if k != "peft_type"})
+
+
+@names_call
+def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
+    """Convert parameters that are trained to float32, and all others to half precision.
+
+    Args:
+        model: with adapters.
+        dtype: float16 or bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and quantized.packing_of(parameter) is None:
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+
+
+@names_call
+def replace_lora_weights_loftq(
+    peft_model: Any,
+    model_path: str | os.PathLike[str] | None = None,
+    adapter_name: str = methods.DEFAULT,
+    callback: Callable[[Any, str], bool] | None = None,
+) -> None:
+    """Give an adapter of LoRA the values that make up best for the quantization of its layers.
+
+    The base model does not change. PEFT takes a scaling of 1 for granted; here any one does.
+
+    Args:
+        peft_model: quantized, with the adapter.
+        model_path: a folder, a file of safetensors, or a name on the Hub, with the weights before
+            quantization; None: what the model was loaded from.
+        adapter_name: the adapter.
+        callback: called with the model and the name of each layer after it has got its values;
+            with False the layer gets its former ones again.
+
+    Raises:
+        ConfigError: no layer is quantized, a weight is missing, or the adapter has no such values.
+        StateError: the adapter is merged.
+        UnknownNameError: the adapter is unknown.
+    """
+    config = peft_model._adapter_state.find(adapter_name).config
+    refuse_merged(peft_model, adapter_name)
+    sharding.refuse_if_sharded(peft_model, "Write it before fully_shard(model).")
+    if "init_weights" not in config.field_names():
+        raise ConfigError(
+            f"{adapter_name!r} is {config!r}, which has no values that make up for quantization. "
+            f"Write LoRAConfig(…)."
+        )
+    asked: Any = config.replace(init_weights="loftq", init_options={})
+    plan = asked.init_plan(peft_model.anatomy)
+    modules: Mapping[str, Any] = dict(modules_of(peft_model, adapter_name))
+    for path, weight in collected(peft_model, plan, model_path).items():
+        module = modules[path]
+        before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+        adapters.init_values(peft_model, path, module, weight)
+        if callback is not None and not callback(peft_model, base_prefix(peft_model) + path):
+            with torch.no_grad():
+                for key, tensor in module.state_dict(keep_vars=True).items():
+                    tensor.copy_(before[key])
+
+
+@names_call
+def prepare_model_for_kbit_training(
+    model: Any,
+    use_gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Freeze a model, convert its parameters in half precision to float32, and save memory.
+
+    A quantized model gets gradient checkpointing; its quantized weights do not change.
+
+    Args:
+        model: of transformers.
+        use_gradient_checkpointing: whether a quantized model computes activations again.
+        gradient_checkpointing_kwargs: of `gradient_checkpointing_enable`.
+
+    Returns:
+        The same object.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        is_plain = quantized.packing_of(parameter) is None
+        if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    if use_gradient_checkpointing and getattr(model, "is_quantized", False):
+        # torch's own default, without which it warns
+        options = {"use_reentrant": True, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+# --- `AutoPeftModelFor…`: the base model of an adapter's folder, with the adapter ---
+
+
+class AutoPeftModel:
+    """Loads a base model of the class in the adapter's config, and the adapter.
+
+    Attributes:
+        auto_class: of transformers; empty: the class in the config.
+        task_type: PEFT's name of the task.
+    """
+
+    auto_class: ClassVar[str] = ""
+    task_type: ClassVar[str | None] = None
+
+    def __init__(self) -> None:
+        """Raise: the class has no instances.
+
+        Raises:
+            StateError: always.
+        """
+        name = type(self).__name__
+        raise StateError(f"{name}(): it chooses the class. Write {name}.from_pretrained(folder).")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        adapter_name: str = DEFAULT,
+        is_trainable: bool = False,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load the base model that an adapter was trained on, and the adapter, which is active.
+
+        Args:
+            pretrained_model_name_or_path: the folder of an adapter in any format, or
+                `user/repository`.
+            adapter_name: to give it.
+            is_trainable: whether it is trained; otherwise it is only used.
+            revision: of the adapter.
+            **kwargs: as the class's `from_pretrained` takes them.
+
+        Raises:
+            CheckpointError: the adapter does not name its base model, or does not fit it.
+            ConfigError: there is no adapter, or it belongs to another task.
+        """
+        path = os.fspath(pretrained_model_name_or_path)
+        found = adapter_folders.find(
+            path, {**kwargs, **({"revision": revision} if revision else {})}
+        )
+        if found is None:
+            raise ConfigError(
+                f"{cls.__name__}.from_pretrained({path!r}): there is no adapter without a model. "
+                "Write the folder that save_adapter wrote."
+            )
+        config = found.path / CONFIG
+        values = files.read_json(config) if config.is_file() else {}
+        load = cls._class(values, path)
+        at = {} if found.revision is None else {"revision": found.revision}
+        model = load.from_pretrained(found.base, **{**kwargs, **at})
+        _make_room(model, found.path)
+        dtype = model.dtype if {"dtype", "torch_dtype"} & kwargs.keys() else None
+        return PeftModel.from_pretrained(
+            model,
+            found.path,
+            adapter_name,
+            is_trainable,
+            **({} if dtype is None else {"dtype": dtype}),
+        )
+
+    @classmethod
+    def _class(cls, values: dict[str, Any], path: str) -> Any:
+        """Return the class of the base model.
+
+        Raises:
+            ConfigError: the adapter belongs to another task, or to a class that is not known.
+        """
+        task = values.get("task_type")
+        if task is not None and task != cls.task_type:
+            fitting = next((c for c in _CLASSES if c.task_type == task), AutoPeftModel)
+            raise ConfigError(
+                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} says task_type={task!r}. "
+                f"Write {fitting.__name__}.from_pretrained({path!r})."
+            )
+        if cls.auto_class:
+            return getattr(transformers, cls.auto_class)
+        mapping = values.get("auto_mapping")
+        name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        # only models of transformers: a config must not import anything
+        found: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        if not is_model or found.config_class is None:
+            raise ConfigError(
+                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names {name!r}, which is not "
+                f"a model of transformers. Write {_CLASSES[0].__name__}."
+            )
+        return found
+
+
+def _make_room(model: Any, folder: Path) -> None:
+    """Add rows to the table of tokens if an adapter's tokenizer has more of them."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    tokens = len(transformers.AutoTokenizer.from_pretrained(folder))
+    if tokens > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(tokens)
+
+
+class AutoPeftModelForCausalLM(AutoPeftModel):
+    """Loads an adapter of a causal language model."""
+
+    auto_class = "AutoModelForCausalLM"
+    task_type = "CAUSAL_LM"
+
+
+class AutoPeftModelForSeq2SeqLM(AutoPeftModel):
+    """Loads an adapter of a sequence-to-sequence model."""
+
+    auto_class = "AutoModelForSeq2SeqLM"
+    task_type = "SEQ_2_SEQ_LM"
+
+
+class AutoPeftModelForSequenceClassification(AutoPeftModel):
+    """Loads an adapter of a model that classifies sequences."""
+
+    auto_class = "AutoModelForSequenceClassification"
+    task_type = "SEQ_CLS"
+
+
+class AutoPeftModelForTokenClassification(AutoPeftModel):
+    """Loads an adapter of a model that classifies tokens."""
+
+    auto_class = "AutoModelForTokenClassification"
+    task_type = "TOKEN_CLS"
+
+
+class AutoPeftModelForQuestionAnswering(AutoPeftModel):
+    """Loads an adapter of a model that finds answers."""
+
+    auto_class = "AutoModelForQuestionAnswering"
+    task_type = "QUESTION_ANS"
+
+
+class AutoPeftModelForFeatureExtraction(AutoPeftModel):
+    """Loads an adapter of a base model."""
+
+    auto_class = "AutoModel"
+    task_type = "FEATURE_EXTRACTION"
+
+
+_CLASSES = AutoPeftModel.__subclasses__()

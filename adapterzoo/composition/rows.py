@@ -1,0 +1,467 @@
+"""Which row of a batch takes which composition.
+
+`BatchSplit`, `Parallel`, `MultiTask` and `adapter_names` all assign a composition to each row.
+`rows_of` finds the composition of each, wherever in the tree the batch is divided; it no longer
+divides rows. The tasks of the rows of a `MultiTask` are arguments of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.errors import BatchError, CompositionError, StateError
+from adapterzoo.kernels.grouped import Groups, on_device
+
+from .nodes import Average, BatchSplit, Child, Fuse, MultiTask, Node, Parallel, Stack
+
+
+def has_rows(node: Child) -> bool:
+    """Return whether the composition divides the rows of the batch."""
+    if not isinstance(node, Node) or isinstance(node, Fuse):
+        return False
+    divides = isinstance(node, (BatchSplit, MultiTask, Parallel))
+    return divides or any(map(has_rows, node.children))
+
+
+def has_tokens(node: Child) -> bool:
+    """Return whether the composition divides the tokens of the sequence."""
+    return isinstance(node, Node) and (
+        type(node).__name__ == "Split" or any(map(has_tokens, node.children))
+    )
+
+
+def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
+    """Return the composition of each row of a batch.
+
+    Returns:
+        One composition per row; how often the batch must be repeated first; and whether it must
+        then have exactly these rows. If not, as in `Parallel`, each stands for an equal part of it.
+
+    Raises:
+        CompositionError: the composition divides the batch in two ways that do not fit.
+    """
+    count, exact = _need(setup)
+    return [_at_row(setup, row, count) for row in range(count)], _repeats(setup), exact
+
+
+def _repeats(node: Child) -> int:
+    if not isinstance(node, Node):
+        return 1
+    inner = max(map(_repeats, node.children))
+    return max(inner, len(node)) if isinstance(node, Parallel) else inner
+
+
+def _need(node: Child) -> tuple[int, bool]:
+    """Return how many rows the composition distinguishes, and whether the batch has just these."""
+    if not isinstance(node, Node) or not has_rows(node):
+        return 1, False
+    if isinstance(node, BatchSplit):
+        for child, size in zip(node.children, node.batch_sizes, strict=True):
+            count, fixed = _need(child)
+            if size % count or (fixed and size != count):
+                raise CompositionError(
+                    f"{node!r}: {child!r} gets {size} rows and divides {count}. "
+                    f"Write batch_sizes with {count} for it."
+                )
+        return sum(node.batch_sizes), True
+    found = [_need(child) for child in node.children if has_rows(child)]
+    if isinstance(node, Parallel) and not found:
+        return len(node), False
+    counts = {count for count, fixed in found if fixed} or {count for count, _ in found}
+    count = max(counts)
+    if len(counts) > 1 or any(count % other for other, _ in found):
+        raise CompositionError(
+            f"{node!r}: its parts divide the batch into {sorted({c for c, _ in found})} rows. "
+            f"Let all of them divide the same number of rows."
+        )
+    fixed = any(fixed for _, fixed in found)
+    return (count * len(node), fixed) if isinstance(node, Parallel) else (count, fixed)
+
+
+def _at_row(node: Child, row: int, count: int) -> Child:
+    """Return the composition of one row of `count` rows."""
+    if not isinstance(node, Node) or not has_rows(node):
+        return node
+    if isinstance(node, Parallel):
+        share = count // len(node)
+        return _at_row(node.children[row // share], row % share, share)
+    if isinstance(node, BatchSplit):
+        for child, size in zip(node.children, node.batch_sizes, strict=True):
+            if row < size:
+                return _at_row(child, row, size)
+            row -= size
+    return _seen(node, lambda child: _at_row(child, row, count))
+
+
+def _at_task(node: Child, task: int) -> Child:
+    """Return the composition that a row of a task sees, which may divide the batch otherwise."""
+    if isinstance(node, MultiTask):
+        return node.children[task]
+    return _seen(node, lambda child: _at_task(child, task)) if isinstance(node, Node) else node
+
+
+def _multi_tasks(node: Child) -> Iterator[MultiTask]:
+    """Yield the compositions inside that divide the batch by tasks."""
+    if isinstance(node, MultiTask):
+        yield node
+    elif isinstance(node, Node):
+        for child in node.children:
+            yield from _multi_tasks(child)
+
+
+def _seen(node: Node, see: Callable[[Child], Child]) -> Child:
+    """Return a composition as a row sees it, from what the row sees of each child."""
+    children: list[Child] = []
+    options = dict(node.options)
+    kept = []
+    for number, child in enumerate(node.children):
+        seen = see(child)
+        # None is the base layer: it changes nothing in a stack and adds nothing to an average
+        if seen is None and not node.takes_none:
+            continue
+        kept.append(number)
+        # flatten a stack within a stack
+        inner = isinstance(seen, Node) and type(seen) is type(node) and not options
+        children += seen.children if inner and isinstance(seen, Node) else [seen]
+    if not children:
+        return None
+    if isinstance(node, Average):
+        options["weights"] = [node.weights[number] for number in kept]
+    return type(node)(*children, **options)
+
+
+@dataclass(slots=True)
+class Layout:
+    """The rows of a batch, sorted by the part of the composition that they take.
+
+    Attributes:
+        index: the part of each row.
+        runs: (part, first row, number of rows) in the sorted batch.
+        order: the row at each place of the sorted batch; None if the batch is sorted.
+    """
+
+    index: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    order: tuple[int, ...] | None
+    _tensors: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _groups: dict[tuple[int | None, ...], Groups] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, index: tuple[int, ...]) -> Self:
+        """Return the layout of a batch in which each row takes the part of this number."""
+        order = tuple(sorted(range(len(index)), key=index.__getitem__))
+        runs: list[tuple[int, int, int]] = []
+        start = 0
+        for part in sorted(set(index)):
+            size = index.count(part)
+            runs.append((part, start, size))
+            start += size
+        return cls(index, tuple(runs), None if order == tuple(range(len(index))) else order)
+
+    def arranged(self, t: Tensor) -> Tensor:
+        """Return a tensor `[rows, …]` with its rows sorted."""
+        return t if self.order is None else t.index_select(0, self._orders(t.device)[0])
+
+    def restored(self, t: Tensor) -> Tensor:
+        """Return a sorted tensor `[rows, …]` in the order of the batch."""
+        return t if self.order is None else t.index_select(0, self._orders(t.device)[1])
+
+    def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        # kept as long as the layout, which lives for one forward
+        if device not in self._tensors:
+            there = list(self.order or ())
+            back = sorted(range(len(there)), key=there.__getitem__)
+            self._tensors[device] = (
+                on_device(there, torch.int64, device),
+                on_device(back, torch.int64, device),
+            )
+        return self._tensors[device]
+
+    def groups(self, numbers: tuple[int | None, ...]) -> Groups:
+        """Return the groups of rows for a kernel.
+
+        Args:
+            numbers: the number of each part's adapter; None for the base layer.
+        """
+        if numbers not in self._groups:
+            self._groups[numbers] = Groups.of([numbers[part] for part in self.index])
+        return self._groups[numbers]
+
+
+class Tasks(NamedTuple):
+    """The tasks that rows of a batch can have.
+
+    Attributes:
+        names: what the tasks are called; None for the base model, and a task whose composition
+            has no name.
+        parts: for each task, the part of each row of the composition.
+    """
+
+    names: tuple[tuple[str | None, ...], ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    def number(self, name: object) -> int | None:
+        """Return the number of the task of a name; None: there is none."""
+        return next((own.index(name) for own in self.names if name in own), None)
+
+
+@dataclass(slots=True)
+class RowMap:
+    """Which rows of a batch take which part of a composition.
+
+    Attributes:
+        index: the part of each row.
+        repeats: how often the model must still repeat the batch; 1 once it has.
+        exact: whether the batch must have exactly these rows, not a multiple of each.
+        together: whether outputs of heads with equal shapes are joined to one for the batch.
+        heads: the head of each part; empty if the active heads run on all rows, None if each runs
+            on one part, provided that there are as many heads as parts.
+        copies: how often the model has repeated the batch.
+        tokens: lengths of the model's input sequences, which identify layers whose input has tokens
+            before rows; None: any length may be one.
+        entered: whether the model has checked the batch. Only then may a layer get several
+            consecutive rows for each, as with beams or with tokens flattened into rows.
+        tasks: the tasks from which `enter` makes the rows; None: there are none.
+        known: number of parts, of which a batch may lack some.
+    """
+
+    index: tuple[int, ...]
+    repeats: int = 1
+    exact: bool = False
+    together: bool = False
+    heads: tuple[str, ...] | None = None
+    copies: int = 1
+    tokens: frozenset[int] | None = frozenset()
+    entered: bool = False
+    tasks: Tasks | None = None
+    known: int = 0
+    _layouts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return max(self.known, max(self.index, default=-1) + 1)
+
+    def enter(
+        self,
+        count: int,
+        together: bool,
+        tokens: frozenset[int] | None = frozenset(),
+        task_ids: Sequence[int] = (),
+    ) -> RowMap:
+        """Return the rows of one call whose batch has been checked.
+
+        Args:
+            count: rows of the repeated batch.
+            together: see `RowMap`.
+            tokens: see `RowMap`.
+            task_ids: the task of each row of the batch that is not repeated, if there are tasks.
+        """
+        times = count // len(self.index)
+        if self.tasks is None:
+            index = tuple(part for part in self.index for _ in range(times))
+        else:
+            of, batch = self.tasks.parts, len(task_ids)
+            index = tuple(of[task_ids[row % batch]][row // times] for row in range(count))
+        return replace(
+            self, index=index, repeats=1, together=together, copies=self.repeats, tokens=tokens,
+            entered=True, tasks=None, _layouts={},
+        )  # fmt: skip
+
+    def renumbered(self, numbers: Sequence[int]) -> RowMap:
+        """Return the same rows with another number for each part; parts may get equal numbers."""
+        index = tuple(numbers[part] for part in self.index)
+        return replace(self, index=index, known=0, _layouts={})
+
+    def of(self, other: RowMap, part: int) -> RowMap:
+        """Return how this divides the rows of one part of another, in the order of `take`."""
+        index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
+        return replace(self, index=index, _layouts={})
+
+    def layout(self, count: int) -> Layout:
+        """Return the layout of a batch.
+
+        Args:
+            count: its rows.
+
+        Raises:
+            CompositionError: the number of rows does not fit.
+            StateError: the model has not repeated its input.
+        """
+        layout = self._layouts.get(count)
+        if layout is None:
+            layout = Layout.of(self._index(count))
+            # others outlive the call and must not keep its tensors
+            if self.entered:
+                self._layouts[count] = layout
+        return layout
+
+    def layout_of(self, x: Tensor) -> Layout:
+        """Return the layout of a layer's input.
+
+        Raises:
+            CompositionError: the number of rows does not fit, or the first dimension is tokens.
+        """
+        is_length = self.tokens is None or x.shape[0] in self.tokens
+        if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
+            raise CompositionError(
+                f"rows of a batch: an adapted layer got {list(x.shape)}, tokens before rows. "
+                f"Activate one adapter for all rows, or add adapters at the outputs of blocks: "
+                f"'seq_bn'."
+            )
+        return self.layout(x.shape[0])
+
+    def _index(self, count: int) -> tuple[int, ...]:
+        if self.repeats > 1:
+            raise StateError(
+                "Parallel: the model repeats the batch, but a part of the model was called alone. "
+                "Call model(…) itself, not model.base_model(…)."
+            )
+        if self.tasks is not None:
+            raise StateError(
+                "MultiTask: a part of the model was called alone, and the tasks of rows are known "
+                "to the whole model only. Write model(…, task_ids=[…])."
+            )
+        times, rest = divmod(count, len(self.index))
+        if rest or (times > 1 and not self.entered):
+            raise BatchError(
+                f"rows of a batch: an adapted layer got {count} rows, and the composition has "
+                f"{len(self.index)}. Give the model a batch of {len(self.index)} rows; where the "
+                f"layer's input is not a batch, activate one adapter for all rows."
+            )
+        return tuple(part for part in self.index for _ in range(times))
+
+    def take(self, part: int, t: Tensor) -> Tensor:
+        """Return the rows of a part from a tensor `[rows, …]`."""
+        layout = self.layout(t.shape[0])
+        _, start, size = next(run for run in layout.runs if run[0] == part)
+        return layout.arranged(t).narrow(0, start, size)  # [size, …]
+
+    def put(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor `[rows, …]` from the rows of each part; the inverse of `take`."""
+        whole = torch.cat(list(parts))
+        return self.layout(whole.shape[0]).restored(whole)  # [rows, …]
+
+
+def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]]:
+    """Return the distinct compositions of the rows, and the number of each row's."""
+    numbers: Mapping[Child, int] = {p: i for i, p in enumerate(dict.fromkeys(parts))}
+    return tuple(numbers), tuple(numbers[p] for p in parts)
+
+
+def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
+    """Return the distinct compositions of a batch and the rows of each; None if all rows take one.
+
+    Raises:
+        CompositionError: the composition divides the batch in two ways that do not fit.
+    """
+    if not has_rows(setup):
+        return (setup,), None
+    names = tuple(node.tasks for node in _multi_tasks(setup))
+    if not names:
+        found, repeats, exact = rows_of(setup)
+        parts, index = numbered(found)
+        return parts, RowMap(index, repeats, exact=exact)
+    _check_tasks(setup, names)
+    # the row of each task; all tasks divide the batch alike
+    each = [rows_of(_at_task(setup, task)) for task in range(len(names[0]))]
+    parts, numbers = numbered([part for found, _, _ in each for part in found])
+    (found, repeats, exact), size = each[0], len(each[0][0])
+    table = tuple(numbers[i : i + size] for i in range(0, len(numbers), size))
+    rows = RowMap(table[0], repeats, exact=exact, tasks=Tasks(names, table), known=len(parts))
+    return parts, rows
+
+
+def _check_tasks(setup: Node, names: Sequence[tuple[str | None, ...]]) -> None:
+    """Check that one task_ids can serve several divisions of a batch by tasks.
+
+    Raises:
+        CompositionError: their numbers of tasks differ, or a name has two numbers.
+    """
+    numbers = {name: number for own in names for number, name in enumerate(own)}
+    clash = [n for own in names for i, n in enumerate(own) if n is not None and numbers[n] != i]
+    if len({len(own) for own in names}) > 1 or clash:
+        what = (
+            f"{clash[0]!r} has two numbers in them" if clash else "they have different numbers of"
+        )
+        raise CompositionError(
+            f"{setup!r}: one task_ids says the task of a row for each MultiTask, and "
+            f"{what}{'' if clash else ' tasks'}. Write as many children in each, in one order."
+        )
+
+
+class ActiveHeads(NamedTuple):
+    """Heads that are active together.
+
+    Attributes:
+        names: of the heads, in order; a name may come twice.
+        setup: their composition; None for a name or a list of names.
+    """
+
+    names: tuple[str, ...] = ()
+    setup: Node | None = None
+
+    @property
+    def given(self) -> Node | list[str] | str | None:
+        """What a user writes for these heads."""
+        if self.setup is not None:
+            return self.setup
+        if len(self.names) < 2:
+            return self.names[0] if self.names else None
+        return list(self.names)
+
+    @property
+    def rows(self) -> tuple[int, ...] | None:
+        """The number of the head of each row; None if the composition does not divide the batch."""
+        if not isinstance(self.setup, BatchSplit):
+            return None
+        return tuple(n for n, size in enumerate(self.setup.batch_sizes) for _ in range(size))
+
+
+def parse_heads(given: object) -> ActiveHeads:
+    """Return the heads that a user's argument describes; whether they exist is not checked.
+
+    Args:
+        given: a name, a list of names, a `BatchSplit`, `Parallel` or `Stack` of names, or None.
+
+    Raises:
+        CompositionError: it is another composition.
+    """
+    if given is None:
+        return ActiveHeads()
+    if isinstance(given, Node):
+        names = tuple(child for child in given if isinstance(child, str))
+        if not isinstance(given, (BatchSplit, Parallel, Stack)) or len(names) < len(given):
+            first, second = (*given.flatten(), "a", "b")[:2]
+            raise CompositionError(
+                f"{given!r} is not a composition of heads: those are a BatchSplit, Parallel or "
+                f"Stack of names. Write {first!r}, [{first!r}, {second!r}], or "
+                f"BatchSplit({first!r}, {second!r}, batch_sizes=[…])."
+            )
+        # a stack of one is what `adapters` makes of a name
+        return ActiveHeads(names, None if isinstance(given, Stack) and len(names) == 1 else given)
+    one = isinstance(given, str) or not isinstance(given, Iterable)
+    listed = cast("Iterable[str]", (given,) if one else given)
+    return ActiveHeads(tuple(name for name in listed if name != ""))
+
+
+def heads_of_rows(names: Sequence[str], rows: RowMap | None) -> ActiveHeads:
+    """Return the heads of the parts of a batch: a `BatchSplit` where the adapters divide it so.
+
+    Args:
+        names: the head of each part, or one for all.
+        rows: of the composition of adapters.
+    """
+    heads = ActiveHeads(tuple(names))
+    if rows is None or not rows.exact or rows.repeats > 1 or rows.tasks is not None:
+        return heads
+    in_order = list(rows.index) == sorted(rows.index)
+    if not in_order or len(names) != rows.parts or len(names) < 2:
+        return heads
+    sizes = [rows.index.count(part) for part in range(rows.parts)]
+    return heads._replace(setup=BatchSplit(*names, batch_sizes=sizes))

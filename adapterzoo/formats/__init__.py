@@ -1,0 +1,35 @@
+"""Checkpoints: the formats of adapters and heads on disk."""
+
+from . import native, adapterhub, peft  # noqa: I001  each registers itself; asked in this order
+from .checkpoint import (
+    KINDS,
+    OWN_OUTPUT,
+    Base,
+    Checkpoint,
+    Kind,
+    ModelInfo,
+    encoded,
+    exported,
+    formats,
+    of,
+    read,
+    write,
+)
+
+__all__ = [
+    "KINDS",
+    "OWN_OUTPUT",
+    "Base",
+    "Checkpoint",
+    "Kind",
+    "ModelInfo",
+    "adapterhub",
+    "encoded",
+    "exported",
+    "formats",
+    "native",
+    "of",
+    "peft",
+    "read",
+    "write",
+]

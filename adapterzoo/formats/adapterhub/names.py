@@ -1,0 +1,353 @@
+"""AdapterHub's paths: from its keys to places in a model, and back.
+
+Its keys are paths of modules in transformers 4.57, with its own names for the modules that it adds
+to blocks. Reading finds a layer by its block number and role; a path that the model has is used
+unchanged. Writing supports the families that `adapters` supports.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
+from adapterzoo.errors import listing
+from adapterzoo.formats.checkpoint import ModelInfo, inexpressible
+from adapterzoo.formats.places import Place
+from adapterzoo.spelling import Container
+
+BlockLocation = tuple[int, str]
+"""The number of a block and the location in it; or -1 and the path of a layer."""
+
+PART_ORDER: tuple[Role, ...] = ("query", "key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The names that `adapters` gives to the places of one family.
+
+    Attributes:
+        sublayers: kind to the name below the block; missing kinds have no adapters.
+        block: the path of block `{}` in transformers 4.57, if it differs from today's.
+        layers: role to the path below the block in 4.57, if it differs from today's.
+        swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
+            and `output_lora` for the first.
+        entry: path of the module with the entry's tensors, if not the model or its encoder.
+        locations: location to the one in its files, of tensors that the model keeps by location.
+        is_base: whether such a model has no base model in 4.57, even where it has one today.
+        crosses: whether layers of cross-attention have adapters.
+    """
+
+    sublayers: Mapping[SubLayerKind, str]
+    block: str | None = None
+    layers: Mapping[Role, str] = field(default_factory=dict)
+    swapped: bool = False
+    entry: str = ""
+    locations: Mapping[str, str] = field(default_factory=dict)
+    is_base: bool = False
+    crosses: bool = True
+
+
+_HUNG_IN = Layout(
+    {
+        "attention": "attention_adapters",
+        "cross": "cross_attention_adapters",
+        "mlp": "output_adapters",
+    }
+)
+_LLAMA = Layout(_HUNG_IN.sublayers, swapped=True)
+_BERT = Layout({"attention": "attention.output", "mlp": "output"})
+_VIT_LAYERS: Mapping[Role, str] = {
+    "query": "attention.attention.query",
+    "key": "attention.attention.key",
+    "value": "attention.attention.value",
+    "mlp_in": "intermediate.dense",
+    "mlp_out": "output.dense",
+}
+
+_TOWERS = "text_model", "vision_model"
+
+
+def _tower(name: str) -> Layout:
+    """Return the names in one half of CLIP, whose modules are one level deeper in 4.57."""
+    block = f"{name}.encoder.layers.{{}}"
+    locations = {"self_prefix": f"clip_{name}_self_prefix"}
+    return Layout(_HUNG_IN.sublayers, block, entry=name, locations=locations, is_base=True)
+
+
+# T5 numbers the sub-layers of a block, and their numbers are the names
+_T5 = Layout({"attention": "", "cross": "", "mlp": ""})
+_NUMBERED = re.compile(r"layer\.\d+")
+
+LAYOUTS: Mapping[str, Layout] = {
+    "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
+    "bart": _HUNG_IN,
+    "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
+    "bert": _BERT,
+    "bert-generation": _BERT,
+    "clip": Layout(
+        _HUNG_IN.sublayers,
+        entry="text_model",
+        locations={f"{t}_self_prefix": f"clip_{t}_self_prefix" for t in _TOWERS},
+    ),
+    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
+    "deberta": _BERT,
+    "deberta-v2": _BERT,
+    "distilbert": Layout(_HUNG_IN.sublayers, locations={"self_prefix": "self"}),
+    "electra": _BERT,
+    "gemma2": _HUNG_IN,
+    "gemma3_text": _HUNG_IN,
+    "gpt2": Layout(_HUNG_IN.sublayers, crosses=False),
+    "gptj": _HUNG_IN,
+    "llama": _LLAMA,
+    "mbart": _HUNG_IN,
+    "mistral": _LLAMA,
+    "modernbert": _HUNG_IN,
+    "mt5": _T5,
+    "plbart": _HUNG_IN,
+    "qwen2": _HUNG_IN,
+    "qwen3": _HUNG_IN,
+    "roberta": _BERT,
+    "t5": _T5,
+    "vit": Layout(
+        {"attention": "attention_adapters", "mlp": "output.output_adapters"},
+        "encoder.layer.{}",
+        _VIT_LAYERS,
+    ),
+    "whisper": _HUNG_IN,
+    "xlm-roberta": _BERT,
+    "xmod": _BERT,
+}
+
+_KINDS: Mapping[str, SubLayerKind] = {
+    "attention_adapters": "attention",
+    "cross_attention_adapters": "cross",
+    "output_adapters": "mlp",
+}
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
+_INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
+
+
+def layout_of(info: ModelInfo) -> Layout:
+    """Return the names that `adapters` gives to the places of a model.
+
+    Raises:
+        CheckpointError: `adapters` does not support the family.
+    """
+    layout = LAYOUTS.get(info.model_type)
+    if layout is None:
+        raise inexpressible(
+            f"AdapterHub's format has no names for models of type {info.model_type!r}; it has "
+            f"names for {listing(sorted(LAYOUTS), limit=30)}"
+        )
+    return layout
+
+
+def prefix_of(info: ModelInfo) -> str:
+    """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
+    layout = LAYOUTS.get(info.model_type)
+    return "" if layout is not None and layout.is_base else info.prefix
+
+
+def to_location(info: ModelInfo, parameter: str) -> str:
+    """Return our key of an adapter-wide tensor of AdapterHub."""
+    layout = LAYOUTS.get(info.model_type)
+    location, dot, rest = parameter.partition(".")
+    theirs = {} if layout is None else {theirs: ours for ours, theirs in layout.locations.items()}
+    return f"{theirs.get(location, location)}{dot}{rest}"
+
+
+def from_location(layout: Layout, parameter: str) -> str:
+    """Return AdapterHub's key of one of our adapter-wide tensors; undoes `to_location`.
+
+    Raises:
+        CheckpointError: the location has no name in such models.
+    """
+    location, dot, rest = parameter.partition(".")
+    if location == "self_prefix" and location not in layout.locations and layout.locations:
+        raise inexpressible(
+            "AdapterHub's format has prefixes in both towers of such a model, and this adapter "
+            "leaves one out"
+        )
+    return f"{layout.locations.get(location, location)}{dot}{rest}"
+
+
+def location_of(container: Container, place: Place) -> BlockLocation | None:
+    """Return the location of a place; None if the container is not for such places."""
+    site = place.placement.site
+    match container.at:
+        case "layer" if site.kind in ("linear", "embedding", "experts"):
+            return -1, place.path
+        case "sublayer" if place.placement.location in container.locations.values():
+            return site.layer, place.placement.location
+        case "block" | "attention" if site.kind == container.at:
+            return site.layer, "cross" if site.cross else container.at
+    return None
+
+
+def find_location(info: ModelInfo, container: Container, path: str) -> BlockLocation | None:
+    """Return the location that a path of AdapterHub leads to; None if the model has none."""
+    if container.at == "model":
+        inside = path.removeprefix(prefix_of(info)).removeprefix(".")
+        return (-1, "") if inside == below_model(info, container) else None
+    located = find_block(info, path)
+    if located is None:
+        return None
+    block, rest = located
+    if container.at == "layer":
+        site = find_layer(block, rest)
+        return None if site is None else (-1, site.path)
+    if container.at == "sublayer":
+        sub = find_sublayer(block, rest)
+        location = None if sub is None else container.locations.get(sub.kind)
+        return None if location is None else (block.layer, location)
+    if container.at == "block":
+        return (block.layer, "block") if rest == container.below else None
+    module, end = _split(rest, container.below)
+    if not end or not module:
+        return None
+    return block.layer, "cross" if CROSS.search(f"{module}.") else "attention"
+
+
+def find_layer_site(info: ModelInfo, path: str) -> Site | None:
+    """Return the linear layer that a path of AdapterHub leads to."""
+    located = find_block(info, path)
+    return None if located is None else find_layer(*located)
+
+
+def below_model(info: ModelInfo, container: Container) -> str:
+    """Return AdapterHub's path, without the prefix, of the module with adapter-wide tensors."""
+    entry = ""
+    if container.in_encoder:
+        own = LAYOUTS.get(info.model_type)
+        entry = "encoder" if info.config().get("is_encoder_decoder") else own.entry if own else ""
+    return ".".join(filter(None, (entry, container.below)))
+
+
+def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
+    """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    site = place.placement.site
+    block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
+    found = None if block is None else _name_in(block, container, place, layout)
+    if found is None:
+        raise inexpressible(
+            f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
+            f"{info.model_type}"
+        )
+    return found
+
+
+def _name_in(block: Block, container: Container, place: Place, layout: Layout) -> str | None:
+    if container.at == "sublayer":
+        location = place.placement.location
+        sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
+        return name_of_sublayer(block, sub, layout)
+    if container.at == "layer":
+        site = place.placement.site
+        return name_of_layer(block, site, layout) if layout.crosses or not site.cross else None
+    if container.at == "block":
+        return f"{_block_path(block, layout)}.{container.below}"
+    cross = place.placement.site.cross
+    asked = [s for s in block.sites if s.role in ("query", "qkv") and s.cross == cross]
+    if not asked:
+        return None
+    module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
+    return f"{module}.{container.below}"
+
+
+def _split(path: str, end: str) -> tuple[str, str]:
+    return (path[: -len(end) - 1], end) if path.endswith(f".{end}") else (path, "")
+
+
+def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
+    """Return the block that a path of AdapterHub leads into, and the rest of the path.
+
+    Args:
+        info: of the model.
+        path: with or without the prefix of the base model.
+    """
+    prefix = prefix_of(info)
+    inside = path.removeprefix(f"{prefix}.") if prefix else path
+    for candidate in dict.fromkeys((inside, path)):
+        for block in info.anatomy.blocks:
+            if candidate == block.path or candidate.startswith(f"{block.path}."):
+                return block, candidate[len(block.path) + 1 :]
+    match = _NUMBER.search(inside)
+    layout = LAYOUTS.get(info.model_type)
+    if layout is not None and layout.is_base and not inside.startswith(f"{layout.entry}."):
+        return None
+    if match is None:
+        return None
+    stack = _find_stack(info.anatomy, inside[: match.start()])
+    blocks = [block for block in info.anatomy.blocks if block.stack == stack]
+    number = int(match[1])
+    return (blocks[number], inside[match.end() + 1 :]) if number < len(blocks) else None
+
+
+def find_sublayer(block: Block, rest: str) -> SubLayer | None:
+    """Return the sub-layer of a block whose bottleneck has this path below the block."""
+    kind = _KINDS.get(rest.rpartition(".")[2])
+    if kind is None:
+        # the module that computes h is below the one that AdapterHub names
+        root = f"{block.path}.{rest}"
+        found = [s for s in block.sublayers if s.out == root or s.out.startswith(f"{root}.")]
+        return found[0] if len(found) == 1 else None
+    return next((sub for sub in block.sublayers if sub.kind == kind), None)
+
+
+def find_layer(block: Block, rest: str) -> Site | None:
+    """Return the layer of a block that has, or had, this path below the block."""
+    for site in block.sites:
+        if site.path == f"{block.path}.{rest}" and site.parameter is None:
+            return site
+    role = next((role for role, pattern in ATTENTION_IN if pattern.search(rest)), None)
+    if role is None and not _INSIDE_ATTENTION.search(rest):
+        role = next((role for role, pattern in MLP if pattern.search(rest)), None)
+    if role is None:
+        return None
+    cross = CROSS.search(rest) is not None if "attention" in _kinds_of(role) else None
+    found = [site for site in block.sites if site.role == role and cross in (None, site.cross)]
+    return found[0] if len(found) == 1 else None
+
+
+def name_of_sublayer(block: Block, sub: SubLayer, layout: Layout) -> str | None:
+    """Return AdapterHub's path, without the prefix, of the bottleneck of a sub-layer."""
+    name = layout.sublayers.get(sub.kind)
+    if name == "":
+        match = _NUMBERED.match(sub.out.removeprefix(f"{block.path}."))
+        name = match[0] if match else None
+    return None if name is None else f"{_block_path(block, layout)}.{name}"
+
+
+def name_of_layer(block: Block, site: Site, layout: Layout) -> str:
+    """Return AdapterHub's path, without the prefix, of a linear layer."""
+    own = site.path.removeprefix(f"{block.path}.")
+    return f"{_block_path(block, layout)}.{layout.layers.get(site.role, own)}"
+
+
+def _kinds_of(role: Role) -> tuple[SubLayerKind, ...]:
+    return ("mlp",) if role in ("mlp_in", "mlp_gate", "mlp_out") else ("attention", "cross")
+
+
+def _block_path(block: Block, layout: Layout) -> str:
+    if layout.block is None:
+        return block.path
+    # the families with another path have one stack
+    return layout.block.format(block.layer)
+
+
+def _find_stack(anatomy: Anatomy, before: str) -> str | None:
+    """Return the stack of a path: the only one, or the one whose words the path contains."""
+    stacks = anatomy.stacks
+    if len(stacks) == 1:
+        return stacks[0]
+    words = {stack: set(stack.split(".")) for stack in stacks}
+    shared = set.intersection(*words.values()) if words else set()
+    found = [s for s, own in words.items() if own - shared and own - shared <= {*before.split(".")}]
+    return found[0] if len(found) == 1 else None

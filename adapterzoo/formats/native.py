@@ -1,0 +1,192 @@
+"""Our format: one safetensors file, `<kind>.safetensors`, and `<kind>_config.json` for people.
+
+`adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
+head alone. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; no
+name of an adapter or head is part of them. The metadata describe the tensors and include a SHA-256
+of both. The JSON file repeats the metadata; editing it has no effect, so a difference is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from adapterzoo.errors import CheckpointError
+
+from . import files, folders
+from .checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
+from .digest import fingerprint
+
+FORMAT = "adapterzoo"
+VERSION = 1
+# two slashes: not even a site called "head" can have such a key
+_HEAD = "head//"
+_HASH = "sha256"
+# keys in older files
+_OLD_HASHES = ("digest", "digests")
+# in messages: characters of a value, and number of differences
+_WIDTH, _LINES = 60, 3
+
+
+class NativeFormat:
+    """Our format, as `formats` sees it."""
+
+    def recognizes(self, folder: Path, kind: Kind) -> bool:
+        """Return whether the folder has the file, ours or a damaged one."""
+        file = folder / f"{kind}.safetensors"
+        try:
+            return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
+        except CheckpointError:
+            return True
+
+    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+        """Return what `load` reads."""
+        return load(folder, kind)
+
+    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
+        """Return one file with tensors and metadata, and the metadata again for people."""
+        return encode(checkpoint, kind)
+
+    def base(self, folder: Path) -> Base:
+        """Return the model in the metadata."""
+        return base_of(read(folder / "adapter.safetensors")[0], "model_name", "")
+
+    def owned(self, kind: Kind) -> tuple[str, ...]:
+        """Return both files."""
+        return names_of_files(kind)
+
+
+formats.register("native")(NativeFormat())
+
+
+def names_of_files(kind: str) -> tuple[str, str]:
+    """Return the names of the tensors' file and of the config."""
+    return f"{kind}.safetensors", f"{kind}_config.json"
+
+
+def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
+    """Return the contents of the two files."""
+    tensors = keyed(checkpoint)
+    metadata = hashed({"format": FORMAT, "version": VERSION, **checkpoint.metadata}, tensors)
+    written = files.tensor_bytes(tensors, {files.NATIVE: metadata})
+    del metadata[_HASH]
+    tensors_file, config = names_of_files(kind)
+    return {tensors_file: written, config: files.json_bytes(metadata)}
+
+
+def hashed(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the metadata with the SHA-256 of themselves and the tensors."""
+    # as JSON reads it back: tuples become lists, and keys become strings
+    plain = {k: v for k, v in json.loads(json.dumps(metadata)).items() if k != _HASH}
+    return plain | {_HASH: fingerprint(plain, tensors)}
+
+
+def keyed(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors of an adapter and of its head under the keys of one file."""
+    return checkpoint.adapter | {_HEAD + key: tensor for key, tensor in checkpoint.head.items()}
+
+
+def load(folder: Path, kind: str) -> Checkpoint:
+    """Read a checkpoint from `<kind>.safetensors`.
+
+    Args:
+        folder: on disk.
+        kind: what it holds.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another format or of a newer version.
+    """
+    file = folder / f"{kind}.safetensors"
+    with folders.reading(folder):
+        if not file.exists():
+            what = "file" if folder.is_dir() else "folder"
+            raise CheckpointError(
+                f"{str(file if what == 'file' else folder)!r}: there is no such {what}. Write the "
+                f"folder that save_{kind} was given."
+            )
+        metadata, tensors = read(file)
+        version = metadata.get("version")
+        if metadata.get("format") != FORMAT or not isinstance(version, int):
+            raise CheckpointError(
+                f"{str(file)!r} is not in the native format (format={metadata.get('format')!r}). "
+                f"Write a folder that save_{kind} made."
+            )
+        if version > VERSION:
+            raise CheckpointError(
+                f"{str(file)!r} was written in version {version} of the format, and this release "
+                f"reads up to {VERSION}. Write pip install -U adapterzoo."
+            )
+        metadata = _as_written(file, metadata, tensors)
+    head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
+    adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
+    return Checkpoint(metadata, adapter, head)
+
+
+def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return our metadata and the tensors of a safetensors file that this library wrote.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or another library wrote it.
+    """
+    texts, tensors = files.read_safetensors(file)
+    metadata = files.parse_metadata(file, texts, files.NATIVE)
+    if metadata is None:
+        raise CheckpointError(
+            f"{str(file)!r} has tensors, but no metadata of adapterzoo. Write a folder that "
+            f"adapterzoo saved."
+        )
+    return metadata, tensors
+
+
+def _as_written(
+    file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the metadata, after checking their hash and comparing them with the JSON copy."""
+    expected = metadata.pop(_HASH, None)
+    for old in _OLD_HASHES:
+        metadata.pop(old, None)
+    copy = file.with_name(f"{file.stem}_config.json")
+    try:
+        if expected is not None and expected != fingerprint(metadata, tensors):
+            raise CheckpointError(
+                f"{str(file)!r} is not what was written: metadata or tensors have another SHA-256 "
+                f"than {_short(expected)}; nothing has been loaded. {files.AGAIN}."
+            )
+        lines: list[str] = []
+        if copy.exists() and _text(read := files.read_json(copy)) != _text(metadata):
+            lines = list(_differences("", read, metadata))
+    except RecursionError as error:
+        raise CheckpointError(
+            f"the metadata of {str(file)!r} is nested too deeply; nothing has been loaded. "
+            f"{files.AGAIN}."
+        ) from error
+    if lines:
+        shown = "; ".join(lines[:_LINES])
+        shown += f"; and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+        raise CheckpointError(
+            f"{str(copy)!r} differs from the tensors' file: {shown}. Nothing has been loaded. "
+            f"Delete {copy.name}, or copy the checkpoint again from where it was saved."
+        )
+    return metadata
+
+
+def _differences(path: str, copy: Any, own: Any) -> Iterator[str]:
+    if isinstance(copy, dict) and isinstance(own, dict):
+        for key in sorted({*copy, *own}):
+            yield from _differences(f"{path}.{key}".lstrip("."), copy.get(key), own.get(key))
+    elif _text(copy) != _text(own):
+        yield f"{path}={_short(copy)} where the tensors' file says {_short(own)}"
+
+
+def _text(value: object) -> str:
+    """Return JSON: True equals 1, and 1 equals 1.0, but they are written differently."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _short(value: object) -> str:
+    text = _text(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"

@@ -1,0 +1,530 @@
+"""Layers as adapters see them: one call of a layer, some of its features, its weight.
+
+Only this module knows the layout of weights: GPT-2's Conv1D and embeddings store theirs as `[d_in,
+d_out]`, fused experts keep one tensor for all, and quantized ones are packed. Fused layers, unions
+and experts have several adapters under one name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from adapterzoo.anatomy import OutputSlice
+from adapterzoo.anatomy.find import experts_transposed
+from adapterzoo.anatomy.patterns import EXPERTS
+from adapterzoo.averaging import Combination
+from adapterzoo.call import LayerStackCall, StackCall
+from adapterzoo.composition import Around, Nested
+from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, WeightAdapter, can_batch
+from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.runtime import CallContext
+
+from .quantized import packing_of
+
+if TYPE_CHECKING:
+    from adapterzoo.kernels.grouped import Groups
+
+
+class LayerCall(BaseLayer):
+    """One call of a layer, as passed to its adapters.
+
+    Attributes:
+        shown: the weight to show; None: the layer's own.
+        shown_bias: the bias likewise.
+        kept: the untouched values of parameters that hold merged ones.
+    """
+
+    # made at each layer in each call: what few calls set is a default of the class
+    shown: Tensor | None = None
+    shown_bias: Tensor | None = None
+    kept: Mapping[str, Tensor] = MappingProxyType({})
+    _rest: tuple[Any, ...] | list[Any] | None = None
+    # the last input and its output: a later adapter may need the same one
+    _x: Tensor | None = None
+    _y: Any = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        residual: Tensor | None = None,
+        context: CallContext | None = None,
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._args = args
+        self._kwargs = kwargs
+        self._residual = residual
+        self._context = context
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the untouched layer's output; keep its other return values for `pack`."""
+        if self._x is not x:
+            out = self._with_keywords(x) if self._kwargs else self._forward(x, *self._args[1:])
+            # blocks may return (hidden, attention weights, …)
+            if isinstance(out, (tuple, list)):
+                self._rest = out[1:]
+                out = out[0]
+            self._x, self._y = x, out
+        return self._y  # type: ignore[no-any-return]
+
+    original = __call__
+
+    def _with_keywords(self, x: Tensor) -> Any:
+        if self._args:
+            return self._forward(x, *self._args[1:], **self._kwargs)
+        return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
+
+    def pack(self, y: Tensor) -> Any:
+        """Return the output in the form that the layer returned."""
+        if self._rest is None:
+            return y
+        return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)
+
+    @property
+    def weight(self) -> Tensor:
+        """The untouched weight."""
+        if self.shown is None:
+            # a packed weight is read once per call, for all parts of the layer and all adapters
+            self.shown = matrix(self._module)
+        return self.shown
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The untouched bias."""
+        if self.shown_bias is not None:
+            return self.shown_bias
+        layer = self._module
+        # a parametrization takes the parameter away
+        if "bias" not in layer._parameters and is_parametrized(layer, "bias"):
+            return layer.bias  # type: ignore[return-value]
+        return own(layer, "bias")
+
+    @property
+    def is_original(self) -> bool:
+        """True: the layer alone."""
+        return True
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The untouched parameters by name."""
+        own = self._module._parameters
+        return {name: self.kept.get(name, p) for name, p in own.items() if p is not None}
+
+    @property
+    def scale(self) -> float | Tensor:
+        """The factor of the output."""
+        return getattr(self._module, "embed_scale", 1.0)
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The token without gradient."""
+        return getattr(self._module, "padding_idx", None)
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual stream before the sub-layer.
+
+        Raises:
+            StateError: the module that reads it has not run.
+        """
+        if self._residual is None:
+            raise StateError(
+                f"{type(self._module).__name__}: the adapter at this layer needs the input of "
+                f"another module of the block, which was not run before it. Run the whole block."
+            )
+        return self._residual
+
+    @property
+    def call(self) -> StackCall:
+        """The call of the encoder or decoder.
+
+        Raises:
+            StateError: none is running.
+        """
+        positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
+        named = dict(zip(positions, self._args, strict=False))
+        return LayerStackCall(self._in_model().stack, {**named, **self._kwargs})
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is running."""
+        # compiled: torch 2.11 does not trace `bool` of a list
+        return self._context is not None and len(self._context.stacks) > 0
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """Return the module that the adapter's layers share.
+
+        Raises:
+            StateError: the adapter shares nothing, or is not in a model.
+        """
+        key = adapter.shared_key
+        if key is None:
+            raise StateError(
+                f"{type(adapter).__name__}: its config shares no module between layers. "
+                f"Return one from shared(placements, device, dtype) of the config."
+            )
+        own = None if adapter.is_replica else key.module
+        return self._in_model().shared(key) if own is None else own
+
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model, of this replica."""
+        return self._in_model().part(path)
+
+    def _in_model(self) -> CallContext:
+        if self._context is None:
+            raise StateError(
+                f"{type(self._module).__name__}: the layer is not in a model, so its adapter "
+                f"has neither a running call nor a shared module. Add the adapter to a model."
+            )
+        return self._context
+
+
+class SlicedLayer(Around):
+    """Some output features of a fused layer, as a separate layer."""
+
+    __slots__ = ("_features", "_taken", "_x", "_y")
+
+    def __init__(
+        self,
+        base: BaseLayer,
+        features: OutputSlice,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
+    ) -> None:
+        """Take a part of a layer.
+
+        Args:
+            base: the layer.
+            features: of the part.
+            x: an input whose output is known.
+            y: the layer's output for `x`.
+        """
+        self._inner = base
+        self._features = features
+        self._x = x
+        self._y = y
+        # the last output and its part: the same output object gives the same part object
+        self._taken: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return these features of the layer's output."""
+        return self._take(self._y if x is self._x and self._y is not None else self._inner(x))
+
+    def original(self, x: Tensor) -> Tensor:
+        """Return the untouched layer's output for these features."""
+        return self._take(self._inner.original(x))
+
+    def _take(self, y: Tensor) -> Tensor:
+        if self._taken is None or self._taken[0] is not y:
+            self._taken = y, take_slice(y, self._features, -1)
+        return self._taken[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The untouched weight."""
+        return take_slice(self._inner.weight, self._features, -2)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The untouched bias."""
+        bias = self._inner.bias
+        return None if bias is None else take_slice(bias, self._features, 0)
+
+
+def own(layer: nn.Module, parameter: str) -> Tensor | None:
+    """Return a layer's own parameter, None if it has none of this name.
+
+    DataParallel's replicas hold tensors as plain attributes instead of parameters.
+    """
+    return layer._parameters.get(parameter, vars(layer).get(parameter))
+
+
+def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
+    """Return whether a weight is `[d_in, d_out]`: embeddings, Conv1D, some experts."""
+    if parameter != "weight":
+        found = {name: own(layer, name) for name in EXPERTS}
+        shapes = {n: tuple(t.shape) for n, t in found.items() if t is not None and t.dim() == 3}
+        return experts_transposed(layer, shapes)
+    if isinstance(layer, nn.Linear):
+        return False
+    names = {cls.__name__ for cls in type(layer).__mro__}
+    return isinstance(layer, nn.Embedding) or "Conv1D" in names
+
+
+def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
+    """Return a weight as `[*experts, d_out, d_in]`; a view unless it is quantized.
+
+    Raises:
+        StateError: the layer has no floating-point matrix of this name.
+    """
+    weight = own(layer, parameter)
+    if weight is not None and (packing := packing_of(weight)) is not None:
+        weight = packing.read(layer, weight)
+    if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+        held = "missing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
+        raise StateError(
+            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix ({held}), "
+            f"so it can be adapted by a function of its input or output only. Write "
+            f"exclude_modules=[…] with its name."
+        )
+    return weight.mT if stores_transposed(layer, parameter) else weight
+
+
+def take_slice(t: Tensor, features: OutputSlice, dim: int) -> Tensor:
+    """Return some features along a dimension, in the order of a separate layer."""
+    if features.groups == 1:
+        return t.narrow(dim, features.start, features.stop - features.start)
+    dim %= t.dim()
+    grouped = t.unflatten(dim, (features.groups, features.width))  # [.., groups, width, ..]
+    taken: Tensor = grouped.narrow(dim + 1, features.start, features.stop - features.start)
+    return taken.flatten(dim, dim + 1)  # [.., groups · size, ..]
+
+
+def put_slice(t: Tensor, part: Tensor, features: OutputSlice, dim: int) -> Tensor:
+    """Return `t` with the part in the place that `take_slice` reads."""
+    dim %= t.dim()
+    size = features.stop - features.start
+    grouped = t.unflatten(dim, (features.groups, features.width))  # [.., groups, width, ..]
+    before = grouped.narrow(dim + 1, 0, features.start)
+    after = grouped.narrow(dim + 1, features.stop, features.width - features.stop)
+    middle = part.unflatten(dim, (features.groups, size))  # [.., groups, size, ..]
+    whole = torch.cat([before, middle, after], dim + 1)  # [.., groups, width, ..]
+    return whole.flatten(dim, dim + 1)  # [.., groups · width, ..]
+
+
+class FusedAdapters(WeightAdapter):
+    """Several adapters of one name at one layer: for the parts of a fused layer, or of a union.
+
+    Each child adapts its slice of the output features, or all of them; earlier ones act first.
+    """
+
+    def __init__(self, parts: list[tuple[str, OutputSlice | None, Adapter]]) -> None:
+        """Join the adapters.
+
+        Args:
+            parts: label (unique, the role of the features), slice (None: all), and adapter.
+        """
+        super().__init__()
+        self.slices = {label: features for label, features, _ in parts}
+        for label, _, adapter in parts:
+            self.add_module(label, adapter)
+        self.is_additive = all(is_additive(adapter) for _, _, adapter in parts)
+        self.container = _common_container([adapter for _, _, adapter in parts])
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Initialize each child from its slice of the layer."""
+        for label, features in self.slices.items():
+            adapter = cast("Adapter", self._modules[label])
+            adapter.init_from_layer(base if features is None else SlicedLayer(base, features))
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Set each child to a combination of the children with the same label."""
+        if any(adapter.slices != self.slices for adapter in adapters):
+            raise CompositionError(
+                f"the adapters have different parts at one layer: "
+                f"{', '.join(str([*adapter.slices]) for adapter in adapters)}. Add them with the "
+                f"same targets, or write set_active_adapters(Stack('a', 'b'))."
+            )
+        for label, children in _by_label(adapters).items():
+            features, own = self.slices[label], cast("Adapter", self._modules[label])
+            shown = base if features is None else SlicedLayer(base, features)
+            own.combine(children, weights, strategy, shown)
+
+    def _adapters(self) -> list[Adapter]:
+        return [cast("Adapter", adapter) for adapter in self._modules.values()]
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        return self._first(len(self.slices), x, base)
+
+    def _first(self, count: int, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the output with the first adapters only."""
+        y = untouched = base(x)
+        labels = list(self.slices)
+        for i, label in enumerate(labels[:count]):
+            features = self.slices[label]
+            # an adapter that changes its input calls its base again, with those before it
+            met = any(_overlap(features, self.slices[other]) for other in labels[:i])
+            before = Nested(functools.partial(self._first, i), base) if met else base
+            adapter = cast("Adapter", self._modules[label])
+            so_far = y if met else untouched
+            view = SlicedLayer(before, features or _all_features(y), x, so_far)
+            part = adapter(x, view)
+            y = part if features is None else put_slice(y, part, features, -1)
+        return y
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether all have the same disjoint parts that can be batched."""
+        if any(a.slices != adapters[0].slices for a in adapters):
+            return False
+        own = list(adapters[0].slices.values())
+        if any(_overlap(one, other) for i, one in enumerate(own) for other in own[:i]):
+            return False
+        # a child that changes the input would call the whole layer for its slice
+        return all(
+            children[0].acts_on == "output" and can_batch(children)
+            for children in _by_label(adapters).values()
+        )
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return the fused layer's output, each row of the batch with its own adapters."""
+        y = untouched = base(x)
+        for label, children in _by_label(adapters).items():
+            features = adapters[0].slices[label] or _all_features(y)
+            view = SlicedLayer(base, features, x, untouched)
+            part = type(children[0]).forward_batched(children, groups, x, view)
+            y = put_slice(y, part, features, -1)
+        return y
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
+        for label, features in self.slices.items():
+            adapter = mergeable(self._modules[label])
+            if features is None:
+                w = adapter.weight(w, base)
+                continue
+            part = adapter.weight(take_slice(w, features, -2), SlicedLayer(base, features))
+            w = put_slice(w, part, features, -2)
+        return w
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
+        """Return the factors of all features: those of the children side by side, if all have."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for label, features in self.slices.items():
+            adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
+            own = adapter.low_rank_factors(take_slice(w, whole, -2), SlicedLayer(base, whole))
+            if own is None:
+                return None
+            a, b = own
+            nothing = b.new_zeros(*b.shape[:-2], w.shape[-2], b.shape[-1])
+            found.append((a, put_slice(nothing, b, whole, -2)))
+        # the ranks side by side
+        return torch.cat([a for a, _ in found], -2), torch.cat([b for _, b in found], -1)
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias of all features, `[d_out]`."""
+        for label, features in self.slices.items():
+            adapter = mergeable(self._modules[label])
+            whole = features or _all_features(b)
+            part = adapter.bias(take_slice(b, whole, 0), SlicedLayer(base, whole))
+            b = put_slice(b, part, whole, 0)
+        return b
+
+
+class ExpertAdapters(Adapter):
+    """The adapters of one name at a module that computes with its parameters: fused experts.
+
+    While the adapters are active, the module reads the changed parameters.
+    """
+
+    def __init__(self, parts: dict[str, FusedAdapters]) -> None:
+        """Join the adapters.
+
+        Args:
+            parts: name of a parameter → its adapters.
+        """
+        super().__init__()
+        for parameter, adapters in parts.items():
+            self.add_module(parameter, adapters)
+        self.container = _common_container([*parts.values()])
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the module's output, computed with the weights from `changed`."""
+        return base(x)
+
+    def changed(self, parameter: str, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return a weight `[*experts, d_out, d_in]` with the adapters' change."""
+        adapters = self._modules.get(parameter)
+        return adapters.weight(w, base) if isinstance(adapters, FusedAdapters) else w
+
+
+def is_additive(adapter: nn.Module | None) -> bool:
+    """Return whether merging the adapter equals keeping it active beside others."""
+    if isinstance(adapter, ExpertAdapters):
+        return all(map(is_additive, adapter._modules.values()))
+    return isinstance(adapter, WeightAdapter) and adapter.is_additive
+
+
+def mergeable(adapter: nn.Module | None) -> WeightAdapter:
+    """Return the adapter, if it equals a changed weight.
+
+    Raises:
+        StateError: a weight cannot express it.
+    """
+    if isinstance(adapter, WeightAdapter):
+        return adapter
+    raise StateError(
+        f"a {type(adapter).__name__} adapter is not a change of a weight and cannot be merged. "
+        f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
+    )
+
+
+def changed(
+    adapter: nn.Module, parameter: str, value: Tensor, base: BaseLayer, transposed: bool
+) -> Tensor:
+    """Return a parameter of a layer with an adapter's change, as the layer stores it.
+
+    Args:
+        adapter: of the layer.
+        parameter: its name.
+        value: so far, float32 or float64, as the layer stores it; zeros for a missing bias.
+        base: the layer; `base.parameters` are its untouched ones.
+        transposed: whether the layer stores the parameter as `[*experts, d_in, d_out]`.
+
+    Raises:
+        StateError: the adapter is not a change of a weight.
+    """
+    if isinstance(adapter, CopyAdapter):
+        return adapter.parameter(parameter, value, base)
+    if parameter == "bias" and not isinstance(adapter, ExpertAdapters):
+        return mergeable(adapter).bias(value, base)
+    w = value.mT if transposed else value
+    if isinstance(adapter, ExpertAdapters):
+        w = adapter.changed(parameter, w, base)
+    else:
+        w = mergeable(adapter).weight(w, base)
+    return w.mT if transposed else w
+
+
+def _common_container(adapters: Sequence[Adapter]) -> str:
+    """Return the container of the adapters; that of adapters in general if they have several."""
+    containers = {adapter.container for adapter in adapters}
+    return containers.pop() if len(containers) == 1 else Adapter.container
+
+
+def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:
+    """Return the children of several adapters by label."""
+    labels = parts[0].slices
+    return {n: [cast("Adapter", each._modules[n]) for each in parts] for n in labels}
+
+
+def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
+    if one is None or other is None:
+        return True
+    alike = (one.groups, one.width) == (other.groups, other.width)
+    return not alike or (one.start < other.stop and other.start < one.stop)
+
+
+def _all_features(t: Tensor, dim: int = -1) -> OutputSlice:
+    size = t.shape[dim]
+    return OutputSlice(1, size, 0, size)

@@ -1,0 +1,536 @@
+"""Tokens that adapters add to the sequences of a call, and the position numbers that they change.
+
+The module called first, the whole model or an encoder in it, gets longer sequences: each added
+token has a placeholder, with an entry in mask, positions, types and labels. The adapter inserts its
+values where they join: at the table of tokens, or at the output of the module that embeds, which is
+called with the model's own tokens, so that their positions, types and norms do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.anatomy.tree import below
+from adapterzoo.caches import CACHES, cached_tokens
+from adapterzoo.call import Generation, Places, RecordedCall
+from adapterzoo.composition import Joined, Prompts, RowMap, evaluate
+from adapterzoo.contracts import PositionAdapter, PromptAdapter
+from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.masks import bounds_in, packed
+from adapterzoo.runtime import HEAD, ActiveState, CallContext, Frame, Plan
+from adapterzoo.token_ids import NO_TOKEN, grid
+
+from .adapted import Adapted, acting, adapters_of, shared_of
+from .building import layer_at
+from .layers import LayerCall
+
+_IGNORED = -100
+_NO_TOKENS = (*CACHES, "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
+
+
+def join(
+    prompts: Prompts,
+    rows: RowMap | None,
+    path: str,
+    given: Mapping[str, Any],
+    generation: Generation | None,
+) -> tuple[Joined | None, dict[str, Any]]:
+    """Make room in the arguments of a call.
+
+    Args:
+        prompts: the tokens that the plan adds.
+        rows: which rows take which part of the composition; None if all take all.
+        path: of the called module; that of the base model for the whole model.
+        given: arguments of the call, by name.
+        generation: the running `generate`, None outside.
+
+    Returns:
+        The longer sequences, or None if the call does not get the tokens; and the arguments.
+
+    Raises:
+        CompositionError: rows get different numbers of tokens, which the model cannot handle.
+        StateError: the mask does not show which tokens are real, or there are too many.
+    """
+    tokens = prompts.tokens
+    if not below(tokens.stack, path):
+        return None, {}
+    encoded = given.get("encoder_outputs")
+    if tokens.is_encoder and encoded is not None:
+        return _after_encoder(prompts, rows, given, encoded[0])
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    t = embeds if ids is None else ids
+    if t is None and tokens.table is None:
+        first = next(v for v in given.values() if isinstance(v, Tensor))
+        joined = Joined(prompts, _index(rows, first.shape[0]))
+        _check_even(joined, "have no mask")
+        return joined, dict(given)
+    if not isinstance(t, Tensor) or t.dim() != (2 if t is ids else 3):
+        # an inner model gets the tokens in rows
+        return None, {}
+    if generation is None and bounds_in(given) is not None:
+        raise StateError(packed(f"{_names(prompts)} adds its tokens"))
+    cached = 0 if tokens.is_encoder else cached_tokens(given) or 0
+    generates = generation is not None
+    if not tokens.is_encoder:
+        _check_past(given, t.shape[1], cached, generation)
+    joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
+    mask = _mask(given, t)
+    own = t.shape[1] + max(cached - joined.count, 0)
+    first_filler = generates and not tokens.is_encoder
+    if mask is not None and mask.shape[1] != own:
+        has = f"the cache has {cached}, {joined.count} of them added by adapters, and " * bool(
+            cached
+        )
+        raise StateError(
+            f"attention_mask={list(mask.shape)}: {has}the call brings {t.shape[1]} tokens. Pass a "
+            f"mask [batch, {own}] of the model's own tokens; those that {_names(prompts)} adds "
+            f"get their columns automatically."
+        )
+    if cached and cached < joined.count:
+        raise StateError(
+            f"past_key_values has {cached} tokens, and {_names(prompts)} adds {joined.count}: the "
+            f"cache was made without it. Start with an empty cache."
+        )
+    joined.lay_out(t.shape[0], own, mask, t.device, first_filler)
+    _check_length(joined)
+    if not joined.is_even:
+        _check_uneven(joined, given, generates)
+    changed = dict(given)
+    if (wide := joined.mask()) is not None:
+        changed["attention_mask"] = wide
+    positions = given.get("position_ids")
+    shifted = prompts.joins == "inputs" or not tokens.embeds_positions
+    if positions is not None and (shifted or not cached):
+        if cached:
+            changed["position_ids"] = joined.later_positions(positions)
+        else:
+            changed["position_ids"] = joined.positions(positions, shifted=shifted)
+    if cached:
+        return joined, changed
+    if ids is not None:
+        changed["input_ids"] = joined.extended(ids, prompts.filler)
+    if embeds is not None:
+        changed["inputs_embeds"] = joined.extended(embeds, 0.0)
+    for name, value in given.items():
+        if name not in _NO_TOKENS and name != "position_ids" and not name.startswith("decoder_"):
+            changed[name] = _extended(joined, name, value, t.shape[:2])
+    return joined, changed
+
+
+def _check_past(
+    given: Mapping[str, Any], count: int, cached: int, generation: Generation | None
+) -> None:
+    """Check that a model does not keep earlier tokens in a form that cannot be counted."""
+    again = cached_tokens(given) is None
+    if generation is not None and generation.new and not cached:
+        # without a cache each step of `generate` has all tokens before
+        again = again or count <= generation.new
+    if again:
+        raise StateError(
+            "an adapter adds tokens at the start of a sequence, but this model keeps earlier "
+            "tokens in a state that does not count them. Write use_cache=False."
+        )
+
+
+def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
+    return None if rows is None else rows.layout(count).index
+
+
+def _names(prompts: Prompts) -> str:
+    names = dict.fromkeys(added.key.name for part in prompts.parts for added in part)
+    return ", ".join(map(repr, names))
+
+
+def _mask(given: Mapping[str, Any], t: Tensor) -> Tensor | None:
+    mask = given.get("attention_mask")
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return mask
+    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    raise StateError(
+        f"attention_mask={shown}: an active adapter adds tokens to each row, and this mask does "
+        f"not say which of the {t.shape[1]} tokens of a row are real. Pass a mask [batch, tokens] "
+        f"of 0 and 1; in generate, leave cache_implementation out."
+    )
+
+
+def _check_length(joined: Joined) -> None:
+    prompts = joined.prompts
+    legal = prompts.tokens.positions
+    if prompts.joins == "inputs" and legal is not None and joined.length > legal:
+        raise StateError(
+            f"{_names(prompts)} adds {joined.count} tokens to the {joined.length - joined.count} "
+            f"of a row, and the model has positions for {legal}. Give it at most "
+            f"{max(legal - joined.count, 0)} tokens."
+        )
+
+
+def _check_even(joined: Joined, why: str) -> None:
+    if len({joined.prompts.length(part) for part in range(len(joined.prompts.parts))}) > 1:
+        raise CompositionError(
+            f"rows of a batch: the prompts of {_names(joined.prompts)} have different lengths, and "
+            f"the inputs of this model {why}. Call it with the rows of one prompt at a time."
+        )
+
+
+def _check_uneven(joined: Joined, given: Mapping[str, Any], generates: bool) -> None:
+    """Check that filler in some rows does not change the positions of their tokens."""
+    tokens = joined.prompts.tokens
+    if tokens.is_encoder:
+        return
+    if not generates and not joined.adds:
+        _check_even(joined, "go on from a cache whose rows are filled up behind. Use generate")
+    if generates and tokens.positions is not None and given.get("position_ids") is None:
+        _check_even(joined, "come without position_ids")
+
+
+def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
+    """Return an argument with entries for added tokens, if it has one for each token."""
+    # outputs of transformers are dicts, too
+    if type(value) is dict:
+        return {key: _extended(joined, name, v, shape) for key, v in value.items()}
+    if not isinstance(value, Tensor) or value.is_floating_point():
+        return value
+    if name in joined.prompts.places and value.shape[:1] == shape[:1]:
+        return joined.places_of(value)
+    is_label = "label" in name
+    if is_label and joined.prompts.tokens.is_encoder:
+        # labels of the decoder
+        return value
+    return (
+        joined.extended(value, _IGNORED if is_label else 0) if value.shape[:2] == shape else value
+    )
+
+
+def _after_encoder(
+    prompts: Prompts, rows: RowMap | None, given: Mapping[str, Any], hidden: Tensor
+) -> tuple[Joined | None, dict[str, Any]]:
+    """Return the arguments of a decoder with the mask of the encoder's output extended."""
+    mask = _mask(given, hidden)
+    joined = Joined(prompts, _index(rows, hidden.shape[0]), adds=False)
+    tokens = hidden.shape[1] - joined.count
+    if tokens < 0 or (mask is not None and mask.shape[1] != tokens):
+        return None, {}
+    joined.lay_out(hidden.shape[0], tokens, mask, hidden.device)
+    return joined, {**given, "attention_mask": joined.mask()}
+
+
+def places_in(joined: Joined, path: str) -> Places | None:
+    """Return a function for the places of added tokens in the call of an inner model, or None.
+
+    Args:
+        joined: the longer sequences.
+        path: of the inner model.
+    """
+    return joined.at if joined.adds and below(joined.prompts.tokens.stack, path) else None
+
+
+def ids_in(given: Mapping[str, Any], joined: Joined | None, context: CallContext) -> Tensor | None:
+    """Return the token ids of a call, `[rows, tokens]`, `NO_TOKEN` at added tokens.
+
+    Args:
+        given: arguments of the call, by name.
+        joined: the longer sequences; None if adapters add no tokens.
+        context: of the model, before the call.
+
+    Returns:
+        None if they are unknown.
+    """
+    ids = grid(given.get("input_ids"))
+    if context.stacks:
+        outer = context.stacks[-1].call.ids
+        # a decoder has others than its encoder
+        is_other = outer is None or (ids is not None and ids.shape != outer.shape)
+        return ids if is_other else outer
+    if ids is None or joined is None or not joined.adds or not joined.is_laid_out:
+        return ids
+    return joined.extended(joined.own(ids), NO_TOKEN)
+
+
+def entered(
+    module: nn.Module, path: str, joined: Joined, context: CallContext, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments with tokens that join embeddings passed by the caller.
+
+    Args:
+        module: that is called.
+        path: of it.
+        joined: the longer sequences.
+        context: of the model.
+        given: arguments of the call, by name.
+    """
+    prompts, table = joined.prompts, joined.prompts.tokens.table
+    at_stack = path == prompts.tokens.stack and joined.adds and not joined.is_called
+    if prompts.joins != "inputs" or table is None or not at_stack:
+        return given
+    layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
+    adapters = adapters_of(layer)
+    base = LayerCall(layer, functools.partial(_as_it_is), context=context)
+    embeds = given["inputs_embeds"]
+    for key in dict.fromkeys(added.key for part in prompts.parts for added in part):
+        parts = (m for m in adapters[key.name].modules() if isinstance(m, PromptAdapter))
+        adapter = next(m for m in parts if m.shared_key == key)
+        embeds = joined.entered(embeds, key, adapter.prompt(base))
+    return {**given, "inputs_embeds": embeds}
+
+
+def check_called(joined: Joined) -> None:
+    """Check that the tokens have joined the others.
+
+    Raises:
+        StateError: the model has not called the layer that they join.
+    """
+    if joined.adds and not joined.is_called:
+        raise StateError(
+            f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
+            f"calling {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
+            f"Activate an adapter of another method."
+        )
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class AdaptedEmbeddings(Adapted):
+    """Mixed into the class of an embedding module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the model's own tokens, and add the tokens of adapters."""
+        link = self._link
+        active = link.active
+        plan, joined = active.plan, active.call.joined
+        site = plan.sites.get(link.path)
+        if joined is None or site is None or joined.prompts.joins != "embeddings":
+            return super().forward(*args, **kwargs)
+        if not joined.adds:
+            return super(Adapted, self).forward(*args, **kwargs)
+        # the first argument is what layers are told apart by: one that is there
+        kwargs = dict(sorted(kwargs.items(), key=lambda item: not isinstance(item[1], Tensor)))
+        plain = super(Adapted, self).forward
+        base = LayerCall(
+            self, functools.partial(_own, plain, joined), args, kwargs, None, active.call
+        )
+        x = args[0] if args else next(iter(kwargs.values()))
+        return base.pack(evaluate(*acting(self, site), x, base, plan.rows))
+
+
+def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:
+    """Return the module's output for the model's own tokens, with room for the others."""
+
+    def cut(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == joined.length
+        return joined.own(value) if wide else value
+
+    if joined.is_laid_out:
+        out = plain(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+    else:
+        out = plain(*args, **kwargs)
+    y = out[0] if isinstance(out, tuple) else out
+    if not isinstance(y, Tensor) or y.dim() != 3:
+        raise StateError(
+            f"the module that embeds returned {list(getattr(y, 'shape', ())) or type(y).__name__}, "
+            f"and tokens join [rows, tokens, d]. Write joins='inputs', or another method."
+        )
+    if not joined.is_laid_out:
+        joined.lay_out(y.shape[0], y.shape[1], None, y.device)
+    elif y.shape[1] != joined.length - joined.count:
+        raise StateError(
+            f"the module that embeds returned {list(y.shape)} for {joined.length - joined.count} "
+            f"tokens, so that the places of others are not known. Write joins='inputs'."
+        )
+    wide = joined.extended(y, 0.0)
+    return (wide, *out[1:]) if isinstance(out, tuple) else wide
+
+
+NUMBERS = "position_ids"
+"""The argument for the numbers of tokens."""
+
+
+class AdaptedPositions(Adapted):
+    """Mixed into the class of a module whose position numbers adapters change."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward on the position numbers of the active adapters."""
+        link = self._link
+        active = link.active
+        plan = active.plan
+        site = plan.sites.get(link.path)
+        plain = super(Adapted, self).forward
+        if site is None:
+            return plain(*args, **kwargs)
+        given = {**dict(zip(self._positions, args, strict=False)), **kwargs}
+        name = NUMBERS if NUMBERS in given else next(iter(given))
+        numbers = given[name]
+        if plan.rows is not None and numbers.shape[0] == 1:
+            numbers = numbers.expand(len(plan.rows.index), -1)  # [rows, tokens]
+
+        def read(numbers: Tensor) -> Any:
+            # a table gives embeddings, to which other adapters may add; a rotation has none
+            return plain(self._checked(numbers)) if is_table else numbers
+
+        is_table = isinstance(self, nn.Embedding)
+        base = LayerCall(self, read, context=active.call)
+        found = evaluate(*acting(self, site), numbers, base, plan.rows)
+        return found if is_table else plain(**{**given, name: found})
+
+    def _checked(self, numbers: Tensor) -> Tensor:
+        """Check that the table has the numbers, and return them; on a GPU the look-up raises."""
+        if numbers.is_cpu and not torch.compiler.is_compiling():
+            self._check(int(numbers.max()))
+        return numbers
+
+    def _check(self, last: int) -> None:
+        size = cast("nn.Embedding", self).num_embeddings
+        if last >= size:
+            raise StateError(
+                f"position {last}: the prefix comes before the tokens, and the model has {size} "
+                f"positions for both. Give it {last - size + 1} tokens less."
+            )
+
+
+def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call with numbers that start at the first real token of each row.
+
+    Rotations depend on distances only, so that padding at the start changes nothing between tokens,
+    but a prefix keeps its position. Numbers that the caller gives are kept.
+
+    Args:
+        given: arguments of the model that numbers the tokens of its stack, by name.
+        around: those of the outermost model, which may have numbered them already.
+    """
+    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    if t is None or around.get(NUMBERS) is not None:
+        return given
+    tokens, before = t.shape[1], cached_tokens(given) or 0
+    masks = (given.get("attention_mask"), around.get("attention_mask"))
+    mask = next((m for m in masks if isinstance(m, Tensor) and m.dim() == 2), None)
+    numbers = given.get(NUMBERS)
+    if numbers is None:
+        numbers = torch.arange(before, before + tokens, device=t.device)[None]  # [1, tokens]
+    # three numbers for each token are counted by the mask
+    if mask is None or mask.shape[1] != before + tokens or numbers.dim() != 2:
+        return given
+    first = (mask != 0).int().argmax(1, keepdim=True)  # [rows, 1]
+    start = numbers[:, :1]
+    if before:
+        shift = torch.minimum(first, start - before + first)
+    else:
+        shift = numbers.expand(len(first), -1).gather(1, first) - start
+    numbers = (numbers - shift.clamp(min=0)).clamp(min=0)  # [rows, tokens]
+    return {**given, NUMBERS: numbers}
+
+
+def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:
+    """Check that the tables of positions have a number for each token, as adapters change it.
+
+    Args:
+        model: the base model.
+        plan: the active plan.
+        tokens: of the longest row.
+        legal: how many tokens the tables are for.
+
+    Raises:
+        StateError: there are too many.
+    """
+    for path, site in plan.sites.items():
+        if path.startswith(HEAD):
+            continue
+        table = layer_at(model, path)
+        if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
+            continue
+        # a table may begin with numbers that no token has
+        last = table.num_embeddings - legal + tokens - 1
+        rows = 1 if plan.rows is None else len(plan.rows.index)
+        numbers = torch.full((rows, 1), last, device=table.weight.device)
+
+        def read(numbers: Tensor, table: Any = table) -> Any:
+            table._check(int(numbers.max()))
+            return torch.zeros_like(numbers)
+
+        base = LayerCall(table, read, context=table._link.active.call)
+        if all(isinstance(adapter, PositionAdapter) for adapter in adapters_of(table).values()):
+            evaluate(*acting(table, site), numbers, base, plan.rows)
+
+
+class AdaptedStack(Adapted):
+    """Mixed into the class of an encoder or decoder whose calls adapters read."""
+
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """Return a forward with the original signature, which `generate` inspects."""
+
+        @functools.wraps(plain.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return AdaptedStack.forward(self, *args, **kwargs)
+
+        return {"forward": forward}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; its arguments are recorded meanwhile."""
+        link = self._link
+        if link.path not in link.active.plan.stacks:
+            return super().forward(*args, **kwargs)
+        call = recorded(self, self._positions, link.active, link.path, args, kwargs)
+        with call as (values, named):
+            return super().forward(*values, **named)
+
+
+@contextmanager
+def recorded(
+    module: nn.Module,
+    positions: tuple[str, ...],
+    active: ActiveState,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    with_head: bool = False,
+) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """Record the arguments of an encoder or decoder for its adapters while it runs.
+
+    The outermost of several such calls makes room for the tokens that adapters add.
+
+    Args:
+        module: that is called.
+        positions: names of the arguments of its forward that can be given by position.
+        active: of the model.
+        path: of the module below the base model.
+        args: of the call.
+        kwargs: of the call.
+        with_head: whether the module is a model around the one at the path.
+
+    Yields:
+        The arguments to call it with.
+    """
+    context, plan = active.call, active.plan
+    given = {**dict(zip(positions, args, strict=False)), **kwargs}
+    joined = context.joined
+    is_first = plan.prompts is not None and joined is None
+    if plan.prompts is not None and joined is None:
+        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
+        if joined is not None:
+            args, kwargs, given = (), changed, changed
+    shared = None if path else functools.partial(shared_of, module)
+    places = None if joined is None else places_in(joined, path)
+    ids = ids_in(given, joined, context)
+    outer = context.stacks[-1].call if context.stacks else None
+    call = RecordedCall(path, given, context.generation, places, ids, outer)
+    context.stacks.append(Frame(call, shared, module, joined))
+    try:
+        if joined is not None and not with_head and given.get("inputs_embeds") is not None:
+            given = entered(module, path, joined, context, given)
+            args, kwargs = (), given
+        if path in plan.counted and not with_head and NUMBERS in positions:
+            args, kwargs = (), counted(given, call.outermost)
+        yield args, kwargs
+        if is_first and joined is not None:
+            check_called(joined)
+    finally:
+        context.stacks.pop()
+        if call.generation is not None:
+            call.generation.new = None

@@ -1,0 +1,379 @@
+"""Hotswap: give an adapter the values of another one, in place.
+
+`hotswap=True` is an argument of transformers. Every tensor of the slot, the adapter that takes the
+values, keeps its address, size and dtype, and the slot keeps its config. So compiled code runs on,
+and the config describes what the slot computes: smaller tensors are padded with zeros, and the
+ratio of two scalings goes into the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from adapterzoo import formats
+from adapterzoo.composition import parse
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import Adapter
+from adapterzoo.errors import ConfigError, StateError, argument, listing
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import Checkpoint
+
+from . import adapters, checkpointing, sharding
+from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
+from .adapterhub import arguments, loaders
+from .heads import checkpoints, tables
+from .heads.interface import LoadOptions
+from .hf import documents
+from .hf.hosts import refuse_while_batching
+from .hf.info import info_of
+from .state import AdaptedModel, AdapterRecord, modules_of
+
+_Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
+
+
+class Write(NamedTuple):
+    """A tensor of the model, and the values that it gets."""
+
+    tensor: Tensor
+    values: Tensor
+
+
+def load(
+    model: AdaptedModel,
+    folder: Path,
+    asked: LoadOptions,
+    hub_name: str | None = None,
+    or_add: bool = False,
+) -> tuple[str, bool]:
+    """Load a folder into an adapter of the model.
+
+    Args:
+        model: with adapters.
+        folder: of the adapter with the values.
+        asked: arguments of the public method.
+        hub_name: the name that the user gave, if the folder is a download.
+        or_add: whether a file of another name becomes a slot of the rank `slot_rank`.
+
+    Returns:
+        The adapter's name, and whether it was added.
+
+    Raises:
+        ConfigError: the adapter cannot take these values; nothing has changed.
+        UnknownNameError: there is no adapter of this name.
+    """
+    stored = formats.read(folder, "adapter", info_of(model, asked.with_head))
+    name = documents.name_in(asked.load_as, stored, hub_name or folder)
+    if or_add and name not in model._adapter_state.records:
+        rank = model._adapter_state.slot_rank or 1
+        if stored.metadata.get("embeddings") is not None:
+            raise StateError(_EMBEDDINGS.format(name=name))
+        if isinstance(config := stored.metadata.get("config"), Mapping):
+            # refuses a larger rank before anything changes
+            AdapterConfig.from_dict(config).of_rank(rank)
+        name = checkpointing.load_adapter(model, folder, asked, hub_name)
+        widen(model, name, rank)
+        return name, True
+    _refuse_changes(asked)
+    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
+    slot = _slot(model, name)
+    coming = checkpointing.filled(model, stored, (), asked.dtype)
+    writes = _writes(model, name, coming.config, coming.places, coming.coming)
+    if asked.with_head and stored.metadata.get("head") is not None:
+        writes += _writes_of_head(model, name, stored, asked)
+    arguments.compare(asked, coming.config, stored.metadata.get("model_name"))
+    if asked.set_active:
+        refuse_while_batching(model)
+        check_setup(model, parse(name), ())
+    write(writes)
+    _forget_former(model, name)
+    model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
+    if asked.set_active:
+        set_active(model, name)
+    arguments.report(asked.loading_info)
+    loaders.load(asked, folder, name)
+    return name, False
+
+
+def copy(model: AdaptedModel, name: str, into: str) -> None:
+    """Give an adapter the values of another one of the model, without its head.
+
+    Args:
+        model: with both.
+        name: of the adapter whose values are copied.
+        into: the slot.
+
+    Raises:
+        ConfigError: the slot cannot take them; nothing has changed.
+        StateError: the slot is merged, or shares parameters.
+        UnknownNameError: there is no adapter of one of the names.
+    """
+    sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
+    record = model._adapter_state.find(name)
+    slot = _slot(model, into)
+    if name == into:
+        raise ConfigError(f"the adapter {name!r} has its own values. Write another into=….")
+    modules = dict(modules_of(model, name))
+    write(_writes(model, into, record.config, record.places, modules))
+    _forget_former(model, into)
+    model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
+
+
+def _forget_former(model: AdaptedModel, name: str) -> None:
+    """Clear what the adapter's modules keep of their former values."""
+    for _, module in modules_of(model, name):
+        module.train(module.training)
+
+
+def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
+    """Return the record of an adapter whose values may be replaced.
+
+    Raises:
+        StateError: they are merged, being batched, or those of other adapters too.
+        UnknownNameError: there is none.
+    """
+    record = model._adapter_state.find(name)
+    refuse_merged(model, name)
+    refuse_while_batching(model, name)
+    for group, names in model._adapter_state.sharing.items():
+        if name in names:
+            others = listing(n for n in names if n != name)
+            raise StateError(
+                f"{name!r} shares parameters with {others}. Write "
+                f"unshare_parameters(name={group!r}) first."
+            )
+    return record
+
+
+def _refuse_changes(asked: LoadOptions) -> None:
+    given = {"leave_out": asked.leave_out, "id2label": asked.id2label}
+    for key, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"hotswap=True, {key}={value!r}: layers and labels stay. Leave {key} out, or write "
+                "hotswap=False."
+            )
+    if asked.overwrite_ok is False:
+        raise ConfigError(
+            "hotswap=True, overwrite_ok=False: values are replaced. Leave overwrite_ok out."
+        )
+
+
+def _writes(
+    model: AdaptedModel,
+    name: str,
+    config: AdapterConfig,
+    places: _Places,
+    modules: Mapping[str, Adapter],
+) -> list[Write]:
+    """Return what gives the adapter `name` the values of modules.
+
+    Raises:
+        ConfigError: it cannot take them.
+    """
+    slot = model._adapter_state.find(name)
+    lines = _differences(slot, config, places)
+    if lines:
+        raise ConfigError(
+            f"a hotswap changes only tensors, and {name!r} differs from the values:\n  "
+            + "\n  ".join(lines[:10])
+            + "\nA hotswap needs the same layers, method and options. Write hotswap=False, "
+            "overwrite_ok=True."
+        )
+    pairs = zip(slot.config.members, config.members, strict=True)
+    is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
+    found: list[Write] = []
+    for path, own in modules_of(model, name):
+        coming, mine = in_slot(modules[path], own), own.state_dict(keep_vars=True)
+        lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
+        for key in coming.keys() & mine.keys():
+            tensor, values = mine[key], coming[key]
+            if not _has_room(tensor, values, is_padded):
+                lines.append(
+                    f"{path}/{key}   slot {list(tensor.shape)} {tensor.dtype}, "
+                    f"values {list(values.shape)} {values.dtype}"
+                )
+            found.append(Write(tensor, values))
+    if lines:
+        shown = "\n  ".join(sorted(lines)[:10])
+        raise ConfigError(
+            f"the values do not fit into the adapter {name!r}:\n  {shown}\nAdd it with the largest "
+            f"size that it will take, or write hotswap=False, overwrite_ok=True."
+        )
+    return found
+
+
+def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
+    # values of a narrower dtype are converted exactly
+    if torch.promote_types(slot.dtype, values.dtype) is not slot.dtype or slot.is_meta:
+        return False
+    if not is_padded or slot.dim() != values.dim():
+        return slot.shape == values.shape
+    return all(a >= b for a, b in zip(slot.shape, values.shape, strict=True))
+
+
+def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) -> list[str]:
+    """Return how a slot differs in layers, methods and options that have no place in tensors."""
+    kinds = ["|".join(m.architecture for m in c.members) for c in (slot.config, config)]
+    if kinds[0] != kinds[1]:
+        return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
+    mine, theirs = _sites(slot.places), _sites(places)
+    lines = [f"{mine[key]}   of the slot only" for key in mine if key not in theirs]
+    lines += [f"{theirs[key]}   of the values only" for key in theirs if key not in mine]
+    for own, other in zip(slot.config.members, config.members, strict=True):
+        left, right = own.to_dict(), other.to_dict()
+        lines += [
+            f"{key}={left.get(key)!r} and not {right.get(key)!r}"
+            for key in sorted(left.keys() | right.keys())
+            if key not in own.training_fields | own.slot_fields and left.get(key) != right.get(key)
+        ]
+    return lines
+
+
+def _sites(places: _Places) -> dict[Any, str]:
+    """Return what is adapted, with its name in messages; shared modules have a path alone."""
+    found: dict[Any, str] = {(path,): path for path in places}
+    for path, placements in places.items():
+        for p in placements:
+            part = "" if p.site.output_slice is None else f" ({p.site.role})"
+            found[path, p.location, p.site] = f"{path}{part}"
+    return found
+
+
+def in_slot(adapter: Adapter, slot: Adapter) -> dict[str, Tensor]:
+    """Return the tensors for a slot; of a fused adapter or a union those of its parts."""
+    tensors = dict(adapter.state_dict())
+    for path, part in adapter.named_modules():
+        if isinstance(part, Adapter):
+            inside = f"{path}." if path else ""
+            own: Any = slot.get_submodule(path)
+            tensors = {key: t for key, t in tensors.items() if not key.startswith(inside)}
+            tensors |= {inside + key: t for key, t in part.in_slot(own).items()}
+    return tensors
+
+
+def _writes_of_head(
+    model: AdaptedModel, name: str, stored: Checkpoint, asked: LoadOptions
+) -> list[Write]:
+    """Return what gives the head of an adapter the values of the file.
+
+    Raises:
+        CheckpointError: the head has other sizes, or another config.
+        ConfigError: there is none.
+    """
+    strategy, record = model._head_strategy, checkpoints.head_in(stored)
+    hint = f"Write {argument('with_head', False, 'load_adapter')}."
+    if name not in strategy.saved_names():
+        raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
+    # its checks; what it returns would replace the head
+    strategy.fitting(record, name, dataclasses.replace(asked, overwrite_ok=True))
+    if strategy.is_named and not isinstance(record.document.get("config"), Mapping):
+        raise ConfigError(
+            f"the file holds the head of a task class, and {name!r} has a named one. {hint}"
+        )
+    tensors = strategy.completed(name, record.document, record.tensors)
+    own = strategy.record(name)
+    mine = {} if own is None else own.tensors
+    fit.check_fit(type(model).__name__, tensors, mine, asked.dtype)
+    return [Write(mine[key], values) for key, values in tensors.items()]
+
+
+def write(writes: list[Write]) -> None:
+    """Write values into tensors, and zeros where they are smaller."""
+    with torch.no_grad():
+        for tensor, values in writes:
+            if tensor.shape != values.shape:
+                tensor.zero_()
+            tensor[tuple(slice(size) for size in values.shape)].copy_(values)
+
+
+# --- slots: adapters of one rank, into which later ones are loaded ---
+
+_EMBEDDINGS = (
+    "the adapter {name!r} has its own embeddings, and cannot get another rank with them. Add "
+    "it with the largest rank, and write load_adapter(…, load_as={name!r}, hotswap=True)."
+)
+
+
+def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
+    """Let adapters that are loaded from now on be slots of a rank.
+
+    Args:
+        model: with adapters, or without.
+        rank: the largest of all adapters.
+        check_compiled: whether adapters that the model has, which become slots too, are an
+            "error", something to "warn" of, or neither: "ignore".
+
+    Raises:
+        ConfigError: an argument is not legal, or the rank of an adapter is larger.
+        StateError: the model has adapters, or one of them is in use.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"target_rank={rank!r} is not a rank. Write target_rank=128.")
+    if check_compiled not in ("error", "warn", "ignore"):
+        raise ConfigError(
+            f"check_compiled={check_compiled!r} is not 'error', 'warn' or 'ignore'. Leave it out."
+        )
+    records = model._adapter_state.records
+    if records and check_compiled != "ignore":
+        text = (
+            f"the model has the adapters {listing(records)}, whose sizes change, so that a "
+            f"compiled model compiles again. Write it before the first adapter is loaded, or "
+            f"check_compiled='ignore'."
+        )
+        if check_compiled == "error":
+            raise StateError(text)
+        warnings.warn(text, UserWarning, stacklevel=3)
+    for name in records:
+        _check_widening(model, name, rank)
+    for name in tuple(records):
+        widen(model, name, rank)
+    model._adapter_state.slot_rank = rank
+
+
+def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
+    """Return the config of an adapter after `widen`.
+
+    Raises:
+        ConfigError: its rank is larger.
+        StateError: the model is sharded, or the adapter is in use.
+    """
+    config = model._adapter_state.find(name).config.of_rank(rank)
+    sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_used(model, name)
+    if tables.table_of(model, name) is not None:
+        raise StateError(_EMBEDDINGS.format(name=name))
+    return config
+
+
+def widen(model: AdaptedModel, name: str, rank: int) -> None:
+    """Give an adapter the rank of a slot; what it computes stays.
+
+    Raises:
+        ConfigError: its rank is larger.
+        StateError: the model is sharded, or the adapter is in use.
+    """
+    config, record = _check_widening(model, name, rank), model._adapter_state.find(name)
+    if config == record.config:
+        return
+    with torch.random.fork_rng(devices=()):
+        made = adapters.make(model, config)
+    for path, old in modules_of(model, name):
+        module = made.coming[path]
+        values, own = in_slot(old, module), module.state_dict(keep_vars=True)
+        before = old.state_dict(keep_vars=True)
+        for key, tensor in own.items():
+            tensor.data = tensor.data.to(values[key].device, values[key].dtype)
+            if tensor.is_floating_point():
+                tensor.requires_grad_(key in before and before[key].requires_grad)
+        write([Write(tensor, values[key]) for key, tensor in own.items()])
+        module.train(old.training)
+    adapters.uninstall(model, name)
+    adapters.install(model, name, dataclasses.replace(made, meta=record.meta))
+    replan(model)

@@ -1,0 +1,197 @@
+"""Compositions in folders, with their adapters, heads and fusions."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from adapterzoo import hub
+from adapterzoo.arguments import one_of
+from adapterzoo.composition import Composition, fusions_of, parse
+from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
+from adapterzoo.formats import setup_files
+from adapterzoo.formats.setup_files import HeadSetup, names_of
+from adapterzoo.hub.card import card_text, check_card
+from adapterzoo.hub.client import refuse_if_offline
+
+from . import adapters, checkpointing, fusion, sharding
+from .activation import set_active as activate
+from .adapterhub import loaders
+from .heads import checkpoints as head_files
+from .heads.interface import LoadOptions
+from .hf import fusion_files
+from .state import AdaptedModel
+
+
+def names_in(adapter_setup: object) -> list[str]:
+    """Return the names of the adapters that a user composes.
+
+    Raises:
+        StateError: there is none.
+    """
+    setup = parse(adapter_setup)
+    if setup is None or not setup.flatten():
+        raise StateError("there is no adapter in it. Write 'a' or Stack('a', 'b').")
+    return list(setup.flatten())
+
+
+def save(
+    model: AdaptedModel,
+    folder: str | os.PathLike[str],
+    adapter_setup: object,
+    head_setup: HeadSetup = None,
+    meta: Mapping[str, Any] | None = None,
+    format: str = "native",
+) -> None:
+    """Save a composition with its adapters, heads and fusions.
+
+    Raises:
+        UnknownNameError: an adapter, a head or a fusion is unknown.
+    """
+    folder, state = Path(folder), model._adapter_state
+    for name in names_in(adapter_setup):
+        state.find(name)
+    setup, heads = cast("Composition", parse(adapter_setup)), model._head_strategy.saved_names()
+    for fuse in fusions_of(setup):
+        state.find_fusion(fuse.name)
+    for name in names_of(head_setup):
+        if name not in heads:
+            raise unknown_name("", "head", name, heads)
+    for name in setup.flatten():
+        checkpointing.save_adapter(model, folder / name, name, name in heads, meta, format)
+    for fuse in fusions_of(setup):
+        fusion_files.save(model, folder / fuse.name, fuse, meta, format)
+    for name in names_of(head_setup):
+        if name not in setup.flatten():
+            head_files.save(model, folder / name, name, format)
+    if head_setup is True:
+        head_files.save(model, folder, None, format)
+    # last: where it is, all the others are
+    setup_files.write(folder, setup, head_setup)
+
+
+def load(
+    model: AdaptedModel,
+    path: str | os.PathLike[str],
+    version: str | None,
+    revision: str | None,
+    source: str | None,
+    hub_options: Mapping[str, Any],
+    set_active: bool,
+    custom_loaders: Sequence[Any] = (),
+) -> tuple[Composition, HeadSetup]:
+    """Load a composition with its adapters, heads and fusions, all or none.
+
+    Raises:
+        DuplicateNameError: a name is taken.
+    """
+    wanted = one_of(version=version, revision=revision)
+    folder = hub.resolve_setup(path, wanted, source, **hub_options)
+    setup, heads = setup_files.read(folder)
+    strategy, state = model._head_strategy, model._adapter_state
+    fused = [fuse.name for fuse in fusions_of(setup)]
+    if taken := sorted({*fused} & state.fusions.keys()):
+        raise DuplicateNameError(
+            f"there is a fusion {taken[0]!r}. Write delete_adapter_fusion({taken[0]!r}) first."
+        )
+    known = {*strategy.names()}
+    loads = [
+        checkpointing.fitting(model, folder / name, LoadOptions(load_as=name))
+        for name in setup.flatten()
+    ]
+    with ExitStack() as undo:
+        undo.callback(setattr, model._active.default, "plan", model._active.default.plan)
+        undo.callback(_delete_heads, model, known)
+        for name, enter in loads:
+            enter()
+            undo.callback(adapters.delete, model, name)
+        for name in fused:
+            fusion_files.load(model, folder / name, LoadOptions())
+            undo.callback(fusion.delete, model, name)
+        # those of adapters came with them
+        for name in [n for n in names_of(heads) if n not in setup.flatten()]:
+            head_files.load(model, folder / name, LoadOptions(load_as=name))
+        enter_head = None
+        if heads is True:
+            _, enter_head = head_files.fitting(model, folder, LoadOptions(set_active=True))
+        if set_active:
+            activate(model, setup)
+            if strategy.is_named and names_of(heads):
+                cast("Any", model).active_head = heads
+        loaders.load(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
+        # last: the head of a task class is filled in place
+        if enter_head is not None:
+            enter_head()
+        undo.pop_all()
+    return setup, heads
+
+
+def _delete_heads(model: AdaptedModel, known: set[str]) -> None:
+    """Delete the named heads that are not known."""
+    for name in {*model._head_strategy.names()} - known:
+        model.delete_head(name)
+
+
+# --- Publishing an adapter on the Hub ---
+
+
+def push(
+    model: AdaptedModel,
+    repo_id: str,
+    name: object,
+    *,
+    datasets_tag: str | None,
+    local_path: str | os.PathLike[str] | None,
+    adapter_card_kwargs: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    base_model: str | None,
+    commit_message: str | None,
+    saving: Mapping[str, Any],
+    is_setup: bool = False,
+    **options: Any,
+) -> str:
+    """Publish an adapter, and its head, on the Hub, with a model card.
+
+    Args:
+        model: with adapters.
+        repo_id: `user/repository`.
+        name: of the adapter; or a composition, which is saved as a setup.
+        datasets_tag: the dataset that it was trained on.
+        local_path: a folder to keep the files in too.
+        adapter_card_kwargs: texts for the card.
+        metrics: names and values of metrics.
+        base_model: the base model's name on the Hub.
+        commit_message: first line of the commit.
+        saving: arguments of `save_adapter`, or of `save`.
+        is_setup: whether a setup is published.
+        **options: arguments of `hub.push`.
+
+    Returns:
+        The address of the commit, or of the pull request.
+    """
+    for each in names_in(name) if is_setup else [name]:
+        model._adapter_state.find(each)
+    sharding.refuse_if_sharded(
+        model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
+    )
+    text = card_text(
+        adapter_card_kwargs or {},
+        base_model=base_model,
+        datasets=() if datasets_tag is None else (datasets_tag,),
+        results=dict(metrics or {}),
+    )
+    check_card(text)
+    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
+    what = "adapter setup" if is_setup else "adapter"
+    message = commit_message or f"Upload {what} {name!r}"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary if local_path is None else local_path)
+        if is_setup:
+            save(model, folder, name, **saving)
+        else:
+            checkpointing.save_adapter(model, folder, str(name), **saving)
+        return hub.push(folder, repo_id, text=text, commit_message=message, **options)
