@@ -17,9 +17,9 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Choice, Layers, Maybe, StackLayers, field
+from adapterzoo.patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
 from adapterzoo.spelling import same
 
-from ._patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
 from .copies.config import COPIES, Names, Tokens, with_copies
 from .copies.layers import Saved
 from .copies.rows import TokenIds

@@ -25,6 +25,7 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
 from adapterzoo.fields import FACTOR, SEED, Choice, Maybe, field
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -41,7 +42,6 @@ from adapterzoo.spelling import (
 
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._parts import features, restored
-from ._patterns import Targets, matches
 from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
 from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 

@@ -18,10 +18,10 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.fields import Layers, field
+from adapterzoo.patterns import Excluded, Modules, matches
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._patterns import Excluded, Modules, matches
 from ._peft import EXCLUDED, TARGETS
 from ._targets import names_of, unmatched
 from .copies.config import ConfigWithCopies

@@ -21,10 +21,10 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
+from adapterzoo.patterns import Modules
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._patterns import Modules
 from ._peft import TARGETS
 from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.expressions import short_names
 from adapterzoo.fields import checks
 from adapterzoo.formats.checkpoint import ModelInfo, short
 from adapterzoo.formats.places import Place, places_of
+from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftSpelling
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapterzoo import peft_only
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
 from adapterzoo.formats.checkpoint import method_of, short
+from adapterzoo.peft_arguments import instead
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"
@@ -74,7 +74,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else peft_only.instead(kind)}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
     )
     for name, reason in spelling.refused.items():
         if metadata.get(name):

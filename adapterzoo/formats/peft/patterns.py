@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from adapterzoo.errors import CheckpointError
-from adapterzoo.expressions import fault
+from adapterzoo.patterns import fault
 
 _T = TypeVar("_T")
 

@@ -19,11 +19,11 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, listing
-from adapterzoo.expressions import short_names
 from adapterzoo.fields import checks
 from adapterzoo.formats.checkpoint import ModelInfo
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.places import shared_key
+from adapterzoo.patterns import short_names
 from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_readable
 
 from . import beside, parameters

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.expressions import short_names
 from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo
 from adapterzoo.formats.digest import same_bits
 from adapterzoo.formats.places import Place, places_of, shared_tensors
+from adapterzoo.patterns import short_names
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from . import beside, parameters

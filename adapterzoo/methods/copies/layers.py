@@ -24,7 +24,7 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, CopyAdapter, replaced
 from adapterzoo.errors import SiteError, listing
-from adapterzoo.methods._patterns import Modules, matches
+from adapterzoo.patterns import Modules, matches
 
 
 @config_class

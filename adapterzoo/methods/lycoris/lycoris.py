@@ -22,10 +22,10 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, SEED, Check, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.methods._init import DTYPE
-from adapterzoo.methods._patterns import Patterns, matching
 from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
 from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled
 from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling
 
