@@ -1,38 +1,7 @@
-"""How the peers' files spell a method or a head, declared in a file per method.
+"""How the peers' files spell a method, as data that its family declares.
 
-`formats/adapterhub` and `formats/peft` do not name any method; they read these tables. A
-method file registers one spelling per peer, so that deleting the file deletes its formats:
-
-```python
-adapterhub_spellings.register("ia3")(
-    AdapterHubSpelling(
-        config=IA3Config,
-        # (IA)³ is what adapters calls LoRA with this composition_mode
-        architecture=("lora",),
-        fixed={"composition_mode": "scale", "use_dora": False, "vera_b": None, "vera_d": None},
-        fields=same("selfattn_lora", "attn_matrices", "leave_out", "alpha"),
-        containers=(
-            # <layer>.loras.<name>.lora_B [d_out, 1] is our ia3_l [d_out]
-            Container(
-                "loras",
-                "layer",
-                read=lambda tensors, config: {"ia3_l": tensors["lora_B"].squeeze(1)},
-                write=lambda tensors, config: {"lora_B": tensors["ia3_l"].unsqueeze(1)},
-            ),
-        ),
-    )
-)
-peft_spellings.register("ia3")(
-    PeftSpelling(
-        config=IA3Config,
-        peft_type="IA3",
-        tensors={"ia3_l": ("ia3_l",)},
-        read_layers=lambda layers: [{"scales_input": …} for layer in layers],
-    )
-)
-```
-
-`@spelled(adapterhub, peft)` above a config class registers the spellings that these return.
+`formats/adapterhub` and `formats/peft` do not name any method; they read these tables. A family
+registers one spelling per peer with `spelled`, so that deleting the family deletes its formats.
 
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
 tensor: a `KeyError` in `Container.read` leaves the file's names unchanged, and the comparison with
@@ -416,10 +385,10 @@ _Config = TypeVar("_Config", bound=type[AdapterConfig])
 def spelled(
     *makes: Callable[[type[AdapterConfig]], AdapterHubSpelling | PeftSpelling],
 ) -> Callable[[_Config], _Config]:
-    """Decorate a config class: declare how the peers spell its method.
+    """Return a decorator of a config class that declares how the peers spell its method.
 
     Args:
-        makes: return the spellings for the class.
+        makes: return the spellings for the class, see `docs/adding-a-method.md`.
     """
 
     def declared(config: _Config) -> _Config:

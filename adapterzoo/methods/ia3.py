@@ -28,10 +28,8 @@ from adapterzoo.kernels.grouped import Groups
 from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
-    AdapterHubFile,
     AdapterHubSpelling,
     Container,
-    Fields,
     PeftLayer,
     PeftPart,
     PeftSpelling,
@@ -244,14 +242,9 @@ def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
         containers=(Container("loras", "layer", read=_read, write=_write),),
         feed_forward=FEED_FORWARD,
-        read_fields=_read_fields,
         place=place,
         as_flags=as_flags,
     )  # fmt: skip
-
-
-def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
-    return fields | {"leave_out": fields.get("leave_out") or ()}
 
 
 def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:

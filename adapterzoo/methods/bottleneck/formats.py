@@ -61,7 +61,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
         fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)
     if fields.get("use_gating"):
         fields["convention"] = "adapterhub"
-    return fields | {"leave_out": fields.get("leave_out") or ()}
+    return fields
 
 
 # --- tensors: AdapterHub saves the norm before a bottleneck under two names ---
