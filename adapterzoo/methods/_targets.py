@@ -188,7 +188,8 @@ class TargetedConfig(AdapterConfig):
             raise SiteError(
                 f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
                 f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): these "
-                f"exclude every layer that matches. Write fewer of them."
+                f"exclude every layer that matches in blocks 0 to {len(anatomy.blocks) - 1}. Write "
+                f"fewer of them."
             )
         self._warn_of_idle(anatomy)
         return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
