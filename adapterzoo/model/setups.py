@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from adapterzoo import hub
-from adapterzoo.arguments import one_of
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
 from adapterzoo.hub.card import card_text, check_card
+from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
