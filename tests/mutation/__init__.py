@@ -1,6 +1,6 @@
 """How many planted bugs do the tests catch?
 
-`mutants.json` lists 60 bugs, drawn once with a seed: each is a function, one statement or condition
+`mutants.json` lists 60 bugs, drawn once with a seed and ported since: each is a function, one statement or condition
 of it, and what stands there instead. They are found again by function and text, so the same list
 fits a tree that has changed elsewhere; what no longer fits is reported.
 
