@@ -93,16 +93,11 @@ _ARGUMENTS = PeftArguments(
         ),
         "megatron_core": PeftArgument("megatron.core"),
         "qalora_group_size": PeftArgument(16),
-        **{
-            name: PeftArgument(hint="this method has no initial values from data. Leave it out.")
-            for name in ("corda_config", "eva_config")
-        },
-        **{
-            name: PeftArgument(hint="it belongs to initial values that are not here. Leave it out.")
-            for name in ("loftq_config", "lora_ga_config")
-        },
+        **dict.fromkeys(
+            ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config"),
+            PeftArgument(),
+        ),
         "ensure_weight_tying": PeftArgument(False),
-        "velora_config": PeftArgument(hint="it compresses activations. Leave it out."),
         **{
             name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
             for name, reason in _REFUSED.items()
@@ -128,15 +123,11 @@ _FROM_DATA: Mapping[str, PeftArgument] = {
         part_class="CordaConfig",
         parts={
             **{name: ours(default, name) for name, (default, _) in OPTIONS["corda"].items()},
-            "cache_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
-            "covariance_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
-            "verbose": PeftArgument(False, hint="there is no progress to print. Leave it out."),
-            "use_float16_for_covariance": PeftArgument(
-                False, hint="covariances are never in half precision. Leave it out."
-            ),
-            "prune_temporary_fields": PeftArgument(
-                True, hint="there are no temporary fields. Leave it out."
-            ),
+            "cache_file": PeftArgument(),
+            "covariance_file": PeftArgument(),
+            "verbose": PeftArgument(False),
+            "use_float16_for_covariance": PeftArgument(False),
+            "prune_temporary_fields": PeftArgument(True),
         },
     ),
     "loftq_config": PeftArgument(
