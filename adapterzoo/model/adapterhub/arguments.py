@@ -9,7 +9,7 @@ from typing import Any
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.model.heads.interface import LoadOptions
+from adapterzoo.model.state import LoadOptions
 
 
 def chosen_format(format: str, use_safetensors: bool | None) -> str:

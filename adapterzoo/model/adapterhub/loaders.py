@@ -9,8 +9,7 @@ from typing import Any
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.model import sharding
-from adapterzoo.model.heads.interface import LoadOptions
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import AdaptedModel, LoadOptions
 
 
 def check(model: AdaptedModel, loaders: Sequence[Any] | None) -> tuple[Any, ...]:

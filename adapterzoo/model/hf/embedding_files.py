@@ -69,7 +69,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
             raise CheckpointError(str(error)) from error
     padding = vocabularies.padding_of(model, tokenizer, len(weight))
     table = nn.Parameter(weight.to(layer.weight.device, layer.weight.dtype), False)
-    embeddings.enter(model, name, embeddings.Waiting(table, padding))
+    embeddings.enter(model, name, embeddings.InactiveTable(table, padding))
     if tokenizer is not None:
         vocabularies.warn_of_positions(model, tokenizer)
     return tokenizer

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoModel
 
 from adapterzoo.anatomy import without_wrappers
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
@@ -19,14 +18,15 @@ from adapterzoo.formats.checkpoint import ModelInfo
 from adapterzoo.formats.digest import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
-from adapterzoo.inject.building import layer_at, plain_state
-from adapterzoo.model.heads import store
+from adapterzoo.inject.building import layer_at
+from adapterzoo.model.heads import named
+from adapterzoo.model.heads.copies import output_tensors
+from adapterzoo.model.heads.records import of_named, record_of
 from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import base_prefix
+from adapterzoo.model.state import base_prefix, heads_of
 
-from . import task_heads
 from .backbone import describe, renamer, split_experts, text_config
-from .task_classes import from_static, is_task, to_static
+from .task_classes import from_static, head_tensors, is_task, other_fields, static_head, to_static
 
 
 def info_of(model: Any, with_head: bool = True) -> ModelInfo:
@@ -39,7 +39,6 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     config = model.config
     text = text_config(config)
     tasks = Tasks(model)
-    strategy = model._head_strategy
     return ModelInfo(
         anatomy=model.anatomy,
         prefix=base_prefix(model).removesuffix("."),
@@ -48,9 +47,9 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         model_name=name_of(model),
         hidden_size=getattr(text, "hidden_size", None),
         config=lambda: tasks.config,
-        named_heads=strategy.is_named,
+        named_heads=model._has_named_heads,
         static_head=functools.cache(
-            lambda: _shapes(record.tensors) if (record := strategy.record(None)) else {}
+            lambda: _shapes(own.tensors) if (own := record_of(model, None)) else {}
         ),
         from_static=tasks.read,
         to_static=tasks.write,
@@ -64,7 +63,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         split_experts=frozenset(
             layer for layers in split_experts(config.model_type).values() for layer in layers
         ),
-        output=functools.cache(lambda: frozenset(strategy.output_tensors())),
+        output=functools.cache(lambda: frozenset(output_tensors(model))),
     )
 
 
@@ -145,7 +144,7 @@ class Tasks:
             return self._from_static(architecture, shapes, label2id, pooler, fields)
         except InexpressibleError as error:
             try:
-                static = task_heads.static_head(self._model, architecture, shapes, label2id, fields)
+                static = static_head(self._model, architecture, shapes, label2id, fields)
             except (InexpressibleError, ConfigError) as second:
                 raise InexpressibleError(f"{error}; as it is: {second}") from second
             if static.keys.keys() == shapes.keys():
@@ -177,7 +176,7 @@ class Tasks:
         Raises:
             CheckpointError: no named head equals it.
         """
-        fields = task_heads.other_fields(self._model.config, saved or {})
+        fields = other_fields(self._model.config, saved or {})
         try:
             pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
             config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
@@ -210,12 +209,12 @@ class Tasks:
         lacking = [key for key, t in needed.items() if id(t) not in there]
         if not lacking:
             return dict(tensors)
-        strategy, found = self._model._head_strategy, dict[str, Tensor]()
-        for name in strategy.names():
-            record = strategy.record(name)
+        found = dict[str, Tensor]()
+        for name in heads_of(self._model):
+            own = of_named(self._model, name)
             for kind in (architecture, *(config.architectures or ())):
                 with contextlib.suppress(CheckpointError):
-                    whole = self.write(kind, record.document, record.tensors)
+                    whole = self.write(kind, own.document, own.tensors)
                     found = {k: t.detach() for k, t in whole.items() if k in lacking} | found
         lost = [k for k in lacking if k not in found or found[k].shape != needed[k].shape]
         if lost:
@@ -261,8 +260,8 @@ class Tasks:
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
-        config = store.config_from(self._model, values)
-        head = store.built(self._model, config, torch.device("meta"))
+        config = named.config_from(self._model, values)
+        head = named.built(self._model, config, torch.device("meta"))
         return {
             key: tensor.detach()
             for key, tensor in head.state_dict(keep_vars=True).items()
@@ -306,30 +305,6 @@ class Tasks:
         with torch.device("meta"):
             model = cls(theirs)
         return _shapes(head_tensors(model))
-
-
-def head_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the tensors of a task class that are not those of its base model.
-
-    Args:
-        model: of a class of transformers, perhaps with adapters.
-    """
-    own = plain_state(model)
-    start = base_prefix(model)
-    inside = {key for key in own if key.startswith(start)}
-    if not start:
-        # T5's language model holds the parts of the base model, not the base model itself
-        if type(model.config) not in MODEL_MAPPING:
-            return {}
-        config = copy.deepcopy(model.config)
-        config._attn_implementation = "eager"
-        with torch.device("meta"):
-            inside = {*AutoModel.from_config(config).state_dict()}
-        # a quantized layer has more tensors than a plain one
-        layers = {key.rpartition(".")[0] for key in inside} - {""}
-        inside |= {key for key in own if key.rpartition(".")[0] in layers}
-    shared = {id(tensor) for key, tensor in own.items() if key in inside}
-    return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
 
 
 # --- tensors and modules ---

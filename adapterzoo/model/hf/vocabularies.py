@@ -17,9 +17,9 @@ from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods._token_rows import TokenRows
 from adapterzoo.model.activation import replan
-from adapterzoo.model.heads import copies, ties
+from adapterzoo.model.heads import copies, sharing
 from adapterzoo.model.heads.embeddings import (
-    Waiting,
+    InactiveTable,
     biases_of,
     enter,
     find,
@@ -70,7 +70,9 @@ def add(
     table = torch.empty(rows, width).normal_(std=_STD)
     if padding is not None:
         table[padding] = 0.0
-    made = Waiting(nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding)
+    made = InactiveTable(
+        nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding
+    )
     if reference_embedding is not None:
         known = _vocabulary(reference_tokenizer, "reference_tokenizer")
         _copy_rows(model, made, reference_embedding, vocabulary, known)
@@ -80,7 +82,7 @@ def add(
 
 def _copy_rows(
     model: AdaptedModel,
-    made: Waiting,
+    made: InactiveTable,
     reference: str,
     vocabulary: Mapping[str, int],
     known: Mapping[str, int],
@@ -214,7 +216,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         outside = tuple(_measured(backbone, site) for site in anatomy.outside)
         model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
         replan(model)
-    ties.update_outputs(model)
+    sharing.update_outputs(model)
     return resized
 
 
