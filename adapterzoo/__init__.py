@@ -31,40 +31,33 @@ if TYPE_CHECKING:
         TaskHead,
     )
     from .hub import AdapterInfo, adapter_info, list_adapters
-    from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
         BnConfig,
+        CompacterConfig,
+        CompacterPlusPlusConfig,
         DoubleSeqBnConfig,
         DoubleSeqBnInvConfig,
+        NoLanguageAdaptersConfig,
         ParBnConfig,
         SeqBnConfig,
         SeqBnInvConfig,
     )
-    from .methods.compacter import CompacterConfig, CompacterPlusPlusConfig
-    from .methods.dora import DoRAConfig
-    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
-    from .methods.ln_tuning import LNTuningConfig
-    from .methods.loha import LoHaConfig
-    from .methods.lokr import LoKrConfig
-    from .methods.lora import LoRAConfig
-    from .methods.mam import MAMConfig
+    from .methods.ln import LNTuningConfig
+    from .methods.low_rank import DoRAConfig, DvoRAConfig, LoRAConfig, MTLLoRAConfig, VeraConfig
+    from .methods.lycoris import LoHaConfig, LoKrConfig
     from .methods.miss import MissConfig
-    from .methods.mtl_lora import MTLLoRAConfig
-    from .methods.no_language_adapters import NoLanguageAdaptersConfig
-    from .methods.oft import OFTConfig
-    from .methods.prefix_tuning import PrefixTuningConfig
-    from .methods.prompt_tuning import PromptTuningConfig
+    from .methods.prompt import PrefixTuningConfig, PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.rotation import BOFTConfig, OFTConfig
     from .methods.trainable_tokens import TrainableTokensConfig
-    from .methods.unipelt import UniPELTConfig
-    from .methods.vera import VeraConfig
+    from .methods.unions import MAMConfig, UniPELTConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 

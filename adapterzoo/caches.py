@@ -1,11 +1,16 @@
-"""Modules that keep values computed from weights, and the caches of a model's earlier tokens."""
+"""Values computed from weights, kept on request, and the caches of a model's earlier tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 CACHES = ("cache", "past_key_values", "cache_params")
 """A model's argument for the keys, values and states of earlier tokens: one of these names."""
@@ -25,42 +30,94 @@ def cached_tokens(given: Mapping[str, Any]) -> int | None:
     return int(cache.get_seq_length()) if counts else None
 
 
-class ModuleCache(nn.Module):
-    """Base of the modules that keep values which state dicts and buffers never include.
+class _Value(NamedTuple):
+    """A value with the state of its sources.
 
-    `train`, `eval`, every move or cast, and `load_state_dict` clear it. Copies, pickles and
-    replicas start empty.
+    Attributes:
+        value: the computed tensor.
+        marks: the state of the sources.
+        storages: their memory, whose addresses are in the marks.
     """
 
-    def empty(self) -> dict[str, Any]:
-        """Return the attributes of an empty cache."""
-        raise NotImplementedError
+    value: Tensor
+    marks: list[object]
+    storages: list[StorageWeakRef]
 
-    def forget(self) -> None:
-        """Clear the cache."""
-        vars(self).update(self.empty())
 
-    def train(self, mode: bool = True) -> Self:
-        """Change the mode and clear the cache."""
-        self.forget()
-        return super().train(mode)
+# a module → what it has computed from weights; None: nothing is kept
+_values: ContextVar[dict[nn.Module, _Value] | None] = ContextVar("values", default=None)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the module and clear the cache."""
-        self.forget()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.forget()
-        super()._load_from_state_dict(*args)
+@contextmanager
+def values_kept() -> Iterator[None]:
+    """Keep the values of `cached` in this thread and task until the block ends.
 
-    def _replicate_for_data_parallel(self) -> Self:
-        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        # a replica shares all attributes but has its own weights
-        vars(replica).update(replica.empty())
-        return replica
+    A block inside another shares its values.
+    """
+    token = _values.set({}) if _values.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _values.reset(token)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of an empty cache: copies and pickles have other weights."""
-        return {**super().__getstate__(), **self.empty()}  # type: ignore[no-untyped-call]
+
+def cached(
+    owner: nn.Module,
+    compute: Callable[[], Tensor],
+    sources: Callable[[], Sequence[Tensor]],
+    facts: object,
+) -> Tensor:
+    """Return a value computed from weights; inside `values_kept`, the one computed before.
+
+    A kept value is dropped when a source has another version, which every operation that autograd
+    tracks increases (optimizers, `load_state_dict`, writes through `detach()`), or other memory,
+    layout or dtype (moves, casts, assignments). Writes that autograd does not track go unnoticed:
+    `p.data.mul_(2)`, NumPy, optimizers with `fused=True`.
+
+    Nothing is kept in training, of sources that get gradients, in compiled, traced or captured
+    code, or in a process group, where FSDP refills tensors without a new version.
+
+    Args:
+        owner: has one such value.
+        compute: computes it from the sources and the facts alone.
+        sources: returns the parameters and buffers.
+        facts: the numbers and dtypes that it depends on.
+    """
+    values = None if torch.compiler.is_compiling() else _values.get()
+    if values is None or owner.training or _is_recorded(tensors := sources()):
+        return compute()
+    marks: list[object] = [facts, torch.is_inference_mode_enabled()]
+    for source in tensors:
+        # a view is a new object in each call, its base is not
+        whole = source if source._base is None else source._base
+        marks += (id(whole), whole._version, source.data_ptr(), source.dtype)
+        marks += (source.shape, source.stride())
+        if source.is_cuda:
+            # another stream may read the value before it is computed
+            marks.append(torch.cuda.current_stream(source.device).cuda_stream)
+    known = values.get(owner)
+    # freed memory may come back as that of another tensor
+    if known is not None and known.marks == marks and not _are_freed(known.storages):
+        return known.value
+    value = compute()
+    storages = [StorageWeakRef(source.untyped_storage()) for source in tensors]
+    values[owner] = _Value(value, marks, storages)
+    return value
+
+
+def _are_freed(storages: Sequence[StorageWeakRef]) -> bool:
+    return any(storage.expired() for storage in storages)
+
+
+def _is_recorded(sources: Sequence[Tensor]) -> bool:
+    """Return whether operations are recorded, or sources change without a new version."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or (dist.is_available() and dist.is_initialized())
+        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        # subclasses may hide their memory, or compute differently
+        or any(type(t) not in (Tensor, nn.Parameter) or t.is_inference() for t in sources)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in sources))
+    )

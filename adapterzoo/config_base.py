@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import inspect
 import json
 import os
 import re
+from abc import ABCMeta
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from reprlib import recursive_repr
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
-from .errors import ConfigError, unknown_name
-from .fields import ConfigType, Frozen, check_fields, construct
+from .errors import ConfigError, FieldError, listing, unknown_name
+from .fields import check_fields
 from .registry import Registry
 
 _T = TypeVar("_T")
@@ -33,8 +37,92 @@ def config_class(cls: type[_T]) -> type[_T]:
     return dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
 
 
-@config_class
-class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
+class ConfigType(ABCMeta):
+    """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
+
+    A call with fields that stand for another class makes a config of that one: `Config._resolved`.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute of the class, which `dataclass` does too.
+
+        Users may write `@dataclass(frozen=True)` or `@dataclass`: `Config` freezes all objects.
+        """
+        if name in ("__setattr__", "__delattr__"):
+            return
+        super().__setattr__(name, value)
+        if name == "__dataclass_params__":
+            # `dataclass` refuses to mix the two kinds, by the same flag of the bases
+            for base in cls.__mro__[1:]:
+                if own := vars(base).get(name):
+                    own.frozen = value.frozen
+
+    # type checkers read the signature of the dataclass instead
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *values: Any, **fields: Any) -> Any:
+            """Make a config.
+
+            Raises:
+                ConfigError: a field is unknown, missing or without its name.
+            """
+            found, fields = cls._resolved(fields)
+            if found is not cls:
+                return found(*values, **fields)
+            try:
+                return super().__call__(*values, **fields)
+            except ConfigError:
+                raise
+            except TypeError:
+                # errors inside the class itself are not changed
+                _check_names(cls, None, values, fields)
+                raise
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of the constructor, not of `__call__` above."""
+        return _signature(cls)
+
+
+@functools.cache
+def _signature(cls: type) -> inspect.Signature:
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    return inspect.Signature(parameters)
+
+
+def _check_names(
+    cls: type, shown: str | None, values: tuple[Any, ...], fields: Mapping[str, Any]
+) -> None:
+    """Check the names of the fields in a call; `shown` begins the message instead of the call.
+
+    Raises:
+        FieldError: one is unknown, missing or without its name.
+    """
+    known = inspect.signature(cls)
+    try:
+        known.bind(*values, **fields)
+    except TypeError as error:
+        legal = sorted(n for n, p in known.parameters.items() if p.kind is not p.VAR_POSITIONAL)
+        unknown = sorted(fields.keys() - {*legal}, key=str)
+        given = [*map(repr, values), *(f"{name}={fields[name]!r}" for name in unknown)]
+        if unknown:
+            what = f"there is no field {listing(unknown)}"
+        elif values:
+            what = "each field is given by its name"
+        else:
+            missing = [n for n, p in known.parameters.items() if p.default is p.empty]
+            what = f"{listing(n for n in missing if n not in fields)} must be given"
+        near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
+        close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
+        call = shown or f"{cls.__name__}({', '.join(given)})"
+        raise FieldError(
+            f"{call}: {what}.{close} Its fields: {listing(legal, limit=40)}. Write one of these."
+        ) from error
+
+
+# `dataclass(frozen=True)` would refuse a class with a `__setattr__` of its own
+@dataclass(kw_only=True, eq=False, repr=False)
+class Config(Mapping[str, Any], metaclass=ConfigType):
     """Base of all configs: of adapters, fusion layers and heads.
 
     Two configs are equal if their dicts are. A config is a mapping: `config["r"]`,
@@ -56,9 +144,9 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
     default: ClassVar[object] = None
 
     def __init_subclass__(cls) -> None:
-        """Keep `@dataclass` from replacing the comparison."""
+        """Keep `@dataclass` from replacing the comparison and the text."""
         super().__init_subclass__()
-        for name in ("__eq__", "__hash__"):
+        for name in ("__eq__", "__hash__", "__repr__"):
             if name not in vars(cls):
                 setattr(cls, name, getattr(cls, name))
 
@@ -69,6 +157,29 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
             ConfigError: a value is not legal.
         """
         check_fields(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field that has no value yet.
+
+        Raises:
+            FrozenInstanceError: it has, or is not a field.
+        """
+        if name not in fields_of(type(self)) or name in vars(self):
+            raise dataclasses.FrozenInstanceError(
+                f"{type(self).__name__}.{name} = {value!r}: a config does not change. Write "
+                f"config.replace({name}={value!r}), or declare the field in a class of your own."
+            )
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse to delete an attribute.
+
+        Raises:
+            FrozenInstanceError: always.
+        """
+        raise dataclasses.FrozenInstanceError(
+            f"del {type(self).__name__}.{name}: a config does not change. Write config.replace(…)."
+        )
 
     # --- dicts ---
 
@@ -115,11 +226,30 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        return construct(cls, cls.__name__, {name: _as_field(v) for name, v in fields.items()})
+        return cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
 
     @classmethod
-    def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Return the class that these fields of a constructor call mean, and its fields."""
+    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
+        """Return a config with these fields; `shown` begins the messages.
+
+        Raises:
+            ConfigError: there is no such field, or a value is not legal.
+        """
+        found, fields = cls._resolved(fields)
+        _check_names(found, shown, (), fields)
+        try:
+            return found(**fields)
+        except ConfigError:
+            raise
+        except TypeError as error:
+            raise ConfigError(
+                f"{shown}: {error}. Its fields: {listing(sorted(fields_of(found)), limit=40)}. "
+                f"Write legal values for these."
+            ) from error
+
+    @classmethod
+    def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that the fields of a constructor call stand for, and its fields."""
         return cls, fields
 
     def replace(self, **changes: Any) -> Self:
@@ -132,7 +262,7 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
 
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
         """Return the config with some fields changed; errors begin with what the user wrote."""
-        return construct(type(self), shown, _fields_of(self) | dict(changes))
+        return cast("Self", self._made(shown, {**_values(self), **changes}))
 
     # --- values of `config=` ---
 
@@ -162,9 +292,8 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
             found = cls._parse(asked)
         else:
             raise ConfigError(
-                f"config={asked!r}: not a {cls.__name__}, a config string, a dict or "
-                f"the path of a JSON file, but a {type(asked).__name__}. Write "
-                f"config={cls.default!r}."
+                f"config={asked!r}: a {type(asked).__name__} is not a {cls.__name__}, a config "
+                f"string, a dict or the path of a JSON file. Write config={cls.default!r}."
             )
         given = {name: value for name, value in changes.items() if value is not None}
         return found.replace(**given) if given else found
@@ -202,7 +331,7 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
     def field_names(self) -> tuple[str, ...]:
         """Return the names of the fields, the kind's first."""
         kind = (self.kind_field,) if self.kind_field else ()
-        return (*kind, *(f.name for f in dataclasses.fields(self)))
+        return (*kind, *fields_of(type(self)))
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a field.
@@ -226,9 +355,10 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
 
     @recursive_repr()
     def __repr__(self) -> str:
-        """Return a constructor call with all fields."""
-        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if f.repr)
-        return f"{type(self).__qualname__}({', '.join(shown)})"
+        """Return a constructor call with the fields that differ from their defaults."""
+        default = defaults(type(self))
+        changed = {n: v for n, v in _values(self).items() if n not in default or v != default[n]}
+        return f"{type(self).__qualname__}({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
 
     def __eq__(self, other: object) -> bool:
         """Return whether both have the same dict."""
@@ -239,6 +369,22 @@ class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
     def __hash__(self) -> int:
         """Return a hash that equal configs share."""
         return hash(_hashable(self.to_dict()))
+
+
+@functools.cache
+def fields_of(cls: Any) -> Mapping[str, dataclasses.Field[Any]]:
+    """Return the fields of a config class by name."""
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+@functools.cache
+def defaults(cls: Any) -> Mapping[str, Any]:
+    """Return the defaults of the fields that have one, of a config class."""
+    made = {
+        name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for name, f in fields_of(cls).items()
+    }
+    return {name: value for name, value in made.items() if value is not dataclasses.MISSING}
 
 
 def _read(path: str | os.PathLike[str]) -> Any:
@@ -261,7 +407,7 @@ def _example(cls: type[Config]) -> str:
 
 def _string_example(name: str, config: Config) -> str:
     """Return a config string that sets a field: a whole number, another number or a flag."""
-    fields = _fields_of(config)
+    fields = _values(config)
     # a field that a class declares itself is more specific than one that it inherits
     names = [
         n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
@@ -270,8 +416,8 @@ def _string_example(name: str, config: Config) -> str:
     return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
 
 
-def _fields_of(config: Config) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+def _values(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in fields_of(type(config))}
 
 
 def _as_json(value: Any) -> Any:

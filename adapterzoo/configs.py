@@ -8,7 +8,6 @@ builds each (`build`).
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import peft_arguments
-from .config_base import Config, config_class
-from .errors import CompositionError, ConfigError, FieldError, listing
+from .config_base import Config, config_class, defaults
+from .errors import CompositionError, ConfigError, FieldError, SiteError, listing
 from .fields import naming_checks
 from .registry import Registry
 
@@ -47,8 +46,11 @@ adapters are of `contracts.FactoredAdapter`.
 
 DEFAULT_CHANGE_FORM = "lora"
 
-# the classes that `adapters` has as one class, by class
-variants: dict[type[Any], Variant] = {}
+variants: dict[type[Any], Any] = {}
+"""The classes that `adapters` has together with others as one class → their `AdapterHubSpelling`.
+
+`LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
+"""
 
 # quoted text in a config string
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
@@ -67,39 +69,6 @@ class Placement:
     site: Site
     config: AdapterConfig
     location: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A config class that `adapters` has together with others as one class.
-
-    `LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
-
-    Attributes:
-        group: the name that `adapters` gives to all of them.
-        fixed: the fields that tell it from the others, with their values.
-        required: the fields that tell it from the others by having a value.
-        constants: other fields of theirs, with the only legal value here.
-        implied: fields of ours where it is written as one of the others.
-    """
-
-    group: str
-    fixed: Mapping[str, Any]
-    required: tuple[str, ...] = ()
-    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def fields(self) -> set[str]:
-        """The names of its fields of theirs."""
-        return {*self.fixed, *self.required, *self.constants}
-
-    def has(self, values: Mapping[str, Any]) -> bool:
-        """Return whether a config with these values is of the class."""
-        return all(
-            type(values.get(name, value)) is type(value) and values.get(name, value) == value
-            for name, value in self.fixed.items()
-        ) and all(values.get(name) is not None for name in self.required)
 
 
 @config_class
@@ -123,51 +92,20 @@ class AdapterConfig(Config):
     )
 
     @classmethod
-    def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Return the class that fields of `adapters` or PEFT mean, and its fields.
+    def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that fields of `adapters` or PEFT stand for, and its fields.
 
         Raises:
             ConfigError: there is no such method.
         """
-        meant, fields = peft_arguments.meant(cls, fields)
-        if meant is not cls:
-            return meant, fields
-        own = variants.get(cls)
-        group = {c: v for c, v in variants.items() if own is not None and v.group == own.group}
-        theirs = {name for variant in group.values() for name in variant.fields}
-        defaults = _defaults(cls)
-        extra = theirs & fields.keys() - defaults.keys()
-        if own is None or not extra:
-            return cls, fields
-        values = {**own.fixed, **defaults, **fields}
-        found = [c for c, variant in group.items() if variant.has(values)]
-        if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
-            found.append(cls)
-        if not found:
-            shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
-            raise ConfigError(
-                f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
-                f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
-            )
-        meant = max(found, key=lambda c: (len(group[c].required), len(group[c].fixed)))
-        variant, legal = group[meant], _defaults(meant)
-        # the fields that identify the method have been read
-        said = {**variant.fixed, **variant.constants, **(defaults if meant is not cls else {})}
-        kept = {n: v for n, v in fields.items() if n in legal or n not in said or said[n] != v}
-        if meant is not cls:
-            # the fields that were not given have the values of the class that was called, but for
-            # those of training: each method has initial values of its own
-            others = legal.keys() - meant.training_fields
-            same = {name: value for name, value in defaults.items() if name in others}
-            given = {n: v for n, v in kept.items() if n not in defaults or defaults[n] != v}
-            kept = {**same, **variant.implied, **given}
-        return meant, kept
+        found, fields = peft_arguments.resolved(cls, fields)
+        return (found, fields) if found is not cls else _variant(cls, fields)
 
-    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
-        """Return the config with some fields changed, which may have PEFT's names."""
-        if type(self) in peft_arguments.classes_of_peft:
-            changes = peft_arguments.translated(type(self), changes)
-        return super()._changed(shown, changes)
+    @classmethod
+    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
+        if cls in peft_arguments.classes_of_peft:
+            fields = peft_arguments.translated(cls, fields)
+        return super()._made(shown, fields)
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -337,12 +275,55 @@ class AdapterConfig(Config):
         return parts[0] if len(parts) == 1 else ConfigUnion(*members)
 
 
-def _defaults(cls: Any) -> dict[str, Any]:
-    """Return the fields of a config class with their defaults."""
-    return {
-        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        for f in dataclasses.fields(cls)
-    }
+def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return the class that fields of `adapters` stand for, and its fields."""
+    own = variants.get(cls)
+    if own is None:
+        return cls, fields
+    group = {c: v for c, v in variants.items() if v.architecture[0] == own.architecture[0]}
+    default = defaults(cls)
+    extra = {n for v in group.values() for n in v.identifying} & fields.keys() - default.keys()
+    if not extra:
+        return cls, fields
+    values = {**own.fixed, **default, **fields}
+    found = [c for c, variant in group.items() if not variant.differing(values)]
+    if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
+        found.append(cls)
+    if not found:
+        shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
+        raise ConfigError(
+            f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
+            f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
+        )
+    chosen = max(found, key=lambda c: group[c].strictness)
+    variant, legal = group[chosen], defaults(chosen)
+    # the fields that identify the method have been read
+    read = {**variant.fixed, **variant.constants, **(default if chosen is not cls else {})}
+    kept = {n: v for n, v in fields.items() if n in legal or n not in read or read[n] != v}
+    if chosen is cls:
+        return cls, kept
+    # fields that were not given have the values of the class that was called, except those of
+    # training: each method has initial values of its own
+    same = {n: v for n, v in default.items() if n in legal.keys() - chosen.training_fields}
+    given = {n: v for n, v in kept.items() if n not in default or default[n] != v}
+    return chosen, {**same, **variant.as_another, **given}
+
+
+def check_blocks(anatomy: Anatomy, config: str) -> None:
+    """Check that a model has transformer blocks.
+
+    Args:
+        anatomy: of the model.
+        config: the name of the config that needs them.
+
+    Raises:
+        SiteError: it has none.
+    """
+    if not anatomy.blocks:
+        raise SiteError(
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"target_modules, such as LoRAConfig(target_modules=[…])."
+        )
 
 
 @config_class
@@ -486,8 +467,7 @@ class ConfigUnion(AdapterConfig):
         members = fields.pop("configs", [])
         if fields or not isinstance(members, Sequence):
             raise ConfigError(
-                f"union config: 'configs' is a list of configs and the only field, got "
-                f"configs={members!r} and beside it {listing(fields)}. "
-                f"Write {{'architecture': 'union', 'configs': […]}}."
+                f"union config: 'configs' is a list and the only field, got configs={members!r} "
+                f"and {listing(fields)}. Write {{'architecture': 'union', 'configs': […]}}."
             )
         return cls(*(AdapterConfig.from_dict(c) for c in members))

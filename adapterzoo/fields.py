@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
-from .errors import ConfigError, FieldError, listing
+from .errors import ConfigError, listing
 
 _T = TypeVar("_T")
-_NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 # far above any published use; stops typos before they allocate memory
 MAX_WIDTH = 65_536
@@ -322,88 +319,6 @@ def check_fields(config: Any) -> None:
         object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
 
 
-class Frozen:
-    """Base of objects whose attributes are set once."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute that is a field and has no value yet.
-
-        Raises:
-            FrozenInstanceError: it has, or is not a field.
-        """
-        is_field = any(f.name == name for f in dataclasses.fields(cast("Any", self)))
-        if not is_field or name in vars(self):
-            raise dataclasses.FrozenInstanceError(
-                f"{type(self).__name__}.{name} = {value!r}: a config does not change. Write "
-                f"config.replace({name}={value!r}), or declare the field in a class of your own."
-            )
-        object.__setattr__(self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Refuse to delete an attribute.
-
-        Raises:
-            FrozenInstanceError: always.
-        """
-        raise dataclasses.FrozenInstanceError(
-            f"del {type(self).__name__}.{name}: a config does not change. Write config.replace(…)."
-        )
-
-
-class ConfigType(ABCMeta):
-    """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
-
-    A call with fields that mean another class makes a config of that one, see `Config._meant`.
-
-    A class below one of them is declared with `@dataclass(frozen=True)` or with `@dataclass`; its
-    objects are frozen in both cases, by `Frozen`.
-    """
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        """Set an attribute of the class, which `dataclass` does too."""
-        if name in ("__setattr__", "__delattr__"):
-            # those of `Frozen` also serve classes that are not declared as frozen
-            return
-        super().__setattr__(name, value)
-        if name == "__dataclass_params__":
-            # `dataclass` refuses to mix the two kinds, by the same flag of the bases
-            for base in cls.__mro__[1:]:
-                if own := vars(base).get(name):
-                    own.frozen = value.frozen
-
-    # type checkers read the signature of the dataclass instead
-    if not TYPE_CHECKING:
-
-        def __call__(cls, *values: Any, **fields: Any) -> Any:
-            """Make a config.
-
-            Raises:
-                ConfigError: a field is unknown, missing or without its name.
-            """
-            meant, fields = cls._meant(fields)
-            if meant is not cls:
-                return meant(*values, **fields)
-            try:
-                return super().__call__(*values, **fields)
-            except ConfigError:
-                raise
-            except TypeError:
-                # errors inside the class itself are not changed
-                _refuse_wrong_fields(cls, None, values, fields)
-                raise
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """The signature of the constructor, not of `__call__` above."""
-        return _signature(cls)
-
-
-@functools.cache
-def _signature(cls: type) -> inspect.Signature:
-    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-    return inspect.Signature(parameters)
-
-
 def refuse_missing_layers(config: Any, count: int) -> None:
     """Check that a model has the layers whose numbers are in a config.
 
@@ -421,51 +336,5 @@ def refuse_missing_layers(config: Any, count: int) -> None:
             kept = [n for n in asked if n < count] or [*range(count)][-1:]
             raise ConfigError(
                 f"{type(config).__name__}({name}={[*asked]}): there is no block "
-                f"{listing(missing)} in a model with {count} blocks, numbered from 0. Write "
-                f"{name}={kept}."
+                f"{listing(missing)}; the model has {count}, numbered from 0. Write {name}={kept}."
             )
-
-
-def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
-    """Return a config of the class with these fields; `shown` begins the message.
-
-    Raises:
-        ConfigError: there is no such field, or a value is not legal.
-    """
-    cls, fields = cast("Any", cls)._meant(fields)
-    _refuse_wrong_fields(cls, shown, (), fields)
-    try:
-        return cls(**fields)
-    except ConfigError:
-        raise
-    except TypeError as error:
-        legal = sorted(f.name for f in dataclasses.fields(cast("Any", cls)))
-        known = f"Its fields: {listing(legal, limit=40)}. Write legal values for these."
-        raise ConfigError(f"{shown}: {error}. {known}") from error
-
-
-def _refuse_wrong_fields(
-    cls: type, shown: str | None, values: tuple[Any, ...], fields: Mapping[str, Any]
-) -> None:
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(*values, **fields)
-    except TypeError as error:
-        known = [p for p in signature.parameters.values() if p.kind in _NAMED]
-        legal = sorted(p.name for p in known)
-        unknown = sorted(set(fields) - set(legal), key=str)
-        missing = [p.name for p in known if p.default is p.empty and p.name not in fields]
-        given = [repr(value) for value in values]
-        if unknown:
-            what = f"there is no field {listing(unknown)}"
-            given += [f"{name}={fields[name]!r}" for name in unknown]
-        elif values:
-            what = "each field is given by its name"
-        else:
-            what = f"{listing(missing)} must be given"
-        near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
-        close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
-        call = shown or f"{cls.__name__}({', '.join(given)})"
-        raise FieldError(
-            f"{call}: {what}.{close} Its fields: {listing(legal, limit=40)}. Write one of these."
-        ) from error

@@ -123,10 +123,8 @@ class AdapterModelInterface:
         apart = (self.attn_k_proj, self.attn_q_proj, self.attn_v_proj)
         if all(apart) == (self.attn_qkv_proj is not None):
             raise ConfigError(
-                f"AdapterModelInterface(attn_k_proj={apart[0]!r}, attn_q_proj={apart[1]!r}, "
-                f"attn_v_proj={apart[2]!r}, attn_qkv_proj={self.attn_qkv_proj!r}): attention has "
-                f"three layers or one. Write attn_k_proj, attn_q_proj and attn_v_proj, or "
-                f"attn_qkv_proj."
+                f"AdapterModelInterface(attn_qkv_proj={self.attn_qkv_proj!r}): attention has three "
+                f"layers or one. Write attn_k_proj, attn_q_proj and attn_v_proj, or attn_qkv_proj."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,9 +220,8 @@ class AdapterModelInterface:
         names = [name for name, _ in module.named_modules()]
         if path not in names:
             raise ConfigError(
-                f"AdapterModelInterface({field}={path!r}): there is no such module in the "
-                f"{where}. It has {listing(name for name in names[1:] if name.count('.') < 2)}. "
-                f"Write one of its paths."
+                f"AdapterModelInterface({field}={path!r}): there is no such module in the {where}. "
+                f"Write one of {listing(name for name in names[1:] if name.count('.') < 2)}."
             )
         return module.get_submodule(path)
 
@@ -246,9 +243,9 @@ class AdapterModelInterface:
                 if asked is not None and site.role not in ("other", asked):
                     path = next((p for p, role in _paths(block) if role == asked), "another layer")
                     raise ConfigError(
-                        f"AdapterModelInterface: {site.path!r} is given as {asked!r}, and it is "
-                        f"{site.role!r} in this model, which has {path!r} for that. Write its "
-                        f"path, or leave the interface out."
+                        f"AdapterModelInterface: {site.path!r} is given as {asked!r}, and is "
+                        f"{site.role!r} in this model; {asked!r} is {path!r}. Write that path, or "
+                        f"leave the interface out."
                     )
 
     def check_method(self, config: AdapterConfig) -> None:
@@ -263,9 +260,8 @@ class AdapterModelInterface:
         wrong = [m for m in AdapterMethod.get_from_config(config) if m not in self.adapter_methods]
         if wrong:
             raise ConfigError(
-                f"{type(config).__name__} needs {listing(wrong)}, and the interface of the model "
-                f"allows {listing(self.adapter_methods)}. Add {wrong[0]!r} to its adapter_methods, "
-                f"or leave the interface out."
+                f"{type(config).__name__} needs {listing(wrong)}, and the model's interface allows "
+                f"{listing(self.adapter_methods)}. Add {wrong[0]!r} to its adapter_methods."
             )
 
 

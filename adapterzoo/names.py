@@ -59,9 +59,8 @@ def check_name(name: object) -> str:
             f"regular expressions, and this is not one: {wrong}. Write {_legal(name)!r}."
         )
     raise ConfigError(
-        f"the name {name!r} cannot be used: it becomes a folder and a part of parameter "
-        f"names. Legal are 1 to {_LENGTH} characters, at most {_BYTES} bytes in UTF-8, without "
-        f'blanks at the ends and without . / \\ : | ( ) * ? " < >. Write {_legal(name)!r}.'
+        f"the name {name!r} cannot be used: legal are 1 to {_LENGTH} characters, at most {_BYTES} "
+        f'bytes, without . / \\ : | ( ) * ? " < > and blanks at the ends. Write {_legal(name)!r}.'
     )
 
 

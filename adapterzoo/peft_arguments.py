@@ -102,8 +102,8 @@ COMMON: Mapping[str, PeftArgument] = {
 """The fields of every config class of PEFT. `task_type` says of which class the model is."""
 
 
-def meant(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mapping[str, Any]]:
-    """Return the class and the fields that arguments of a config class mean, some of them PEFT's.
+def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mapping[str, Any]]:
+    """Return the class and the fields that a call stands for whose arguments may be PEFT's.
 
     Args:
         cls: that was called.

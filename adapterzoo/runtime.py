@@ -90,9 +90,9 @@ class Default:
         # modules that layers of one adapter share, by its name; they are modules of the model
         self.shared: dict[str, nn.Module] = {}
         # the innermost block of the calling thread and task
-        self.block: ContextVar[Block | None] = ContextVar("block", default=None)
+        self.block: ContextVar[SetupBlock | None] = ContextVar("block", default=None)
         # every block that some context still holds, and whether there is one
-        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.blocks: weakref.WeakSet[SetupBlock] = weakref.WeakSet()
         self.has_blocks = False
         # whether a task has entered one of them, so that contexts of one thread may differ
         self.by_tasks = False
@@ -108,19 +108,19 @@ class Held:
 
     Attributes:
         plan: the active plan.
-        gone: an adapter or fusion of the plan that has been deleted or replaced; None if all are
+        deleted: an adapter or fusion of the plan that has been deleted or replaced; None if all are
             there.
     """
 
     plan: Plan
-    gone: str | None = None
+    deleted: str | None = None
 
 
 # reentrant: also taken when a block is freed, which may happen at any allocation
 _blocks_lock = threading.RLock()
 
 
-class Block:
+class SetupBlock:
     """A plan that is active in the calling thread and task until the block ends."""
 
     def __init__(self, default: Default, plan: Plan, owner: object) -> None:
@@ -308,9 +308,9 @@ class ActiveState(threading.local):
         held = self._held()
         if held is None:
             return None
-        if held.gone is not None:
+        if held.deleted is not None:
             raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): {held.gone} was deleted or replaced inside "
+                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted or replaced inside "
                 "it. Leave the block."
             )
         return held.plan
@@ -386,7 +386,7 @@ class ActiveState(threading.local):
         """Activate the plan in the calling thread and task until the context ends."""
         default, task = self.default, current_task()
         owner = None if task is None else task.get_coro()
-        block = Block(default, plan, owner)
+        block = SetupBlock(default, plan, owner)
         default.block.set(block)
         before = self.noted, self.owner
         if task is None:
@@ -417,32 +417,16 @@ class ActiveState(threading.local):
             block.held.plan = change(block.held.plan)
         self.override = self.override and change(self.override)
 
-    def forget(self, name: str) -> None:
-        """Mark blocks that use a deleted adapter: they must not run without it.
-
-        Args:
-            name: of the adapter.
-        """
-        self._mark(f"the adapter {name!r}", lambda setup: name in setup.flatten())
-
-    def forget_fusion(self, name: str) -> None:
-        """Mark blocks that use deleted fusion layers.
-
-        Args:
-            name: of the fusion.
-        """
-        self._mark(
-            f"the fusion {name!r}", lambda setup: any(f.name == name for f in fusions_of(setup))
-        )
-
-    def _mark(self, gone: str, uses: Callable[[Composition], bool]) -> None:
+    def forget(self, name: str, is_fusion: bool = False) -> None:
+        """Mark blocks that use a deleted adapter or fusion: they must not run without it."""
         with _blocks_lock:
             for block in self.default.blocks:
                 setup = block.held.plan.setup
-                if setup is not None and uses(setup):
-                    block.held.gone = gone
+                names = () if setup is None else setup.flatten()
+                if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
+                    block.held.deleted = f"the {'fusion' if is_fusion else 'adapter'} {name!r}"
 
-    def _open_blocks(self) -> list[Block]:
+    def _open_blocks(self) -> list[SetupBlock]:
         thread = threading.get_ident()
         with _blocks_lock:
             return [b for b in self.default.blocks if b.is_open and b.thread == thread]

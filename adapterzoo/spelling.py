@@ -49,7 +49,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .configs import METHODS, AdapterConfig, Placement, Variant, variants
+from .configs import METHODS, AdapterConfig, Placement, variants
 from .fields import FLAG, Check
 from .peft_arguments import PeftArguments, classes_of_peft
 from .registry import Registry
@@ -199,6 +199,11 @@ class AdapterHubSpelling:
     def strictness(self) -> tuple[int, int]:
         """Of several methods that a file may belong to, it belongs to the strictest."""
         return len(self.required), len(self.fixed)
+
+    @property
+    def identifying(self) -> set[str]:
+        """The fields that tell the method from others, and those with one legal value."""
+        return {*self.fixed, *self.required, *self.constants}
 
     def differing(self, values: Mapping[str, Any]) -> list[str]:
         """Return the fields by which a file's config belongs to another method."""
@@ -400,8 +405,9 @@ peft_readers: Registry[PeftSpelling] = Registry("PEFT reader", filled_by=METHODS
 
 
 def peft_readable() -> list[PeftSpelling]:
-    """Return the spellings of all methods in whose PEFT files adapters can be loaded."""
-    return [*peft_spellings.values(), *peft_readers.values()]
+    """Return the spellings of all methods in whose PEFT files adapters can be loaded, by type."""
+    found = [*peft_spellings.values(), *peft_readers.values()]
+    return sorted(found, key=lambda spelling: spelling.peft_type)
 
 
 _Config = TypeVar("_Config", bound=type[AdapterConfig])
@@ -421,9 +427,8 @@ def spelled(
             spelling = make(config)
             if isinstance(spelling, AdapterHubSpelling):
                 adapterhub_spellings.register(config.architecture)(spelling)
-                if (group := spelling.architecture[0]) is not None and spelling.fixed:
-                    told = spelling.fixed, spelling.required, spelling.constants
-                    variants[config] = Variant(group, *told, spelling.as_another)
+                if spelling.architecture[0] is not None and spelling.fixed:
+                    variants[config] = spelling
             elif spelling.becomes:
                 peft_readers.register(spelling.peft_type)(spelling)
             else:

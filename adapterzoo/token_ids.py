@@ -29,9 +29,9 @@ def found_in_all(starts: Tensor, sequence: tuple[int, ...]) -> Tensor:
     if not has_values(absent) or absent.any():
         where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
         raise StateError(
-            f"alora_invocation_tokens={list(sequence)}: the tokens of this call do not have "
-            f"them in rows {where}, and those in past_key_values are unknown. Write "
-            f"model.generate(…), or pass whole sequences without past_key_values."
+            f"alora_invocation_tokens={list(sequence)}: rows {where} of this call do not have "
+            f"them, and tokens in past_key_values are unknown. Write model.generate(…), or pass "
+            f"whole sequences without past_key_values."
         )
     return starts
 

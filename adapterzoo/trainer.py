@@ -240,9 +240,13 @@ class AdapterTrainer(Trainer):
         counted = [self._counted(batch) for batch in batch_samples]
         known = [labels for labels in counted if labels is not None]
         self._usual_count = None
-        number, batches, unknown = self._over_processes(
-            [sum(map(_count, known)), len(known), len(counted) - len(known)], device
-        )
+        numbers = [sum(map(_count, known)), len(known), len(counted) - len(known)]
+        if self.args.world_size > 1 and self.args.average_tokens_across_devices:
+            # over all processes, so that all of them take the same branch
+            mine = torch.tensor([numbers], device=device)  # [1, numbers]
+            everyone = cast("Tensor", self.accelerator.gather(mine))  # [processes, numbers]
+            numbers = cast("list[int]", everyone.sum(0).tolist())
+        number, batches, unknown = numbers
         if unknown or not batches:
             return None
         own_loss = self.compute_loss_func is not None
@@ -256,14 +260,6 @@ class AdapterTrainer(Trainer):
         # a model that averages over the batch itself gets its share in compute_loss
         self._usual_count = number / batches
         return None
-
-    def _over_processes(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Return the sums over all processes, so that all of them take the same branch."""
-        if self.args.world_size == 1 or not self.args.average_tokens_across_devices:
-            return numbers
-        mine = torch.tensor([numbers], device=device)  # [1, numbers]
-        everyone = cast("Tensor", self.accelerator.gather(mine))  # [processes, numbers]
-        return cast("list[int]", everyone.sum(0).tolist())
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the labels whose count divides a batch's loss, −100 for those that do not count.
@@ -307,14 +303,23 @@ class AdapterTrainer(Trainer):
             ConfigError: label smoothing with labels that are not class numbers.
         """
         inputs = dict(inputs)
-        share = self._share(inputs) if model.training and num_items_in_batch is None else 1.0
-        heads = self._heads()
+        heads, share, usual = self._heads(), 1.0, self._usual_count
+        if model.training and num_items_in_batch is None and usual is not None:
+            labels = self._counted(inputs)
+            if labels is not None:
+                share = _count(labels) / usual if usual else 0.0
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
             # Trainer removes the labels, from which the decoder inputs are made
             if (labels := decoder_labels(heads, inputs, 1)) is not None:
                 shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
-                inputs["labels"] = self._smoothed_labels(inputs)
+                labels = self._counted(inputs) if len(heads) == 1 else None
+                if labels is None or labels.is_floating_point():
+                    raise ConfigError(
+                        f"label_smoothing_factor: it is for one head with class numbers; active "
+                        f"are {listing(heads)}. Write label_smoothing_factor=0."
+                    )
+                inputs["labels"] = labels
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -323,35 +328,13 @@ class AdapterTrainer(Trainer):
             loss = outputs["logits"].sum() * 0.0
         elif share != 1.0:
             loss = loss * share
-        if model.training:
-            loss = self._regularized(loss, num_items_in_batch is not None)
+        penalty = self._adapted.get_fusion_regularization_loss() if model.training else None
+        if penalty is not None:
+            # once for each step; Trainer itself divides a loss that is not a share
+            is_share = num_items_in_batch is not None
+            steps = self.current_gradient_accumulation_steps if is_share else 1
+            loss = loss + penalty.to(loss.device, loss.dtype) / steps
         return (loss, outputs) if return_outputs else loss
-
-    def _regularized(self, loss: Tensor, is_share: bool) -> Tensor:
-        """Return the loss with the penalty on the V of fusions, once for each step."""
-        penalty = self._adapted.get_fusion_regularization_loss()
-        if penalty is None:
-            return loss
-        # Trainer itself divides a loss that is not a share of the accumulated batches
-        steps = self.current_gradient_accumulation_steps if is_share else 1
-        whole: Tensor = loss + penalty.to(loss.device, loss.dtype) / steps
-        return whole
-
-    def _share(self, inputs: Mapping[str, Any]) -> float:
-        usual = self._usual_count
-        labels = None if usual is None else self._counted(inputs)
-        if usual is None or labels is None:
-            return 1.0
-        return _count(labels) / usual if usual else 0.0
-
-    def _smoothed_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        labels = self._counted(inputs) if len(self._heads()) == 1 else None
-        if labels is None or labels.is_floating_point():
-            raise ConfigError(
-                "label_smoothing_factor is for one head with class numbers, not for "
-                f"{listing(self._heads())}. Write label_smoothing_factor=0."
-            )
-        return labels
 
     def prediction_step(
         self,

@@ -99,7 +99,7 @@ def _left_as_found() -> Iterator[None]:
     # a setup holds for every model that lives; when one dies, the garbage collector decides
     for model in list(activation._models):
         if id(model) not in models:
-            activation.withdraw(model)
+            activation.unregister(model)
     for registry, entries in registered:
         registry._entries.clear()
         registry._entries.update(entries)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from families import tiny_config, tiny_inputs
 from snapshots import output, stir
-from torch import nn
 
 from adapterzoo import (
     AutoAdapterModel,
@@ -19,7 +18,6 @@ from adapterzoo import (
     Stack,
 )
 from adapterzoo.errors import CompositionError, StateError
-from adapterzoo.methods._weight_cache import WeightCache
 
 
 def built(*names: str, config: str = "lora") -> Any:
@@ -82,13 +80,3 @@ def test_a_row_may_take_a_list_as_a_stack():
     mixed = output(model, **inputs, adapter_names=[["a", "b"], "a"])
     model.set_active_adapters(["a", "b"])
     torch.testing.assert_close(mixed[0], output(model)[0], rtol=1e-12, atol=1e-13)
-
-
-def test_kept_values_hold_no_memory_of_what_they_came_from():
-    kept = WeightCache().eval()
-    with torch.no_grad():
-        weight = nn.Parameter(torch.randn(4, 4))
-        kept.get(lambda: weight.sum(), weight.clone())
-        assert kept._memory.entry.is_stale()
-        kept.get(lambda: weight.sum(), weight)
-        assert not kept._memory.entry.is_stale()

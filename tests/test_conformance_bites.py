@@ -12,7 +12,7 @@ from torch.nn.functional import dropout
 
 from adapterzoo.configs import architectures
 from adapterzoo.inject.layers import LayerCall, SlicedLayer
-from adapterzoo.methods.lora import LoRA, LoRAConfig
+from adapterzoo.methods.low_rank import LoRA, LoRAConfig
 from adapterzoo.testing import ConformanceError, check_method, checks, report
 
 

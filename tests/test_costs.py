@@ -25,7 +25,7 @@ import adapterzoo
 from _measure import operators, saved_bytes
 from _models import DENSE, PROJECTIONS, Shape, twin
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.methods.lora import LoRA
+from adapterzoo.methods.low_rank import LoRA
 
 WIDTH, INNER, RANK, REDUCED = 64, 160, 4, 8
 

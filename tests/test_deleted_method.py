@@ -1,4 +1,4 @@
-"""A method is its file: without it the library works, and knows none of its formats."""
+"""A family of methods is its folder: the library works without it and its formats."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ import torch
 from families import tiny_config
 
 import adapterzoo
-from adapterzoo import AutoAdapterModel, LoRAConfig
+from adapterzoo import AutoAdapterModel, IA3Config
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.errors import AdapterZooError
 
 folder = Path(sys.argv[1])
-assert "dora" not in adapterzoo.configs.architectures
+assert not {"dora", "lora"} & {*adapterzoo.configs.architectures}
 model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
-model.add_adapter("a", LoRAConfig(r=4, init_weights="bert"))
+model.add_adapter("a", IA3Config(convention="adapterhub", init_weights="bert"))
 model.add_adapter("b", "seq_bn")
 x = torch.tensor([[1, 2, 3]])
 model.set_active_adapters("a")
 expected = model(x).last_hidden_state
 for form in formats:
-    model.save_adapter(folder / "lora" / form, "a", format=form)
-    model.load_adapter(folder / "lora" / form, load_as=form, set_active=True)
+    model.save_adapter(folder / "ia3" / form, "a", format=form)
+    model.load_adapter(folder / "ia3" / form, load_as=form, set_active=True)
     assert torch.equal(model(x).last_hidden_state, expected), form
     try:
         model.load_adapter(folder / "dora" / form, load_as="dora")
@@ -54,17 +54,18 @@ for form in formats:
 
 @pytest.fixture
 def without_dora(tmp_path):
-    """A copy of the package without the file of DoRA, and what exports it."""
+    """A copy of the package without the family of DoRA, and what exports it."""
     copy = tmp_path / "package" / "adapterzoo"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "methods" / "dora.py").unlink()
+    shutil.rmtree(copy / "methods" / "low_rank")
     init = copy / "__init__.py"
     lines = init.read_text().splitlines(keepends=True)
-    init.write_text("".join(line for line in lines if "DoRAConfig" not in line))
+    names = "|".join(name for name in methods.low_rank.__all__ if name.endswith("Config"))
+    init.write_text("".join(line for line in lines if not re.search(rf"\b({names})\b", line)))
     return copy.parent
 
 
-def test_without_its_file_a_method_is_not_known(tiny, tmp_path, without_dora):
+def test_without_its_folder_a_family_is_not_known(tiny, tmp_path, without_dora):
     model = tiny("bert")
     model.add_adapter("hub", "dora[r=4,convention='adapterhub']")
     model.add_adapter("paper", "dora[r=4]")
@@ -95,7 +96,7 @@ def words_of(package):
 
 
 def test_the_formats_contain_no_method_and_no_type_of_head():
-    known = {*architectures, *config_strings, *words_of(methods)} - {"union", "fusion"}
+    known = {*architectures, *config_strings, *words_of(methods)} - {"union", "unions", "fusion"}
     known |= {*head_types, *words_of(heads)}
     found = []
     for path in sorted((PACKAGE / "formats").rglob("*.py")):

@@ -20,7 +20,7 @@ from adapterzoo.anatomy.attention import is_inline
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import StateError
 from adapterzoo.inject.attention import with_prefix
-from adapterzoo.methods.prefix_tuning import PrefixTuningConfig
+from adapterzoo.methods.prompt.prefix_tuning import PrefixTuningConfig
 
 FLAT = PrefixTuningConfig(prefix_length=3, flat=True)
 # none of these adds a position bias by key, which only a token has

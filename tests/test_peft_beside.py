@@ -267,7 +267,7 @@ def test_rows_alone_refused(tmp_path):
     model = ours("bert")
     for fields, words in [
         ({}, ("no tokens", "token_indices=[…]")),
-        ({"token_indices": [999]}, ("999", "0 to 98", "resize_token_embeddings(1000)")),
+        ({"token_indices": [999]}, ("999", "has 99", "resize_token_embeddings(1000)")),
         ({"token_indices": [1], "target_modules": ["query"]}, ("'query'", "word_embeddings")),
     ]:
         with refused(model, AdapterZooError, *words):

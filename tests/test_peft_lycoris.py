@@ -14,7 +14,7 @@ from snapshots import refused, same_bits, stir
 
 from adapterzoo import ConfigUnion, LoHaConfig, LoKrConfig
 from adapterzoo.errors import CheckpointError
-from adapterzoo.methods._kronecker import divided
+from adapterzoo.methods.lycoris.lokr import divided
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 

@@ -1,1 +1,20 @@
-"""The peers' words: their names, arguments and config objects over models of this library."""
+"""The peers' words: their names, arguments and config objects over models of this library.
+
+`AdapterModelMixin` gets the peers' methods here; `adapterzoo.model` imports this module, so that a
+model has them however the package is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from adapterzoo.errors import names_call
+from adapterzoo.model.mixin import AdapterModelMixin
+
+from .adapters import AdaptersMethods
+from .peft.methods import MEMBERS
+
+for _name, _member in {**vars(AdaptersMethods), **MEMBERS}.items():
+    if not _name.startswith("_"):
+        _method = names_call(_member) if inspect.isfunction(_member) else _member
+        setattr(AdapterModelMixin, _name, _method)

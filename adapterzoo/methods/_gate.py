@@ -115,9 +115,8 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
     """
     if x.shape[1] and not call.has_prompt(x):
         raise StateError(
-            "use_gating=True: a gate is the mean over the prompt, and this call has only tokens "
-            "after it (past_key_values). Write model.generate(…), or pass the whole sequence "
-            "without past_key_values."
+            "use_gating=True: a gate is the mean over the prompt, which is in past_key_values "
+            "here. Write model.generate(…), or pass the whole sequence without past_key_values."
         )
     real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]
     return (values * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)

@@ -18,6 +18,11 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat
 DTYPE = Choice(None, *DTYPES)
 
 
+def dtype_named(name: str | None, otherwise: torch.dtype) -> torch.dtype:
+    """Return the dtype with a name of `DTYPES`; None: the other one."""
+    return otherwise if name is None else DTYPES[name]
+
+
 class _Drawing(threading.local):
     skipped = False
 

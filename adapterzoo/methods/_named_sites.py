@@ -32,8 +32,8 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
         why = f" ({listing(idle)} only holds the table of others)" if idle else ""
         raise SiteError(
             f"{config}(target_modules={wanted!r}): no layer matches "
-            f"{listing(missing) if matching else repr(wanted)}{why}. Names of layers in this "
-            f"model: {names_of(sites)}. Write some of them, or target_modules='all-linear'."
+            f"{listing(missing) if matching else repr(wanted)}{why}. Write target_modules="
+            f"'all-linear', or some of these names: {names_of(sites)}."
         )
     return matching
 
@@ -58,10 +58,8 @@ def parameters_named(
     if missing:
         known = {".".join(n.split(".")[-2:]) for n, site in weights.items() if site.parameter}
         raise SiteError(
-            f"{call}: no parameter with two or three dimensions matches {listing(missing)}. Such "
-            f"parameters in this model, beside the weights of its layers: "
-            f"{listing(sorted(known))}. Write some of them, or names of layers in "
-            f"target_modules=[…]."
+            f"{call}: no parameter with two or three dimensions matches {listing(missing)}. Write "
+            f"target_modules=[…] for layers, or some of these: {listing(sorted(known)) or 'none'}."
         )
     found = [site for name, site in weights.items() if matches(name, wanted)]
     if twice := [site.path for site in found if site in layers]:

@@ -153,8 +153,7 @@ class Patterns(Check):
             if short and not chosen and not _EXACT.fullmatch(key):
                 raise ConfigError(
                     f"{key!r} is a key for {self.name}, and matches no whole path such as "
-                    f"{f'{prefix}{short[0]}'!r}. Write an expression for the end of the path or "
-                    f"for all of it."
+                    f"{f'{prefix}{short[0]}'!r}. Write an expression for its end or all of it."
                 )
             names = "|".join(map(re.escape, dict.fromkeys(chosen)))
             found[key if chosen == short or not chosen else f"^(?:{names})$"] = number

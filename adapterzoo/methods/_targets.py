@@ -10,17 +10,19 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.config_base import config_class
-from adapterzoo.configs import Placement
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.fields import Check, Layers, Maybe, StackLayers, field
+from adapterzoo.fields import Check, Choice, Layers, Maybe, StackLayers, field
 
-from ._beside import BESIDE, LayersBesideConfig
+from ._beside import BESIDE, Names, Tokens, with_copies
 from ._named_sites import layers_named, names_of, parameters_named, unmatched
 from ._patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
+from .copies.layers import Saved
+from .copies.rows import TokenIds
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
@@ -62,10 +64,14 @@ class Matrices(Check):
 
 
 @config_class
-class TargetedConfig(LayersBesideConfig):
+class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
+        modules_to_save: as in `BesideConfig`.
+        trainable_token_indices: as in `BesideConfig`.
+        bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
+            of the layers that it adapts; "none".
         selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention
             too. The parts of a fused layer are adapted separately.
         intermediate_lora: adapt the first feed-forward layer (the up projection of gated ones).
@@ -82,6 +88,11 @@ class TargetedConfig(LayersBesideConfig):
             PEFT reads them: the first number in the path of a layer. None for all.
     """
 
+    gives_way: ClassVar[bool] = True
+
+    modules_to_save: Names = field(None, Saved(), ours=True)
+    trainable_token_indices: Tokens = field(None, TokenIds(), ours=True)
+    bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
     selfattn_lora: bool = True
     intermediate_lora: bool = False
     output_lora: bool = False
@@ -112,10 +123,8 @@ class TargetedConfig(LayersBesideConfig):
         names = self.target_modules or self.target_parameters
         if not names and not self._roles():
             raise ConfigError(
-                f"{self._name}: nothing is left to adapt: selfattn_lora, intermediate_lora and "
-                f"output_lora are off or attn_matrices is empty, and there are no target_modules "
-                f"or target_parameters. "
-                f"Write target_modules='all-linear' or selfattn_lora=True."
+                f"{self._name}: nothing is left to adapt: no attn_matrices, feed-forward layers, "
+                f"target_modules or target_parameters. Write target_modules='all-linear'."
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
@@ -130,20 +139,23 @@ class TargetedConfig(LayersBesideConfig):
             if other := [site for site in whole if not self._in_layers(site)]:
                 raise ConfigError(
                     f"{self._name}(target_modules={[*wanted]!r}, layers_to_transform="
-                    f"{[*self.layers_to_transform]!r}): PEFT adapts the layer at the whole path "
-                    f"{f'{prefix}{other[0].path}'!r} in any case. Write target_modules without "
-                    f"whole paths, or leave out layers_to_transform."
+                    f"{[*self.layers_to_transform]!r}): PEFT adapts a layer at a whole path, such "
+                    f"as {f'{prefix}{other[0].path}'!r}, in any case. Write one of the two fields."
                 )
         found = super().below(prefix, anatomy)
         weights = anatomy.weights().items()
         named = [site for name, site in weights if matches(f"{prefix}{name}", parameters)]
         if other := [s for s in named if s.layer not in self.leave_out and not found._wants(s)]:
             raise ConfigError(
-                f"{self._name}(target_parameters={[*parameters]!r}): in PEFT exclude_modules and "
-                f"layers_to_transform do not leave out parameters, such as {other[0].name!r}. "
-                f"Write whole names in target_parameters instead."
+                f"{self._name}(target_parameters={[*parameters]!r}): in PEFT no other field leaves "
+                f"out parameters, such as {other[0].name!r}. Write whole names in "
+                f"target_parameters."
             )
         return found
+
+    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return the placements of the method, and of the copies; see `with_copies`."""
+        return with_copies(self, anatomy)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer, or part of a fused layer, that the config names.
@@ -174,8 +186,7 @@ class TargetedConfig(LayersBesideConfig):
             raise SiteError(
                 f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
                 f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): these "
-                f"exclude every layer that matches. The model has blocks 0 to "
-                f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
+                f"exclude every layer that matches. Write fewer of them."
             )
         self._warn_of_idle(anatomy)
         return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
@@ -205,9 +216,9 @@ class TargetedConfig(LayersBesideConfig):
         excluded = self.exclude_modules or ()
         if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
             warnings.warn(
-                f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}, so "
-                f"it excludes nothing. Names of layers in this model: {names_of(anatomy)}. Write "
-                f"some of them, or leave it out.",
+                f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}. "
+                f"Write "
+                f"some of these names, or leave it out: {names_of(anatomy)}.",
                 stacklevel=2,
             )
 
@@ -222,8 +233,8 @@ class TargetedConfig(LayersBesideConfig):
             kept = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
             raise ConfigError(
                 f"{self._name}(layers_to_transform={[*asked]}): there is no block "
-                f"{listing(missing)} in a stack of this model; blocks are numbered from 0 in each. "
-                f"Write layers_to_transform={kept}."
+                f"{listing(missing)}; they are numbered from 0 in each stack. Write "
+                f"layers_to_transform={kept}."
             )
 
     @property

@@ -15,7 +15,7 @@ Cannot do: embeddings; "bat" at layers without a floating-point weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -26,34 +26,112 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
-from adapterzoo.errors import ConfigError
-from adapterzoo.fields import SEED, field
+from adapterzoo.errors import CheckpointError, ConfigError, argument
+from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
-from adapterzoo.spelling import spelled
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import (
+    Fields,
+    PeftField,
+    PeftLayer,
+    PeftOutput,
+    PeftPart,
+    PeftSpelling,
+    Tensors,
+    spelled,
+)
 
-from . import _miss_spelling
-from ._init import DTYPE, DTYPES, constant, drawn, generator, kaiming
-from ._shards import ShardConfig
+from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
+from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
+from ._peft_sites import row_numbers, unsayable, whole_width
+from ._targets import TargetedConfig
+
+FORMS = Choice(True, False, "mini", "bat")
 
 
 @architectures.register("miss")
 @config_strings.register("miss")
-@spelled(_miss_spelling.peft)
 @config_class
-class MissConfig(ShardConfig):
-    """Config of MiSS; `TargetedConfig` chooses the layers, `ShardConfig` the form.
+class MissConfig(TargetedConfig):
+    """Config of MiSS; `TargetedConfig` chooses the layers.
 
     Attributes:
+        r: features of a shard, 1 to d_in; for "bat" it divides d_in and d_out.
+        init_weights: the form, and the initial values of D. True: D is zero; False: uniform in
+            ±1 / √d_out; "mini" and "bat": those forms, with D zero.
+        mini_r: columns of D in the form "mini", a divisor of d_out.
+        miss_dropout: probability, 0 to below 1, of dropping an input feature on the way to D.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
     architecture: ClassVar[str] = "miss"
+    # `init_weights` says more than the initial values
+    training_fields = TargetedConfig.training_fields - {"init_weights"} | {"miss_dropout"}
 
+    r: int = field(64, Range(1, MAX_WIDTH))
+    init_weights: bool | str = field(True, FORMS)
+    mini_r: int = field(1, Range(1, MAX_WIDTH))
+    miss_dropout: float = field(0.0, Share())
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal, or has no effect.
+        """
+        super().__post_init__()
+        if self.mini_r != 1 and self.init_weights != "mini":
+            raise ConfigError(
+                f"{type(self).__name__}(mini_r={self.mini_r}, init_weights={self.init_weights!r}): "
+                f"mini_r has an effect only with init_weights='mini'. Write mini_r=1."
+            )
+        if self.miss_dropout and self.init_weights == "bat":
+            raise ConfigError(
+                f"{type(self).__name__}(miss_dropout={self.miss_dropout}, init_weights='bat'): D "
+                f"multiplies the weight, so there are no features to drop. Write miss_dropout=0.0."
+            )
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether D starts as zero."""
+        return self.init_weights is not False
+
+    def shape_at(self, site: Site) -> tuple[int, ...]:
+        """Return the shape of D at a site, without experts.
+
+        Raises:
+            ConfigError: r or mini_r does not fit the widths.
+        """
+        r, d_in, d_out, form = self.r, site.d_in, site.d_out, self.init_weights
+        if form == "bat":
+            self._require("r", r, range(1, d_in + 1), (d_in, d_out), site)
+            return d_out // r, r, r
+        self._require("r", r, range(1, d_in + 1), (), site)
+        if form != "mini":
+            return r, d_out
+        self._require("mini_r", self.mini_r, range(1, d_out + 1), (d_out,), site)
+        return r, self.mini_r
+
+    def _require(
+        self, name: str, value: int, legal: range, widths: tuple[int, ...], site: Site
+    ) -> None:
+        """Raise unless the value is legal and divides the widths."""
+        fits = [n for n in legal if not any(width % n for width in widths)]
+        if value in fits:
+            return
+        near = sorted(sorted(fits, key=lambda n: abs(n - value))[:2])
+        form = f", init_weights={self.init_weights!r}" if widths else ""
+        rule = f"divide {' and '.join(map(str, widths))}" if widths else "be at most d_in"
+        raise ConfigError(
+            f"{type(self).__name__}({name}={value}{form}) at {site.path!r}, with d_in={site.d_in} "
+            f"and d_out={site.d_out}: {name} must {rule}; legal near it: {near}. Write "
+            f"{name}={near[-1]}."
+        )
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Miss:
         """Return a fresh adapter for the site."""
@@ -100,8 +178,7 @@ class Miss(WeightAdapter):
         shape = (*((site.experts,) if site.experts else ()), *config.shape_at(site))
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = constant(0.0) if config.starts_as_identity else kaiming(source)
-        own = DTYPES[config.dtype] if config.dtype else dtype
-        self.miss_block = drawn(shape, fresh, device, own)
+        self.miss_block = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -174,3 +251,116 @@ class Miss(WeightAdapter):
     def extra_repr(self) -> str:
         """Return widths and r."""
         return f"d_in={self.d_in}, d_out={self.d_out}, r={self.rank}"
+
+
+FORMS = Choice(True, False, "mini", "bat")
+
+
+_FIELDS = {
+    "r": PeftField(64, Range(1, MAX_WIDTH)),
+    "init_weights": PeftField(True, FORMS),
+    "miss_dropout": PeftField(0.0, Share()),
+}
+_ARGUMENTS = PeftArguments(
+    class_name="MissConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **bias("MiSS_only"),
+        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "mini_r": ours(1, "mini_r"),
+    },
+)
+
+
+def _read_layer(layer: PeftLayer) -> Fields:
+    """Return the fields of our config at a layer; the tensor gives the sizes.
+
+    Raises:
+        CheckpointError: the tensor does not fit the form and the widths.
+    """
+    form, shape = layer.fields["init_weights"], list(layer.tensors["miss_block"].shape)
+    r, d_in, d_out = layer.fields["r"], layer.site.d_in, layer.site.d_out
+    legal = {"bat": [d_out // r, r, r], "mini": [r, shape[-1] if shape else 0]}.get(
+        form, [r, d_out]
+    )
+    divides = d_out % r == d_in % r == 0 if form == "bat" else legal[-1] and not d_out % legal[-1]
+    if shape != legal or not divides or r > d_in:
+        words = {"bat": "[d_out / r, r, r]", "mini": "[r, a divisor of d_out]"}
+        raise CheckpointError(
+            f"at {layer.name!r} miss_block is {shape}; with r={r} and init_weights={form!r} it is "
+            f"{words.get(form, '[r, d_out]')} for d_in={d_in} and d_out={d_out}. Copy both files "
+            f"again from where they were saved."
+        )
+    return {
+        "r": r,
+        # False is the form of True with other initial values
+        "init_weights": form or True,
+        "mini_r": shape[-1] if form == "mini" else 1,
+        # without effect in PEFT's "bat"
+        "miss_dropout": 0.0 if form == "bat" else layer.fields["miss_dropout"],
+    }
+
+
+def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
+    """Return one D of a whole layer, with zeros in the columns of parts that have no adapter.
+
+    Raises:
+        CheckpointError: the parts differ in r, or are of the form "bat".
+    """
+    site = parts[0].placement.site
+    d_out = whole_width(site)
+    blocks = [part.tensors["miss_block"] for part in parts]
+    if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
+        raise CheckpointError(
+            f"the adapters at {site.path!r} differ in r, or have init_weights='bat', and PEFT has "
+            f"one matrix of r rows per layer. Write {argument('format', 'native')}."
+        )
+    joined = blocks[0].new_zeros(blocks[0].shape[0], d_out)
+    for part, block in zip(parts, blocks, strict=True):
+        own = part.placement.site.output_slice
+        mine = torch.arange(d_out) if own is None else row_numbers(own)
+        # those of several adapters at one column add up
+        joined[:, mine] += block.repeat(1, len(mine) // block.shape[1])  # [r, part of d_out]
+    return {"miss_block": joined}
+
+
+def _write_layer(layer: PeftOutput) -> Fields:
+    """Return the fields of PEFT's config for a layer.
+
+    Raises:
+        CheckpointError: joined adapters differ in dropout.
+    """
+    configs = [part.placement.config.to_dict() for part in layer.parts]
+    block, one = layer.tensors["miss_block"], configs[0]
+    if len({config["miss_dropout"] for config in configs}) > 1:
+        raise CheckpointError(
+            f"the adapters at {layer.parts[0].placement.site.path!r} differ in miss_dropout, and "
+            f"PEFT has one for each layer. Write {argument('format', 'native')}."
+        )
+    is_joined = len(configs) > 1 or layer.parts[0].placement.site.output_slice is not None
+    form = one["init_weights"] if one["init_weights"] in ("mini", "bat") and not is_joined else True
+    return {
+        "r": block.shape[-1 if form == "bat" else 0],
+        "init_weights": form,
+        "mini_r": block.shape[-1] if form == "mini" else 1,
+        "miss_dropout": one["miss_dropout"],
+        "bias": "none",
+    }
+
+
+spelled(
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="MISS",
+        beside=frozenset({"bias"}),
+        arguments=_ARGUMENTS,
+        tensors={"miss_block": ("miss_block",)},
+        fields=_FIELDS,
+        inert=frozenset(("mini_r",)),
+        read_layers=lambda layers: [_read_layer(layer) for layer in layers],
+        unsayable=lambda placement: unsayable(placement, "a MissConfig", "PEFT has no MiSS"),
+        join=_join,
+        write_layers=lambda layers: [_write_layer(layer) for layer in layers],
+    )
+)(MissConfig)

@@ -14,35 +14,49 @@ Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import dropout, linear, pad
 
-from adapterzoo.activations import ActivationName
+from adapterzoo.activations import ActivationName, activation
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.call import StackCall
 from adapterzoo.config_base import config_class
-from adapterzoo.configs import Placement, architectures, config_strings
-from adapterzoo.contracts import Adapter, BaseLayer
-from adapterzoo.errors import ConfigError
+from adapterzoo.configs import (
+    AdapterConfig,
+    Placement,
+    architectures,
+    check_blocks,
+    config_strings,
+)
+from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype, widest
+from adapterzoo.errors import CheckpointError, ConfigError, SiteError, listing
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Share, field
-from adapterzoo.spelling import spelled
+from adapterzoo.spelling import (
+    AdapterHubFile,
+    AdapterHubSpelling,
+    Container,
+    Fields,
+    Tensors,
+    same,
+    spelled,
+)
 
-from . import _reft_spelling
 from ._beside import BesideConfig
-from ._init import DTYPE, DTYPES, drawn
-from ._reft_unit import ReftUnit
-from ._sublayers import block_sites
+from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
+from ._products import Affine
+
+_New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 
 _COUNT = Range(0, 65_536)
 
 
 @architectures.register("reft")
-@spelled(_reft_spelling.adapterhub)
 @config_class
 class ReftConfig(BesideConfig):
     """Config of ReFT; the fields are those of adapters.
@@ -100,7 +114,7 @@ class ReftConfig(BesideConfig):
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for the output of each block in `layers`."""
         wanted = None if isinstance(self.layers, str) else self.layers
-        sites = block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
+        sites = _block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
         return [Placement(site, self, "reft_layer") for site in sites]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Reft:
@@ -177,3 +191,224 @@ class Reft(Adapter):
         """Return the edited tokens of the states `x`, `[rows, prefix]` and `[rows, suffix]`."""
         sizes = [min(count, x.shape[:-1].numel()) for count in self.counts.values()]
         return tuple(call.prompt_ends(x, *sizes).split(sizes, 1))
+
+
+class ReftUnit(nn.Module):
+    """One intervention: drop(h + (φ(A h + a) − R h) R), with A and a in `source`."""
+
+    def __init__(self, config: ReftConfig, d: int, name: str, new: _New) -> None:
+        """Initialize A and a like torch's linear layers; R with orthonormal rows if required."""
+        super().__init__()
+        draw, shape = generator(config.init_weights_seed, name), (config.r, d)
+        self.source = Affine(new(shape, kaiming(draw)), new(shape[:1], uniform(d**-0.5, draw)))
+        orthogonal = partial(nn.init.orthogonal_, generator=draw)
+        self.projection = new(shape, orthogonal if config.orthogonality else kaiming(draw))
+        self.config = config
+        self.activation = activation(config.non_linearity)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return the edited states. `h` `[rows, positions, d_model]`, same shape and dtype."""
+        dtype, h = h.dtype, h.to(self.projection.dtype)
+        R = self.rows()  # [r, d_model]
+        change = self.activation(self.source(h))  # [rows, positions, r]
+        if self.config.subtract_projection:
+            change = change - linear(h, R)  # [rows, positions, r]
+        return dropout(h + change @ R, self.config.dropout, self.training).to(dtype)
+
+    def rows(self) -> Tensor:
+        """Return R `[r, d_model]`, with orthonormal rows if the config requires them."""
+        if not self.config.orthogonality:
+            return self.projection
+        R = self.projection.to(compute_dtype(self.projection.dtype))
+        # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I if those of R already are
+        L = torch.linalg.cholesky(R @ R.T)  # [r, r]
+        rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
+        return rows.to(self.projection.dtype)
+
+    def widened(self, rank: int) -> dict[str, Tensor]:
+        """Return the tensors of a unit with more rows of R that gives the same.
+
+        Rows at the end of R do not change the orthonormal ones before them. The new ones are
+        orthonormal too, and those of A are the same, with a = 0: without φ, A h + a − R h is zero.
+
+        Args:
+            rank: with a smaller one the tensors are as they are.
+        """
+        tensors, r = dict(self.state_dict()), len(self.projection)
+        if not self.config.orthogonality or rank <= r:
+            return tensors
+        wide = self.projection.detach().to(compute_dtype(self.projection.dtype))
+        q = torch.linalg.qr(wide.T, mode="complete").Q  # [d_model, d_model]
+        more = q[:, r:rank].T.to(self.projection.dtype)  # [rank − r, d_model]
+        for key in ("projection", "source.weight"):
+            tensors[key] = torch.cat([tensors[key], more])  # [rank, d_model]
+        return tensors
+
+
+def _block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:
+    """Return the outputs of blocks.
+
+    Args:
+        anatomy: of the model.
+        layers: numbers of blocks; None for all.
+        config: its name, for messages.
+
+    Raises:
+        SiteError: the model has no blocks, none of a number, or one whose output is not one state
+            of known width for each token.
+    """
+    check_blocks(anatomy, config)
+    numbers = [block.layer for block in anatomy.blocks]
+    if unknown := sorted(set(layers or ()) - set(numbers)):
+        raise SiteError(
+            f"{config}: there are no blocks {listing(unknown)}; the model's are 0 to "
+            f"{numbers[-1]}. Write layers='all' or numbers of these."
+        )
+    asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
+    for block in asked:
+        output = block.output
+        why = f"the output of {block.path!r} is {block.states}" if block.states else ""
+        if not output:
+            why = f"the output of block {block.layer} cannot be reached"
+        elif not block.d_model:
+            why = f"the width of the states of {block.path!r} is unknown"
+        if why:
+            raise SiteError(f"{config}: {why}. Write layers=[…] with other blocks, if any differ.")
+    return [
+        Site(
+            path=block.output or "",
+            role="other",
+            layer=block.layer,
+            stack=block.stack,
+            kind="block" if block.output == block.path else "norm",
+            d_in=block.d_model,
+            d_out=block.d_model,
+        )
+        for block in asked
+    ]
+
+
+# --- in AdapterHub's files ---
+
+_ORIGINAL = "projection.parametrizations.weight.original"
+_PREFIX, _SUFFIX = "units.0.", "units.1."
+_BASE = "projection.parametrizations.weight.0.base"
+
+
+def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """Return how AdapterHub spells ReFT."""
+    return AdapterHubSpelling(
+        config=config,
+        architecture=("reft",),
+        fields=same(
+            "layers", "prefix_positions", "suffix_positions", "r", "orthogonality", "tied_weights",
+            "dropout", "non_linearity", "dtype", "output_reft", "init_weights_seed",
+        ),
+        # read where a file has it
+        omitted=("subtract_projection",),
+        unsayable=_unsayable,
+        read_fields=_read_fields,
+        containers=(Container("refts", "block", below="reft_layer", read=_read, write=_write),),
+    )  # fmt: skip
+
+
+def _used(config: AdapterConfig) -> tuple[str, ...]:
+    """Return the names of the units that edit tokens."""
+    values = config.to_dict()
+    if values["tied_weights"]:
+        return (_PREFIX,)
+    counts = {_PREFIX: values["prefix_positions"], _SUFFIX: values["suffix_positions"]}
+    return tuple(unit for unit, count in counts.items() if count)
+
+
+def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
+    """Return the fields of a file; warn if they fit both NoReFT and DiReFT."""
+    if not fields.get("orthogonality", True) and "subtract_projection" not in fields:
+        warnings.warn(
+            "adapter_config.json fits NoReFT and DiReFT, which adapters writes alike: NoReFT is "
+            "loaded. For DiReFT write 'subtract_projection': false in 'config' in the file.",
+            stacklevel=2,
+        )
+    return fields
+
+
+def _unsayable(config: AdapterConfig) -> str | None:
+    """Return the reason why a file would be read as that of another method."""
+    if config.get("subtract_projection"):
+        return None
+    return "it has no subtract_projection=False, so that DiReFT would be loaded as NoReFT"
+
+
+def _units(tensors: Tensors) -> dict[str, Tensors]:
+    """Return the tensors by unit, e.g. "units.0."."""
+    found: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        unit, number, parameter = name.split(".", 2)
+        found.setdefault(f"{unit}.{number}.", {})[parameter] = tensor
+    return found
+
+
+def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
+    found: Tensors = {}
+    for unit, own in _units(tensors).items():
+        if unit not in _used(config):
+            continue
+        for end in ("weight", "bias"):
+            found[f"{unit}source.{end}"] = own.pop(f"learned_source.{end}")
+        if _ORIGINAL in own:
+            original, base = own.pop(_ORIGINAL), own.pop(_BASE)
+            rows = _rows(*(t.to(widest(t.device)) for t in (original, base))).to(original.dtype)
+        else:
+            rows = own.pop("projection.weight")
+        found[f"{unit}projection"] = rows
+        # the comparison with the model finds surplus tensors
+        found |= {f"{unit}{name}": tensor for name, tensor in own.items()}
+    return found
+
+
+def _rows(original: Tensor, base: Tensor) -> Tensor:
+    """Return R `[r, d]` of torch's orthogonal parametrization.
+
+    Raises:
+        CheckpointError: the tensors do not fit each other.
+    """
+    if original.dim() != 2 or base.shape != (original.shape[1],) * 2:
+        raise CheckpointError(
+            f"the file has a projection {list(original.shape)} and its base {list(base.shape)}; "
+            f"they are [r, d] and [d, d]. Copy the file again from where it was saved."
+        )
+    below = original.T.tril(-1)  # [d, r]
+    scale = original.T.diagonal().int().to(below)  # [r]
+    tau = 2 / (1 + below.square().sum(0))  # [r]
+    Q = torch.linalg.householder_product(below, tau) * scale  # [d, r]
+    rows: Tensor = (base @ Q).T  # [r, d]
+    return rows
+
+
+def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
+    found: Tensors = {}
+    units = _units(tensors)
+    values = config.to_dict()
+    if not values["tied_weights"]:
+        # adapters saves unused units too
+        any_unit = next(iter(units.values()))
+        units = {unit: units.get(unit, any_unit) for unit in (_PREFIX, _SUFFIX)}
+    for unit, own in units.items():
+        for end in ("weight", "bias"):
+            found[f"{unit}learned_source.{end}"] = own[f"source.{end}"]
+        if not values["orthogonality"]:
+            found[f"{unit}projection.weight"] = own["projection"]
+            continue
+        R = own["projection"]
+        # orthonormal rows as in the forward pass, completed to a basis
+        wide = R.to(widest(R.device))
+        L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
+        rows = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d]
+        base = torch.linalg.qr(rows.T, mode="complete").Q  # [d, d]
+        base[:, : len(R)] = rows.T
+        found[f"{unit}{_ORIGINAL}"] = -torch.eye(*R.shape, dtype=R.dtype)
+        found[f"{unit}{_BASE}"] = base.to(R.dtype)
+    return found
+
+
+spelled(_adapterhub)(ReftConfig)

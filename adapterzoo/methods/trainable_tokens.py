@@ -26,9 +26,7 @@ from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._patterns import Modules
 from ._peft_arguments import TARGETS
-from ._token_ids import TokenIds
-from ._token_rows import TokenRows, TokenRowsConfig
-from ._token_tables import tables_in
+from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
 
 
 class ListedTokens(TokenIds):

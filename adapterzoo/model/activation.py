@@ -51,7 +51,6 @@ from adapterzoo.errors import (
     DuplicateNameError,
     SiteError,
     StateError,
-    UnknownNameError,
     listing,
     naming,
     unknown_name,
@@ -281,7 +280,7 @@ def replan(model: AdaptedModel) -> None:
     try:
         model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
     except AdapterZooError:
-        # no step may name an adapter that is gone
+        # no step may name an adapter that was deleted
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
         raise
 
@@ -395,9 +394,9 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
             inside.setdefault(path, []).append(module)
     for name in acting if inside else ():
         for path, module in modules_of(model, name):
-            beside = [*inside.get(path, ()), module]
+            together = [*inside.get(path, ()), module]
             changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
-            if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
+            if len(together) > 1 and changes_weight and not all(map(inject.is_additive, together)):
                 raise StateError(
                     f"at {path!r} {name!r} would act on weights that hold {listing(merged)}. Write "
                     "set_active_adapters(None) and merge all of them, or reset_adapter()."
@@ -428,7 +427,8 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
                 stack = f"set_active_adapters(Stack{names!r}), or " if len(names) > 1 else ""
                 raise ConfigError(
                     f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
-                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn')."
+                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn') "
+                    f"and fuse such adapters."
                 )
         if name == names[0]:
             paths = [path for path, _ in own]
@@ -473,14 +473,14 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 _models_lock = threading.Lock()
 
 
-def announce(model: AdaptedModel) -> None:
+def register(model: AdaptedModel) -> None:
     """Let setups find the model for as long as it lives."""
     with _models_lock:
         _models.add(model)
 
 
-def withdraw(model: AdaptedModel) -> None:
-    """Undo `announce`: the model no longer has adapters."""
+def unregister(model: AdaptedModel) -> None:
+    """Undo `register`: the model no longer has adapters."""
     with _models_lock:
         _models.discard(model)
 
@@ -544,34 +544,35 @@ class AdapterSetup:
             ConfigError: a model has no block of a number in `skip_layers`.
             UnknownNameError: no model has all of the named adapters and heads.
         """
-        with naming(lambda: repr(self)):
-            self._entered.append((_here(), self._entered_models()))
-        return self
-
-    def _entered_models(self) -> ExitStack:
-        """Activate the setup in every model that has all of its names."""
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
         # layers of a fusion belong to one model, like the adapters that they fuse
         fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
-        heads = self._heads
         known: set[str] = set()
         found = False
         with _models_lock:
             models = list(_models)
-        with ExitStack() as stack:
+        with naming(lambda: repr(self)), ExitStack() as stack:
             for model in models:
-                adapters, own_heads = model._adapter_state.records, {*model.known_heads()}
-                known |= {*adapters, *own_heads}
+                adapters, heads = model._adapter_state.records, {*model.known_heads()}
+                known |= {*adapters, *heads}
                 if not fusions <= {*model._adapter_state.fusions}:
                     continue
-                if {*names} <= {*adapters} and {*heads} <= own_heads:
+                if {*names} <= {*adapters} and {*self._heads} <= heads:
                     skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
                     plan = make_plan(model, self.adapter_setup, self.head_setup, skipped)
                     stack.enter_context(model._active.entered(plan))
                     found = True
             if not found and not self.ignore_empty:
-                raise self._error([*names, *heads], known)
-            return stack.pop_all()
+                for name in (*names, *self._heads):
+                    if name not in known:
+                        raise unknown_name("", "adapter or head", name, known)
+                raise StateError(
+                    "no single model has all of these. Call add_adapter or load_adapter first (and "
+                    "add_adapter_fusion where there is a Fuse), or write "
+                    "AdapterSetup(…, ignore_empty=True)."
+                )
+            self._entered.append((_here(), stack.pop_all()))
+        return self
 
     def __exit__(
         self,
@@ -603,16 +604,6 @@ class AdapterSetup:
             skipped = self.skip_layers
             call += f", skip_layers={list(skipped) if isinstance(skipped, tuple) else skipped!r}"
         return f"AdapterSetup({call})"
-
-    def _error(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
-        for name in names:
-            if name not in known:
-                return unknown_name("", "adapter or head", name, known)
-        return StateError(
-            "no single model has all of these. Call add_adapter or load_adapter first (and "
-            "add_adapter_fusion where there is a Fuse), or write "
-            "AdapterSetup(…, ignore_empty=True)."
-        )
 
 
 def _here() -> tuple[int, object]:

@@ -183,32 +183,28 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
     Raises:
         AdapterZooError: it cannot be active, or conflicts with merged adapters.
     """
-    plan = model._active.default.plan
+    state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
         refuse_while_batching(model)
         setup, skipped = parse(name), ()
-    check_setup(model, setup, skipped, records={name: record})
-    if not active and _is_beside_trained(model, name):
-        for module in record.coming.values():
-            module.requires_grad_(False)
-    if name in model._adapter_state.records:
+    is_active = setup is not None and name in setup.flatten()
+    if is_active:
+        check_setup(model, setup, skipped, records={name: record})
+    elif setup is not None and state.trains:
+        own = (p for each in setup.flatten() for p in parameters_of(model, each))
+        layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
+        trained = chain(own, (p for m in layers for p in m.parameters()))
+        if any(p.requires_grad for p in trained):
+            for module in record.coming.values():
+                module.requires_grad_(False)
+    if name in state.records:
         remove(model, name)
     install(model, name, record)
     if active:
         set_active(model, name)
-    else:
+    elif is_active:
         replan(model)
-
-
-def _is_beside_trained(model: AdaptedModel, name: str) -> bool:
-    """Return whether what was chosen to be trained is active, and is not this adapter."""
-    setup = model._active.default.plan.setup
-    if not model._adapter_state.trains or setup is None or name in setup.flatten():
-        return False
-    own = (p for each in setup.flatten() for p in parameters_of(model, each))
-    layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
-    return any(p.requires_grad for p in chain(own, (p for m in layers for p in m.parameters())))
 
 
 def eject(model: AdaptedModel, name: str) -> None:

@@ -129,29 +129,19 @@ def _warn_of_embeddings(model: AdaptedModel, name: str) -> None:
 
 
 def load_adapter(
-    model: AdaptedModel,
-    path: StrPath,
-    version: str | None,
-    revision: str | None,
-    source: str | None,
-    hub_options: Mapping[str, Any],
-    asked: LoadOptions,
+    model: AdaptedModel, folder: Path, asked: LoadOptions, hub_name: str | None = None
 ) -> str:
-    """Load an adapter, and its head, from a folder or from the Hub.
+    """Load an adapter, and its head, from a folder.
 
     Args:
         model: with adapters.
-        path: a folder, or a name on the Hub.
-        version: the same as `revision`.
-        revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub, "ah" for an old id.
-        hub_options: arguments of `hub.resolve`.
-        asked: the other arguments of the public method.
+        folder: of the adapter.
+        asked: arguments of the public method.
+        hub_name: the name that the user gave, if the folder is a download.
 
     Raises:
         ConfigError: an argument is not legal.
     """
-    folder, hub_name = found(model, path, version, revision, source, hub_options)
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
     sharing.share_equal(model, [name])
@@ -167,7 +157,16 @@ def found(
     source: str | None,
     hub_options: Mapping[str, Any],
 ) -> tuple[Path, str | None]:
-    """Return the folder of an adapter, and its name on the Hub; arguments as of `load_adapter`."""
+    """Return the folder of an adapter, and its name on the Hub.
+
+    Args:
+        model: with adapters.
+        path: a folder, or a name on the Hub.
+        version: the same as `revision`.
+        revision: branch, tag or commit on the Hub.
+        source: "hf" for the Hub, "ah" for an old id.
+        hub_options: arguments of `hub.resolve`.
+    """
     revision = one_of(version=version, revision=revision)
     base = hub_options.get("model_name") or name_of(model)
     folder = hub.resolve(path, revision, source, **{**hub_options, "model_name": base})

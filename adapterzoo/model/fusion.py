@@ -170,7 +170,7 @@ def enter(
 
 
 def _remove(model: AdaptedModel, name: str) -> None:
-    model._active.forget_fusion(name)
+    model._active.forget(name, is_fusion=True)
     # plans hold the layers
     model._adapter_state.plans.clear()
     copies.take(model, fusion_key(name))
@@ -199,9 +199,7 @@ def regularization_loss(model: AdaptedModel) -> Tensor | None:
 Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
 """Name of an adapter or fusion → block number → location → values of its gate or fusion."""
 
-_Place: TypeAlias = tuple[str, int, str]
-_Calls: TypeAlias = dict[_Place, list[Tensor]]
-_Watched: TypeAlias = tuple[_Place, nn.Module, Callable[[Any], Tensor]]
+_Watched: TypeAlias = tuple[tuple[str, int, str], nn.Module, Callable[[Any], Tensor]]
 
 
 def recorded(
@@ -225,70 +223,52 @@ def recorded(
     """
     if adapter_names is None:
         acting = [model._active.plan.setup]
-        rows = model._active.plan.rows is not None
+        by_rows = model._active.plan.rows is not None
     else:
         # the forward itself refuses invalid names, and lists that do not fit the batch
         listed = adapter_names if isinstance(adapter_names, Sequence) else ()
-        acting, rows = [parse(name) for name in listed], True
+        acting, by_rows = [parse(name) for name in listed], True
     watched: dict[str, Iterable[_Watched]] = {}
     if gates:
         watched["adapter_gating_scores"] = _gates_of(model, acting)
     if fusions:
         watched["adapter_fusion_attentions"] = _fusions_of(model, acting)
-    calls: dict[str, _Calls] = {field: {} for field in watched}
+    thread = threading.get_ident()
+    calls: dict[str, dict[tuple[str, int, str], list[Tensor]]] = {field: {} for field in watched}
     with ExitStack() as stack:
         for field, modules in watched.items():
             for place, module, read in modules:
-                hook = _keeping(calls[field], place, read)
-                stack.callback(module.register_forward_hook(hook).remove)
+
+                def keep(
+                    _module: nn.Module, _args: Any, out: Any,
+                    kept: Any = calls[field], place: Any = place, read: Any = read,
+                ) -> None:  # fmt: skip
+                    if threading.get_ident() == thread:
+                        kept.setdefault(place, []).append(read(out).detach())
+
+                stack.callback(module.register_forward_hook(keep).remove)
         outputs = run()
-    found = {field: _scores(kept, rows) for field, kept in calls.items()}
+    found: dict[str, Scores] = {field: {} for field in watched}
+    for field, kept in calls.items():
+        for (name, block, location), tensors in kept.items():
+            # calls with different rows of the batch; otherwise each gives a column
+            joined = torch.cat(tensors, 0 if by_rows else -1)  # [batch, …]
+            if joined.dim() == 2 and joined.shape[1] == 1:
+                joined = joined.squeeze(1)  # [batch]
+            found[field].setdefault(name, {}).setdefault(block, {})[location] = joined
     if isinstance(outputs, tuple):
         return (*outputs, *found.values())
-    for name, scores in found.items():
-        outputs[name] = scores
+    for field, scores in found.items():
+        outputs[field] = scores
     return outputs
-
-
-def _keeping(
-    calls: _Calls, place: _Place, read: Callable[[Any], Tensor]
-) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a hook that keeps values read from outputs, in calls of this thread."""
-    thread = threading.get_ident()
-
-    def keep(module: nn.Module, args: Any, out: Any) -> None:
-        if threading.get_ident() == thread:
-            calls.setdefault(place, []).append(read(out).detach())
-
-    return keep
-
-
-def _scores(calls: _Calls, rows: bool) -> Scores:
-    """Return the recorded values by name, block and location.
-
-    Args:
-        calls: the values of each call.
-        rows: whether several calls of a module have different rows of the batch; otherwise they
-            have the same rows, and each gives a column.
-    """
-    found: Scores = {}
-    for (name, block, location), tensors in calls.items():
-        joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
-        if joined.dim() == 2 and joined.shape[1] == 1:
-            joined = joined.squeeze(1)  # [batch]
-        found.setdefault(name, {}).setdefault(block, {})[location] = joined
-    return found
 
 
 def _gates_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
     names = dict.fromkeys(n for setup in acting if setup is not None for n in setup.flatten())
-    for name in names:
-        # names that the forward refuses have no gates
-        record = model._adapter_state.records.get(name)
-        if record is None:
-            continue
+    # names that the forward refuses have no gates
+    for name in (n for n in names if n in model._adapter_state.records):
         for path, module in modules_of(model, name):
-            placements = record.places[path]
+            placements = model._adapter_state.records[name].places[path]
             # the parts of a layer are in the order of its placements
             parts = list(module.children()) if len(placements) > 1 else [module]
             for placement, part in zip(placements, parts, strict=False):
@@ -299,12 +279,10 @@ def _gates_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iter
 
 
 def _fusions_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
-    fuses = {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}
-    for name, fuse in fuses.items():
-        if name not in model._adapter_state.fusions:
+    for fuse in {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}.values():
+        if fuse.name not in model._adapter_state.fusions:
             continue
         places = model._adapter_state.records[fused(fuse)[-1]].places
-        for path, layer in fusion_modules(model, name):
-            placement = places[path][0]
-            at = name, placement.site.layer, placement.location
+        for path, layer in fusion_modules(model, fuse.name):
+            at = fuse.name, places[path][0].site.layer, places[path][0].location
             yield at, layer, lambda out: out[1]  # [batch, tokens, adapters]

@@ -9,7 +9,6 @@ ratio of two scalings goes into the values.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,24 +47,18 @@ class Write(NamedTuple):
 
 def load(
     model: AdaptedModel,
-    path: checkpointing.StrPath,
-    version: str | None,
-    revision: str | None,
-    source: str | None,
-    hub_options: Mapping[str, Any],
+    folder: Path,
     asked: LoadOptions,
+    hub_name: str | None = None,
     or_add: bool = False,
 ) -> tuple[str, bool]:
-    """Load a file into an adapter of the model; arguments as of `checkpointing.load_adapter`.
+    """Load a folder into an adapter of the model.
 
     Args:
         model: with adapters.
-        path: a folder, or a name on the Hub.
-        version: the same as `revision`.
-        revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub, "ah" for an old id.
-        hub_options: arguments of `hub.resolve`.
-        asked: the other arguments of the public method.
+        folder: of the adapter with the values.
+        asked: arguments of the public method.
+        hub_name: the name that the user gave, if the folder is a download.
         or_add: whether a file of another name becomes a slot of the rank `slot_rank`.
 
     Returns:
@@ -75,8 +68,7 @@ def load(
         ConfigError: the adapter cannot take these values; nothing has changed.
         UnknownNameError: there is no adapter of this name.
     """
-    folder, hub_name = checkpointing.found(model, path, version, revision, source, hub_options)
-    stored = formats.read(Path(folder), "adapter", info_of(model, asked.with_head))
+    stored = formats.read(folder, "adapter", info_of(model, asked.with_head))
     name = documents.name_in(asked.load_as, stored, hub_name or folder)
     if or_add and name not in model._adapter_state.records:
         rank = model._adapter_state.slot_rank or 1
@@ -85,8 +77,7 @@ def load(
         if isinstance(config := stored.metadata.get("config"), Mapping):
             # refuses a larger rank before anything changes
             AdapterConfig.from_dict(config).of_rank(rank)
-        given = path, version, revision, source, hub_options, asked
-        name = checkpointing.load_adapter(model, *given)
+        name = checkpointing.load_adapter(model, folder, asked, hub_name)
         widen(model, name, rank)
         return name, True
     _refuse_changes(asked)
@@ -229,14 +220,13 @@ def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
 
 def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) -> list[str]:
     """Return how a slot differs in layers, methods and options that have no place in tensors."""
+    kinds = ["|".join(m.architecture for m in c.members) for c in (slot.config, config)]
+    if kinds[0] != kinds[1]:
+        return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
     mine, theirs = _sites(slot.places), _sites(places)
-    lines = [f"{mine[key]}   of the slot only" for key in mine.keys() - theirs.keys()]
-    lines += [f"{theirs[key]}   of the values only" for key in theirs.keys() - mine.keys()]
-    for own, other in itertools.zip_longest(slot.config.members, config.members):
-        if own is None or other is None or own.architecture != other.architecture:
-            kinds = [None if c is None else c.architecture for c in (own, other)]
-            lines.insert(0, f"method   slot {kinds[0]!r}, values {kinds[1]!r}")
-            continue
+    lines = [f"{mine[key]}   of the slot only" for key in mine if key not in theirs]
+    lines += [f"{theirs[key]}   of the values only" for key in theirs if key not in mine]
+    for own, other in zip(slot.config.members, config.members, strict=True):
         left, right = own.to_dict(), other.to_dict()
         lines += [
             f"{key}={left.get(key)!r} and not {right.get(key)!r}"

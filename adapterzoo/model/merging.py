@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.composition import Stack, parse, refuse_merged_part
-from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, compute_dtype
+from adapterzoo.contracts import Adapter, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.quantized import is_quantized
@@ -58,8 +58,8 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
                 modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
     # check all that can be checked before the first write
-    for path, beside in modules.items():
-        for module in beside:
+    for path, own in modules.items():
+        for module in own:
             if not isinstance(module, inject.ExpertAdapters):
                 inject.mergeable(module)
         _refuse_unwritable(model, path)
@@ -71,10 +71,10 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
     try:
-        for path, beside in modules.items():
+        for path, own in modules.items():
             if first[path] != path:
                 continue
-            before[path] = _copies(layer_at(backbone, path), beside)
+            before[path] = _copies(layer_at(backbone, path), own)
             # values kept by an earlier merge are the originals
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)
@@ -296,23 +296,17 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
             # adapters of a parameter do not change the bias, of which there is no copy
             b = torch.zeros_like(original[:, 0]) if bias is None else bias
             b = b.to(w.dtype)
-            own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
-            _write_bias(own_bias, path, adapters, base, b)
-
-
-def _write_bias(
-    target: Tensor | None, path: str, adapters: list[Any], base: BaseLayer, b: Tensor
-) -> None:
-    for adapter in adapters:
-        if not isinstance(adapter, inject.ExpertAdapters):
-            b = inject.mergeable(adapter).bias(b, base)
-    if target is not None:
-        _fill(target, b, f"the merged bias at {path!r}")
-    elif bool(b.count_nonzero()):
-        raise StateError(
-            f"the adapter adds a bias at {path!r}, where the layer has none. Keep it active "
-            "instead."
-        )
+            for adapter in adapters:
+                if not isinstance(adapter, inject.ExpertAdapters):
+                    b = inject.mergeable(adapter).bias(b, base)
+            if bias is not None:
+                own_bias = cast("Tensor", layer._parameters["bias"])
+                _fill(own_bias, b, f"the merged bias at {path!r}")
+            elif bool(b.count_nonzero()):
+                raise StateError(
+                    f"the adapter adds a bias at {path!r}, where the layer has none. "
+                    "Keep it active instead."
+                )
 
 
 def _fill(target: Tensor, value: Tensor, what: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
@@ -28,7 +29,6 @@ from . import activation, adapters, averaging, checkpointing, fusion, merging, s
 from . import hotswap as hotswapping
 from .adapterhub import arguments, loaders
 from .adapterhub.config import AdaptersConfig
-from .adapterhub.names import with_names_of_adapters
 from .conversion import converting
 from .conversion.certificate import Certificate
 from .conversion.converting import Size
@@ -50,7 +50,6 @@ from .state import (
 
 
 @names_calls
-@with_names_of_adapters
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; list it before that class among the bases.
 
@@ -453,6 +452,20 @@ class AdapterModelMixin:
             UnknownNameError: an adapter or head is unknown.
         """
         return activation.make_plan(self, setup, head_setup, skip_layers)
+
+    def cached_adapters(self) -> AbstractContextManager[None]:
+        """Keep values computed from weights, such as DoRA's norms, while a `with` block runs.
+
+        Without it each call computes them again; `generate` and continuous batching keep them for
+        their run. A write that autograd tracks, `load_state_dict`, a move or a cast drops the
+        value. Writes that autograd does not track (`p.data.copy_(ema)`, NumPy, optimizers with
+        `fused=True`) go unnoticed in the block. It holds for this thread and asyncio task, and
+        keeps nothing in compiled code, in process groups, or of weights that get gradients.
+
+        Raises:
+            StateError: the model is in training mode, at the start or in a call in the block.
+        """
+        return training.cached_adapters(self)
 
     # --- train ---
 
@@ -857,9 +870,9 @@ class AdapterModelMixin:
                 adapter.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
-        loaders.save(beside, save_directory, adapter_name)
+        loaders.save(custom, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -950,11 +963,13 @@ class AdapterModelMixin:
             loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
-        given = adapter_name_or_path, version, revision, source, options, asked
+        folder, hub_name = checkpointing.found(
+            self, adapter_name_or_path, version, revision, source, options
+        )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
-            name, is_new = hotswapping.load(self, *given, or_add=hotswap == "auto")
+            name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
         elif hotswap is False or hotswap == "auto":
-            name, is_new = checkpointing.load_adapter(self, *given), True
+            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         else:
             raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
         if is_trainable or (adapter_name is not None and is_new):
@@ -1119,9 +1134,9 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
-        loaders.save(beside, save_directory, fusion.as_fuse(adapter_names, None).name)
+        loaders.save(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1155,9 +1170,9 @@ class AdapterModelMixin:
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        beside = loaders.check(self, custom_weights_loaders)
+        custom = loaders.check(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
-        loaders.save(beside, save_directory, setups.names_in(adapter_setup)[-1])
+        loaders.save(custom, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1382,18 +1397,18 @@ class AdapterModelMixin:
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
         owned.own(self, owned.names_of(AdapterModelMixin))
-        activation.announce(self)
+        activation.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let `AdapterSetup` find copies and unpickled models too."""
         cast("Any", super()).__setstate__(state)
-        activation.announce(self)
+        activation.register(self)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the model live on if its base model is still used, whose methods are those here."""
         # a default, since at the end of the process modules lose their globals
         if not ends() and owned.keep_alive(cast("Any", self)):
-            activation.announce(self)
+            activation.register(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 from adapterzoo import hub
 from adapterzoo.arguments import one_of
 from adapterzoo.composition import Composition, fusions_of, parse
-from adapterzoo.errors import AdapterZooError, DuplicateNameError, StateError, unknown_name
+from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
 from adapterzoo.hub.card import card_text, check_card
@@ -81,7 +82,7 @@ def load(
     source: str | None,
     hub_options: Mapping[str, Any],
     set_active: bool,
-    beside: Sequence[Any] = (),
+    custom_loaders: Sequence[Any] = (),
 ) -> tuple[Composition, HeadSetup]:
     """Load a composition with its adapters, heads and fusions, all or none.
 
@@ -102,15 +103,15 @@ def load(
         checkpointing.fitting(model, folder / name, LoadOptions(load_as=name))
         for name in setup.flatten()
     ]
-    undo: list[Callable[[], None]] = []
-    before = model._active.default.plan
-    try:
+    with ExitStack() as undo:
+        undo.callback(setattr, model._active.default, "plan", model._active.default.plan)
+        undo.callback(_delete_heads, model, known)
         for name, enter in loads:
             enter()
-            undo.append(lambda name=name: adapters.delete(model, name))  # type: ignore[misc]
+            undo.callback(adapters.delete, model, name)
         for name in fused:
             fusion_files.load(model, folder / name, LoadOptions())
-            undo.append(lambda name=name: fusion.delete(model, name))  # type: ignore[misc]
+            undo.callback(fusion.delete, model, name)
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
             head_files.load(model, folder / name, LoadOptions(load_as=name))
@@ -121,18 +122,18 @@ def load(
             activate(model, setup)
             if model._has_named_heads and names_of(heads):
                 cast("Any", model).active_head = heads
-        loaders.load(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
+        loaders.load(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()
-    except AdapterZooError:
-        for step in reversed(undo):
-            step()
-        for name in {*heads_of(model)} - known:
-            model.delete_head(name)
-        model._active.default.plan = before
-        raise
+        undo.pop_all()
     return setup, heads
+
+
+def _delete_heads(model: AdaptedModel, known: set[str]) -> None:
+    """Delete the named heads that are not known."""
+    for name in {*heads_of(model)} - known:
+        model.delete_head(name)
 
 
 # --- Publishing an adapter on the Hub ---

@@ -105,7 +105,7 @@ class AdapterState:
             adapters are added, removed or moved.
         outputs: (path of an output layer, adapter) for those that have an adapter's rows of the
             table that the layer is tied to.
-        tied: keys of shared parameters → keys of those that they share, as last told to
+        tied: keys of shared parameters → keys of those that they share, as last listed for
             transformers.
         is_base: whether the model is its own base model; None: not known yet.
         embeddings: name of the active embeddings.
@@ -300,14 +300,14 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     backbone, record = backbone_of(model), model._adapter_state.find(name)
     if record.coming:
         return iter(record.coming.items())
-    return ((path, cast("Adapter", _held_at(backbone, path)[name])) for path in record.places)
 
+    def held(path: str) -> Mapping[str, Any]:
+        # the path of the base model stands for the modules that its layers share
+        if not path:
+            return inject.shared_of(backbone)
+        return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
 
-def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
-    """Return the adapters of a layer; for the path of the base model, the modules they share."""
-    if not path:
-        return inject.shared_of(backbone)
-    return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
+    return ((path, cast("Adapter", held(path)[name])) for path in record.places)
 
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:

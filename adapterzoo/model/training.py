@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from adapterzoo.caches import values_kept
 from adapterzoo.composition import Composition, Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.digest import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods._table import Table
+from adapterzoo.methods.copies.table import Table
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active
@@ -160,6 +161,30 @@ def hold_statistics(model: AdaptedModel) -> None:
             module.training = False
 
 
+@contextmanager
+def cached_adapters(model: Any) -> Iterator[None]:
+    """Keep values computed from weights in the block.
+
+    Raises:
+        StateError: the model is in training mode, at the start or in a call in the block.
+    """
+
+    def refuse_training(_module: nn.Module, _args: Any) -> None:
+        if model.training:
+            raise StateError(
+                "cached_adapters(): the model is in training mode, in which its weights change. "
+                "Write model.eval() first, and train outside of the block."
+            )
+
+    refuse_training(model, ())
+    hook = model.register_forward_pre_hook(refuse_training)
+    try:
+        with values_kept():
+            yield
+    finally:
+        hook.remove()
+
+
 def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
     reshard(model)
@@ -177,20 +202,20 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
 # --- training as PEFT has it ---
 
 
-def train_alone(model: Any, names: str | Sequence[str], thaws: bool = False) -> None:
+def train_alone(model: Any, names: str | Sequence[str], unfreezes: bool = False) -> None:
     """Train only these adapters, in the mode that the model has.
 
     Args:
         model: with adapters.
         names: one, or several that act as a stack.
-        thaws: whether a frozen one is trained too; otherwise it is only activated.
+        unfreezes: whether a frozen one is trained too; otherwise it is only activated.
     """
     setup = names if isinstance(names, str) else Stack(*names)
     was_training = model.training
     each = [names] if isinstance(names, str) else names
     frozen = [n for n in each if not any(p.requires_grad for p in parameters_of(model, n))]
     train_adapter(model, setup, False)
-    for name in () if thaws else frozen:
+    for name in () if unfreezes else frozen:
         require_grad(model, name, False)
     model.train(was_training)
 
@@ -198,7 +223,7 @@ def train_alone(model: Any, names: str | Sequence[str], thaws: bool = False) -> 
 def set_trainable(model: Any, name: str, is_trainable: bool) -> None:
     """Let an adapter that was loaded be trained, or not; the first one is trained alone."""
     if is_trainable and len(model._adapter_state.records) == 1:
-        train_alone(model, name, thaws=True)
+        train_alone(model, name, unfreezes=True)
     else:
         require_grad(model, name, is_trainable)
 
@@ -360,30 +385,23 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of a summary as a table."""
-    lines = [list(_COLUMNS), *([_cell(row, c) for c in _COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join(
-            # numbers to the right
-            text.rjust(width) if column.endswith("param") else text.ljust(width)
-            for text, width, column in zip(line, widths, _COLUMNS, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-    rule = "-" * max(map(len, texts))
-    return "\n".join([texts[0], rule, *texts[1:]])
+    cells = [list(_COLUMNS), *([_cell(row, column) for column in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # numbers to the right
+    marks = [">" if column.endswith("param") else "<" for column in _COLUMNS]
+    form = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
+    lines = [form.format(*row).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
-    text = _shown(row.get(column, ""))
+    value = row.get(column, "")
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif isinstance(value, float):
+        text = f"{value:.3f}"
+    else:
+        text = f"{value:,}" if isinstance(value, int) else str(value)
     if column == "active" and (skipped := row.get("skip_layers")):
         return f"{text}, not in blocks {', '.join(map(str, skipped))}"
     return text
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -72,7 +72,7 @@ class World(RuleBasedStateMachine):
         logging.set_verbosity(self._verbosity)
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.started:
-            activation.withdraw(self.model)
+            activation.unregister(self.model)
             del self.model
 
     # --- what rules use ---
@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
         """An AdapterSetup holds for every model, and raises where one of them refuses."""
         for other in list(activation._models):
             if other is not self.model:
-                activation.withdraw(other)
+                activation.unregister(other)
 
     def names_are_as_expected(self) -> None:
         model, book = self.model, self.ledger

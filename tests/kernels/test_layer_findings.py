@@ -134,13 +134,3 @@ def test_an_error_of_a_checkpointed_block_stays_what_it_is(method):
     y = checkpoint(block, drawn(layer), use_reentrant=False)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         y.sum().backward()
-
-
-def test_what_a_gradient_makes_useless_is_not_held():
-    model, layer = trained("boft")
-    _, adapter = next(iter(model.adapter_modules("a")))
-    with torch.no_grad():
-        layer(drawn(layer, 3))
-    assert adapter.kept_rotation.value is not None
-    layer(drawn(layer, 3))
-    assert adapter.kept_rotation.value is None

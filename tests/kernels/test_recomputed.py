@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from adapterzoo.kernels import use
 from adapterzoo.kernels._recomputed import recomputed
 from adapterzoo.kernels.cayley import cayley_neumann
-from adapterzoo.methods._skew import skew
+from adapterzoo.methods.rotation.oft import skew
 
 B = 5
 

@@ -328,7 +328,7 @@ def test_leave_out_passes_over_blocks():
     anatomy = anatomy_of(tiny(True, layers=4))
     sites = [p.site for p in SeqBnConfig(leave_out=[0, 2]).placements(anatomy)]
     assert [s.layer for s in sites] == [1, 3]
-    with pytest.raises(SiteError, match=r"leave_out=\[0, 1, 2, 3\].*0 to 3.*shorter leave_out"):
+    with pytest.raises(SiteError, match=r"leave_out=\[0, 1, 2, 3\].*shorter leave_out"):
         SeqBnConfig(leave_out=[0, 1, 2, 3]).placements(anatomy)
 
 
@@ -500,7 +500,7 @@ def test_the_width_is_d_model_over_the_reduction_factor(factor, layer, width):
 
 
 def test_a_width_that_does_not_exist_or_fit_is_an_error():
-    with pytest.raises(MissingEntryError, match=r"no number for block 3 .*'default': 16") as error:
+    with pytest.raises(MissingEntryError, match=r"block 3 has no number.*'default': 16") as error:
         built(SeqBnConfig(reduction_factor={"0": 8}), layer=3)
     assert isinstance(error.value, KeyError)  # as in `adapters`
     with pytest.raises(ConfigError, match=r"width 7\d{11} .* at most 65536.*=16"):
@@ -518,7 +518,7 @@ def test_a_reduction_factor_of_no_block_is_said(config):
     (warning,) = caught
     said = str(warning.message)
     assert said.startswith(f"{config.__name__}(reduction_factor={factors!r})")
-    assert "there are no blocks 2, 99: the model's are 0 to 1" in said
+    assert "no blocks 2, 99 in a model with 2" in said
     assert "Write reduction_factor={'1': 4, 'default': 16}" in said
     assert {p.config.width_at(p.site.layer, 64) for p in placements} == {4, 16}
     # a block that is left out is there
@@ -562,10 +562,9 @@ def test_options_of_compacter_warn_where_they_have_no_effect():
         ({"phm_layer": True, "phm_rank": 0}, ["phm_rank=0", "from 1 to", "phm_rank=1"]),
         ({"phm_layer": True, "hypercomplex_nonlinearity": "phm"}, ["'phm'", "'glorot-normal'"]),
         ({"is_parallel": True, "original_ln_before": False, "stochastic_depth": 0.1},
-         ["stochastic_depth=0.1", "part of the sub-layer", "stochastic_depth=0.0"]),
+         ["stochastic_depth=0.1", "adapters ignores it", "stochastic_depth=0.0"]),
         ({"inv_adapter": "nice"}, ["inv_adapter='nice'", "inv_adapter_reduction_factor=2"]),
-        ({"inv_adapter": "glow"}, ["tokens instead of features", "inv_adapter='nice'"]),
-        ({"inv_adapter": "flow"}, ["inv_adapter='flow'", "one of 'nice', None"]),
+        ({"inv_adapter": "flow"}, ["inv_adapter='flow'", "one of None, 'nice'"]),
         ({"inv_adapter_reduction_factor": 2}, ["inv_adapter", "inv_adapter_reduction_factor=None"]),
         ({"output_adapter": False}, ["nothing is left", "output_adapter=True"]),
         ({"original_ln_after": False}, ["residual connection", "residual_before_ln=False"]),

@@ -19,7 +19,7 @@ from adapterzoo.composition import evaluate
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import adapters_of, base_of
 from adapterzoo.kernels import use
-from adapterzoo.methods import _magnitudes
+from adapterzoo.methods.low_rank import dora
 from adapterzoo.testing import report
 
 CONVENTIONS = ("paper", "adapterhub")
@@ -268,9 +268,9 @@ def test_half_precision_rounds_the_output_once(tiny, dtype, adapter_dtype, conve
 
 def test_autocast_leaves_the_gain_in_float32(tiny):
     layer, module = first_of(adapted(tiny, "bert", DoRAConfig(**ALL)))
-    expected = module.gain(layer.weight)
+    expected = module.gain(base_of(layer))
     with torch.autocast("cpu", torch.bfloat16):
-        gain = module.gain(layer.weight)
+        gain = module.gain(base_of(layer))
         y = module(torch.randn(2, layer.weight.shape[1]), base_of(layer))
         merged = module.weight(layer.weight, base_of(layer))
     assert torch.equal(gain, expected)
@@ -458,7 +458,7 @@ def test_a_part_of_a_fused_layer_is_composed_as_a_layer_of_its_own(tiny, monkeyp
     model = tiny("gpt2")
     model.add_adapter("a", "dora", set_active=True)
     seen = []
-    monkeypatch.setattr(_magnitudes, "compose", lambda y, *rest: seen.append(y) or y)
+    monkeypatch.setattr(dora, "compose", lambda y, *rest: seen.append(y) or y)
     model.bfloat16()(**tiny_inputs("gpt2"))
     # the wide detour is for what earlier adapters have changed
     assert seen

@@ -173,31 +173,6 @@ def test_rows_are_as_exact_as_each_adapter_alone_in_every_dtype(name, dtype):
         assert torch.equal(out[r], plain[r]) == (i is None)
 
 
-@pytest.mark.parametrize("name", ["boft of 2", "boft, wide"])
-def test_rotations_are_kept_in_evaluation(name, monkeypatch):
-    from adapterzoo.methods import _blocks
-
-    adapters, layer = built(name)
-    solved = []
-    plain = _blocks.cayley_fold
-
-    def spied(R, dropped):
-        solved.append(R.shape[0])
-        return plain(R, dropped)
-
-    monkeypatch.setattr(_blocks, "cayley_fold", spied)
-    x, residual = tensors(3, layer)
-    base = host(layer, residual)
-    for adapter in adapters:
-        adapter.eval()
-    with torch.no_grad():
-        first = mixed(adapters, [1, None, 0], x, base)
-        assert torch.equal(mixed(adapters, [1, None, 0], x, base), first)
-        mixed(adapters, [0, 0, 1], x, base)
-    factors = adapters[0].boft_R.shape[0]
-    assert solved == [factors, factors]
-
-
 @pytest.mark.parametrize(
     "text",
     ["lora[dropout=0.5,lora_bias=True]", "boft[boft_dropout=0.5]", "seq_bn[dropout=0.5]",

@@ -17,7 +17,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
 from adapterzoo.kernels.cayley import cayley, cayley_neumann
-from adapterzoo.methods._skew import skew
+from adapterzoo.methods.rotation.oft import skew
 from adapterzoo.testing import report
 
 CPU = torch.device("cpu")

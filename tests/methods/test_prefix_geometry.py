@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from adapterzoo import BatchSplit, Stack, init
 from adapterzoo.errors import StateError
-from adapterzoo.methods.prefix_tuning import PrefixTuningConfig
+from adapterzoo.methods.prompt.prefix_tuning import PrefixTuningConfig
 
 FLAT = PrefixTuningConfig(prefix_length=3, flat=True)
 SHIFTED = FLAT.replace(positions="shifted")

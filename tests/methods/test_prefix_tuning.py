@@ -21,7 +21,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CompositionError, SiteError, StateError, UnknownNameError
-from adapterzoo.methods.prefix_tuning import PrefixTuningConfig
+from adapterzoo.methods.prompt.prefix_tuning import PrefixTuningConfig
 
 GATED = PrefixTuningConfig(prefix_length=3, bottleneck_size=4, use_gating=True, shared_gating=False)
 FLAT = PrefixTuningConfig(prefix_length=5, flat=True)

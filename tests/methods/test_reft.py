@@ -241,7 +241,7 @@ def test_fields_out_of_range_are_named(fields, message):
 
 def test_what_the_model_lacks_is_refused_when_it_is_added():
     model = made("llama")
-    with pytest.raises(ConfigError, match=r"no block 7 in a model with 2 blocks.*Write layers="):
+    with pytest.raises(ConfigError, match=r"no block 7; the model has 2.*Write layers="):
         model.add_adapter("a", LoReftConfig(layers=(7,)))
     with pytest.raises(ConfigError, match=r"r=33.*32 features. Write r=32 or less"):
         model.add_adapter("a", LoReftConfig(r=33))

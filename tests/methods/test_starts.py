@@ -15,7 +15,7 @@ from snapshots import refused
 import adapterzoo
 from adapterzoo import LoRAConfig
 from adapterzoo.errors import ConfigError
-from adapterzoo.methods._starts import factors
+from adapterzoo.methods.low_rank.starts import factors
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in peft_world.QUIET]
 TARGETS = {

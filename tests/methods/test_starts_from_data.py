@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from adapterzoo import ConfigUnion, LoRAConfig, load_model
 from adapterzoo.errors import ConfigError
-from adapterzoo.methods._input_statistics import Components
+from adapterzoo.methods.low_rank.starts import Components
 
 pytestmark = [
     *(pytest.mark.filterwarnings(each) for each in peft_world.QUIET),

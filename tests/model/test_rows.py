@@ -222,7 +222,7 @@ def test_a_plan_is_made_once_for_a_set_of_adapters(monkeypatch):
 
 
 def test_lora_takes_one_call_a_site_whatever_the_number_of_adapters(monkeypatch):
-    from adapterzoo.methods import lora
+    from adapterzoo.methods.low_rank import lora
 
     configs = {f"l{i}": f"lora[r={2 + i},attn_matrices=['q']]" for i in range(5)}
     model = with_adapters("bert", configs)

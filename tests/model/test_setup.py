@@ -15,7 +15,7 @@ from snapshots import changes, output, refused, same_bits, snapshot, stir
 
 from adapterzoo import AdapterSetup, Stack
 from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
-from adapterzoo.model.activation import announce
+from adapterzoo.model.activation import register
 
 # names that no model of another test has: a setup holds for every model that knows its names
 A, B = "setup-a", "setup-b"
@@ -252,7 +252,7 @@ def test_models_may_come_and_go_while_setups_are_entered(tiny, model):
         while not stop.is_set():
             alive = [copy.copy(m) for m in made]
             for m in alive:
-                announce(m)
+                register(m)
 
     def enter():
         try:

@@ -26,7 +26,7 @@ from adapterzoo.errors import (
     UnknownNameError,
 )
 from adapterzoo.formats import files, fit, native
-from adapterzoo.methods._low_rank import LowRank
+from adapterzoo.methods.low_rank.factors import LowRank
 from adapterzoo.model.heads import copies
 
 FILE = "adapter.safetensors"

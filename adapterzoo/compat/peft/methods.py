@@ -1,7 +1,6 @@
 """Methods of PEFT's models, and of transformers' mixin for PEFT, at every model with adapters.
 
-`AdapterModelMixin` gets them when `adapterzoo.model` is imported; its own methods take PEFT's
-arguments too.
+Methods of `AdapterModelMixin` take PEFT's arguments too.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 from torch import Tensor
 
 from adapterzoo.arguments import one_of
+from adapterzoo.compat.adapters import AdaptersMethods
 from adapterzoo.composition import Stack
-from adapterzoo.errors import ConfigError, SiteError, StateError, listing, names_call
+from adapterzoo.errors import ConfigError, SiteError, StateError, listing
 from adapterzoo.model import AdapterModelMixin, adapters, hotswap, merging, training
 from adapterzoo.model.activation import make_plan, set_active
 from adapterzoo.model.sharding import size_of
@@ -154,7 +154,11 @@ class PeftMethods:
             StateError: there is no name, and not exactly one adapter is active.
             UnknownNameError: the adapter is unknown.
         """
-        return tensors.tensors_of_peft(self, adapter_name, state_dict)
+        if state_dict is not None:
+            raise ConfigError(
+                "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
+            )
+        return tensors.encoded(self, tensors.one_name(self, adapter_name))[1]
 
     def enable_peft_hotswap(
         self,
@@ -211,7 +215,8 @@ def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 _mixin: Any = AdapterModelMixin
-_own_add, _own_supports = _mixin.add_adapter, _mixin.supports_adapter
+_own_add: Any = _mixin.add_adapter
+_own_supports: Any = AdaptersMethods.supports_adapter
 
 
 @functools.wraps(_own_add)
@@ -233,7 +238,7 @@ def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
     else:
         _own_add(*call.args, **call.kwargs)
     if first is not None:
-        training.train_alone(self, name, thaws=not first.inference_mode)
+        training.train_alone(self, name, unfreezes=not first.inference_mode)
 
 
 def _add_from_peft(
@@ -261,12 +266,11 @@ def _supports_adapter(self: Any, type_or_config: Any) -> bool:
     return supports
 
 
-_members = {
+MEMBERS = {
     **{name: member for name, member in vars(PeftMethods).items() if not name.startswith("_")},
     "add_adapter": _add_adapter,
     "delete_adapter": also_named(adapter_names="adapter_name")(_mixin.delete_adapter),
     "merge_adapter": also_named(adapter_names="name")(_mixin.merge_adapter),
     "supports_adapter": _supports_adapter,
 }
-for _name, _member in _members.items():
-    setattr(_mixin, _name, names_call(_member) if inspect.isfunction(_member) else _member)
+"""What models get: PEFT's methods, and methods that also take PEFT's arguments."""

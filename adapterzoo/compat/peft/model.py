@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,19 +14,22 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from adapterzoo import hub
 from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
-from adapterzoo.formats import files
+from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.config import CONFIG
 from adapterzoo.inject import quantized, set_class
-from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, training
+from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, sharding, training
+from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.hf import adapter_folders
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
-from adapterzoo.model.hf.init_data import InitData
-from adapterzoo.model.state import parameters_of
+from adapterzoo.model.hf.init_data import InitData, collected
+from adapterzoo.model.state import base_prefix, modules_of, parameters_of
 
 from . import methods, tensors
 from .classes import PeftConfig, from_values
@@ -92,8 +96,8 @@ class PeftModel:
             ConfigError: a value of the config has no meaning here.
         """
         refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
-        theirs = cast("Any", AdapterModelMixin)
-        theirs.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+        mixin = cast("Any", AdapterModelMixin)
+        mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
 
     @names_call
     def load_adapter(
@@ -139,14 +143,19 @@ class PeftModel:
                 raise ConfigError(
                     f"{name}={value!r}: the folder describes the adapter. Leave it out."
                 )
-        _check_device(torch_device)
+        try:
+            torch.device("cpu" if torch_device is None else torch_device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"torch_device={torch_device!r} is not a device. Write 'cpu', or leave it out."
+            ) from error
         path = (
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
-        theirs, own = cast("Any", AdapterModelMixin), cast("Any", self)
+        mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
         old = own._adapter_state.records.get(adapter_name)
-        theirs.load_adapter(
+        mixin.load_adapter(
             self, folder, adapter_name=adapter_name, is_trainable=is_trainable,
             **{"overwrite_ok": True, **kwargs},
         )  # fmt: skip
@@ -172,7 +181,7 @@ class PeftModel:
         if inference_mode or is_untrained(self, own):
             cast("Any", AdapterModelMixin).set_adapter(self, names, inference_mode=True)
         else:
-            training.train_alone(self, names if len(names) > 1 else names[0], thaws=True)
+            training.train_alone(self, names if len(names) > 1 else names[0], unfreezes=True)
 
     @methods.also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
@@ -191,7 +200,7 @@ class PeftModel:
         if was_active and own.active_adapters is None and own.adapters_config:
             name = min(own.adapters_config)
             warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
-            training.train_alone(self, name, thaws=True)
+            training.train_alone(self, name, unfreezes=True)
 
     @names_call
     def save_pretrained(
@@ -240,8 +249,13 @@ class PeftModel:
             self.save_adapter(
                 Path(save_directory) / below, name, with_head=with_head, format=format
             )
-        if of_trainer and is_main_process:
-            tensors.write_trained(cast("Any", self), Path(save_directory))
+        # `Trainer` reads `model.safetensors` of models that are not of PEFT's class; a trainer of
+        # sharded models has files of its own
+        folder = Path(save_directory)
+        is_step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
+        if of_trainer and is_main_process and is_step and not sharding.groups_of(self):
+            trained = tensors.trained_tensors(cast("Any", self))
+            files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)
 
     def load_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
@@ -257,10 +271,15 @@ class PeftModel:
             CheckpointError: a checkpoint does not fit; nothing has changed then.
         """
         own = cast("Any", self)
-        if not strict and tensors.holds_only_trained(own, state_dict):
-            tensors.fill_trained(own, state_dict)
-            return LoadResult([], [])
-        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
+        mine = tensors.trained_tensors(own)
+        is_whole = any(k in state_dict for k in own.state_dict(keep_vars=True) if k not in mine)
+        if strict or is_whole:
+            return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
+        fit.check_fit(type(self).__name__, state_dict, mine, None)
+        with torch.no_grad():
+            for key, tensor in mine.items():
+                tensor.copy_(state_dict[key])
+        return LoadResult([], [])
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
@@ -341,15 +360,6 @@ def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
         raise ConfigError(
             "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
         )
-
-
-def _check_device(device: Any) -> None:
-    try:
-        torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"torch_device={device!r} is not a device. Write 'cpu', or leave it out."
-        ) from error
 
 
 def as_peft(model: Any) -> Any:
@@ -493,7 +503,8 @@ def get_peft_model_state_dict(
         UnknownNameError: the adapter is unknown.
     """
     _check_model(model)
-    return tensors.tensors_of_peft(model, adapter_name, state_dict)
+    found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
+    return found
 
 
 @names_call
@@ -611,13 +622,25 @@ def replace_lora_weights_loftq(
         StateError: the adapter is merged.
         UnknownNameError: the adapter is unknown.
     """
-    tensors.compensate(
-        peft_model,
-        adapter_name,
-        {"init_weights": "loftq", "init_options": {}},
-        model_path,
-        callback,
-    )
+    config = peft_model._adapter_state.find(adapter_name).config
+    refuse_merged(peft_model, adapter_name)
+    sharding.refuse_if_sharded(peft_model, "Write it before fully_shard(model).")
+    if "init_weights" not in config.field_names():
+        raise ConfigError(
+            f"{adapter_name!r} is {config!r}, which has no values that make up for quantization. "
+            f"Write LoRAConfig(…)."
+        )
+    asked: Any = config.replace(init_weights="loftq", init_options={})
+    plan = asked.init_plan(peft_model.anatomy)
+    modules: Mapping[str, Any] = dict(modules_of(peft_model, adapter_name))
+    for path, weight in collected(peft_model, plan, model_path).items():
+        module = modules[path]
+        before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+        adapters.init_values(peft_model, path, module, weight)
+        if callback is not None and not callback(peft_model, base_prefix(peft_model) + path):
+            with torch.no_grad():
+                for key, tensor in module.state_dict(keep_vars=True).items():
+                    tensor.copy_(before[key])
 
 
 @names_call
@@ -752,7 +775,7 @@ class AutoPeftModel:
 
 
 def _make_room(model: Any, folder: Path) -> None:
-    """Add rows to the table of tokens if the tokenizer beside an adapter has more of them."""
+    """Add rows to the table of tokens if an adapter's tokenizer has more of them."""
     if not (folder / "tokenizer_config.json").is_file():
         return
     tokens = len(transformers.AutoTokenizer.from_pretrained(folder))

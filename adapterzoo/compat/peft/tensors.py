@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from adapterzoo import formats
-from adapterzoo.contracts import WeightPlan
-from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
-from adapterzoo.formats import files, fit, places
+from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.formats import fit, places
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
-from adapterzoo.model.adapters import init_values
 from adapterzoo.model.heads.copies import modules_with
 from adapterzoo.model.heads.files import fitting
 from adapterzoo.model.heads.records import HeadRecord, record_of, saved_names
 from adapterzoo.model.hf.info import info_of
-from adapterzoo.model.hf.init_data import collected
-from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
     LoadOptions,
-    base_prefix,
     modules_of,
     named_tensors,
     own_parameters_of,
 )
-
-
-def tensors_of_peft(
-    model: AdaptedModel, name: str | None, state_dict: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return the tensors of an adapter and its head; they share memory with the model's.
-
-    Raises:
-        ConfigError: a state dict is given.
-    """
-    if state_dict is not None:
-        raise ConfigError(
-            "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
-        )
-    return encoded(model, one_name(model, name))[1]
 
 
 def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -123,11 +99,9 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     if document is not None:
         asked = LoadOptions(overwrite_ok=True)
         enter = fitting(model, HeadRecord(document, stored.head), name, asked)
+    values = fit.by_path(adapter)
     for path, module in own.items():
-        start = f"{path}/"
-        fit.fill(
-            module, {k.removeprefix(start): t for k, t in adapter.items() if k.startswith(start)}
-        )
+        fit.fill(module, values.get(path, {}))
     # a head that is there keeps its tensors, which an optimizer may have
     there = record_of(model, name) if name in saved_names(model) else None
     if there is not None:
@@ -136,89 +110,6 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
                 there.tensors[key].copy_(stored.head[key])
     elif enter is not None:
         enter()
-
-
-# --- New values for an adapter from the weights that its layers had before quantization ---
-
-
-def compensate(
-    model: AdaptedModel,
-    name: str,
-    fields: Mapping[str, Any],
-    source: Any,
-    keeps: Callable[[Any, str], bool] | None,
-) -> None:
-    """Give an adapter initial values that need the original weights.
-
-    Args:
-        model: quantized, with the adapter.
-        name: of the adapter.
-        fields: of its config, that ask for these values.
-        source: of the weights, see `collected`.
-        keeps: called with the model and the name of each layer; whether its new values stay.
-
-    Raises:
-        ConfigError: no layer is quantized, a weight is missing, or there are no such values.
-        StateError: the adapter is merged.
-    """
-    config = model._adapter_state.find(name).config
-    refuse_merged(model, name)
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
-    if fields.keys() - config.field_names():
-        raise ConfigError(
-            f"{name!r} is {config!r}, which has no values that make up for quantization. Write "
-            "LoRAConfig(…)."
-        )
-    plan = cast("WeightPlan", config.replace(**fields).init_plan(model.anatomy))
-    modules: Mapping[str, Any] = dict(modules_of(model, name))
-    start = base_prefix(model)
-    for path, weight in collected(model, plan, source).items():
-        module = modules[path]
-        before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
-        init_values(model, path, module, weight)
-        if keeps is not None and not keeps(model, start + path):
-            with torch.no_grad():
-                for key, tensor in module.state_dict(keep_vars=True).items():
-                    tensor.copy_(before[key])
-
-
-# --- Checkpoints of transformers' `Trainer`: the trained tensors of a model, filled in place ---
-
-
-def write_trained(model: AdaptedModel, folder: Path) -> None:
-    """Write the trained tensors if the folder is a checkpoint of a `Trainer`.
-
-    Args:
-        model: with adapters.
-        folder: that the trainer saves to.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
-    if not re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name):
-        return
-    # a trainer of sharded models has files of its own
-    if not sharding.groups_of(model):
-        files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained_tensors(model))
-
-
-def holds_only_trained(model: AdaptedModel, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether tensors are those of `write_trained`, not those of a whole model."""
-    mine = trained_tensors(model)
-    return not any(key in tensors for key in model.state_dict(keep_vars=True) if key not in mine)
-
-
-def fill_trained(model: AdaptedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Give a model the values that `write_trained` wrote; its tensors stay the same objects.
-
-    Raises:
-        CheckpointError: adapters, heads or what is trained differ; nothing has changed then.
-    """
-    mine = trained_tensors(model)
-    fit.check_fit(type(model).__name__, tensors, mine, None)
-    with torch.no_grad():
-        for key, tensor in mine.items():
-            tensor.copy_(tensors[key])
 
 
 def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:

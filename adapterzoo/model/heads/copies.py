@@ -54,8 +54,8 @@ from adapterzoo.inject.building import (
 )
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._patterns import matches
-from adapterzoo.methods._table import Table
-from adapterzoo.methods._token_rows import ROWS, TokenRows
+from adapterzoo.methods.copies.rows import ROWS, TokenRows
+from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.state import (
     AdaptedModel,
     base_prefix,

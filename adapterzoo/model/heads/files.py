@@ -28,7 +28,7 @@ from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.hf import documents
 from adapterzoo.model.hf.backbone import refuse_unreadable
 from adapterzoo.model.hf.documents import StrPath
-from adapterzoo.model.hf.info import Tasks, info_of
+from adapterzoo.model.hf.info import TaskHeads, info_of
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, LoadOptions, heads_of
@@ -173,7 +173,7 @@ def _translated(model: Any, record: HeadRecord) -> HeadRecord:
         tensors[key] = output_like(model.heads.values(), document[FIELD])
     given = document.get("label2id")
     saved = document.get(MODEL_CONFIG)
-    translated = Tasks(model).read(
+    translated = TaskHeads(model).read(
         str(document.get(STATIC)),
         tensors,
         given if isinstance(given, Mapping) else None,
@@ -193,7 +193,7 @@ def _fitting_static(
     tensors = record.tensors
     if STATIC not in record.document:
         cls = class_name(model)
-        tensors = Tasks(model).write(cls, record.document, tensors)
+        tensors = TaskHeads(model).write(cls, record.document, tensors)
     mine = copies.tensors_of(model, None)
     rest = {key: t for key, t in head_tensors(model).items() if key not in mine}
     if name is None:

@@ -13,7 +13,7 @@ from adapterzoo import inject
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model import adapters
-from adapterzoo.model.activation import withdraw
+from adapterzoo.model.activation import unregister
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.owned import disown
@@ -56,7 +56,7 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
     change(model)
     embeddings.keep_active(model)
     adapters.remove_all(model)
-    withdraw(model)
+    unregister(model)
     disown(model)
     del model._adapter_state, model._active
     inject.set_class(model, plain)

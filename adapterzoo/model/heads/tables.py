@@ -20,7 +20,7 @@ from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats.digest import digest
 from adapterzoo.inject.building import at_hand, device_of, layer_at
-from adapterzoo.methods._table import Table
+from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.activation import check_setup, refuse_used, replan
 from adapterzoo.model.adapters import init_values, install, uninstall
 from adapterzoo.model.state import (

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, conversion_mapping
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -46,7 +45,9 @@ def describe(model: Any) -> Backbone:
     """
     config = model.config
     text = text_config(config)
-    reference = _reference(model.base_model)
+    # the last parameter: with a device_map, hidden states come from the last layers
+    floating = [p for p in own_parameters(model.base_model) if p.is_floating_point()]
+    reference = floating[-1] if floating else torch.empty(0)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     vocab_size = getattr(text, "vocab_size", None)
     if encoder_decoder:
@@ -171,12 +172,6 @@ def _width(model: Any, text: Any) -> int:
             "states. Write config.hidden_size = …."
         )
     return width
-
-
-def _reference(module: nn.Module) -> torch.Tensor:
-    # the last parameter: with a device_map, hidden states come from the last layers
-    floating = [p for p in own_parameters(module) if p.is_floating_point()]
-    return floating[-1] if floating else torch.empty(0)
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -181,7 +181,7 @@ def format_of(entry: object) -> str | None:
     return written if isinstance(written, str) else None
 
 
-# --- The plug-in interface of a model: checked_interface when it is given, saved with the model ---
+# --- The plug-in interface: checked when it is given, saved with the model ---
 
 Interface: TypeAlias = "AdapterModelInterface | str | os.PathLike[str] | None"
 

@@ -35,7 +35,6 @@ from . import adapter_folders, config_entry, hosts
 from .backbone import feature_names
 from .config_entry import Interface, format_of, restore
 from .generation import GeneratesWithAdapters, counting
-from .pipelines import enter_pipelines
 from .task_classes import HeadTypes
 
 M = TypeVar("M", bound=nn.Module)
@@ -170,7 +169,7 @@ def _make_named(
     if generating is not None:
         _borrow_generation(made, generating)
         counting(made)
-    enter_pipelines(name, generating is not None)
+    _enter_pipelines(name, generating is not None)
     return made
 
 
@@ -348,6 +347,39 @@ def _with_signature(
     return forward
 
 
+# pipelines that check class names, for tasks of named heads
+_PIPELINES = (
+    "audio-classification",
+    "document-question-answering",
+    "image-classification",
+    "ner",
+    "sentiment-analysis",
+    "text-classification",
+    "token-classification",
+    "video-classification",
+)
+_GENERATING_PIPELINES = ("image-text-to-text", "text-generation")
+
+
+def _enter_pipelines(class_name: str, generates: bool) -> None:
+    """Add a class to the table of adapter models that pipelines look up.
+
+    A pipeline logs an error for a class that is missing from its tables. Only pipelines read this
+    one, so that `AutoModelFor…` and `Trainer` do not change.
+
+    Args:
+        class_name: such as `BertAdapterModel`.
+        generates: whether it has `generate`.
+    """
+    # late: this import is slow
+    from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
+
+    for task in (*_PIPELINES, *(_GENERATING_PIPELINES if generates else ())):
+        known = SUPPORTED_PEFT_TASKS.setdefault(task, [])
+        if class_name not in known:
+            known.append(class_name)
+
+
 # --- `init` and `load_model`: adapters for models that keep the head of their class ---
 
 
@@ -374,7 +406,10 @@ def init(
     """
     with naming(f"init({type(model).__name__})"):
         if isinstance(model, AdapterModelMixin):
-            _refuse_again(model, adapters_config, interface)
+            if adapters_config is not None or interface is not None:
+                raise StateError(
+                    "the model has adapters already. Write init(model) alone, and add_adapter(…)."
+                )
             return model
         _refuse_init(model)
         given = config_entry.checked_interface(model, interface)
@@ -390,13 +425,6 @@ def init(
     with naming(f"init({name})"):
         config_entry.add_all(made, adapters_config or {})
     return model
-
-
-def _refuse_again(model: Any, adapters_config: object, interface: object) -> None:
-    if adapters_config is not None or interface is not None:
-        raise StateError(
-            "the model has adapters already. Write init(model) alone, and add_adapter(…)."
-        )
 
 
 def _refuse_init(model: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from transformers import GenerationMixin
 
 from adapterzoo.anatomy.tree import below
-from adapterzoo.caches import CACHES, cached_tokens
+from adapterzoo.caches import CACHES, cached_tokens, values_kept
 from adapterzoo.call import Generation
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.inject import positions_of
@@ -74,7 +74,7 @@ class GeneratesWithAdapters:
         for each in drafting:
             _check_added_tokens(each, given)
         _check_positions(model, given)
-        with ExitStack() as records:
+        with ExitStack() as records, values_kept():
             for each in {id(each): each for each in drafting}.values():
                 record = _record(each, given if each is model else {})
                 records.enter_context(each._active.call.generating(record))

@@ -1,4 +1,4 @@
-"""What the libraries that run a model need to know of it: transformers' Trainer, and TRL."""
+"""Code that runs a model: Trainer, TRL, gradient checkpointing and continuous batching."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import unwrapped
+from adapterzoo.caches import values_kept
 from adapterzoo.composition import ActiveHeads, Composition
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
@@ -134,21 +135,21 @@ def _optimized(model: Any) -> set[int] | None:
     while frame is not None:
         if frame.f_code.co_name == "train":
             trainer = frame.f_locals.get("self")
-            if isinstance(trainer, trainers.Trainer) and _steps(trainer, model):
+            # it will train the model further
+            if (
+                isinstance(trainer, trainers.Trainer)
+                and unwrapped(trainer.model) is model
+                and trainer.optimizer is not None
+                and not trainer.control.should_training_stop
+            ):
                 return {id(p) for each in trainer.optimizer.param_groups for p in each["params"]}
         frame = frame.f_back
     return None
 
 
-def _steps(trainer: Any, model: Any) -> bool:
-    """Return whether a running Trainer will train the model further."""
-    is_own = unwrapped(trainer.model) is model
-    return is_own and trainer.optimizer is not None and not trainer.control.should_training_stop
-
-
 # --- Guards of the models inside a model with adapters, such as its encoder ---
 
-# arguments of `forward` that an inner model would take_guard as `**kwargs`
+# arguments of `forward` that an inner model would take as `**kwargs`
 _OF_WHOLE = (
     "adapter_names", "task_ids", "output_adapter_gating_scores", "output_adapter_fusion_attentions",
 )  # fmt: skip
@@ -280,6 +281,8 @@ def watch(model: AdaptedModel, manager: Any) -> None:
     manager.add_request = functools.partial(
         _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
     )
+    # the target of the manager's thread
+    manager._run_generation_loop = functools.partial(_run, weakref.ref(manager))
 
 
 def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
@@ -361,6 +364,13 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
             f"the cache of the manager is of {made.setup!r}; now {now.setup!r} is active, or its "
             "adapters or heads have changed. Write manager.destroy(), and make a new one."
         )
+
+
+def _run(manager: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the loop of a manager; values computed from weights are kept meanwhile."""
+    of = cast("Any", manager())
+    with values_kept():
+        return type(of)._run_generation_loop(of, *args, **kwargs)
 
 
 def _add_request(

@@ -38,7 +38,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     """
     config = model.config
     text = text_config(config)
-    tasks = Tasks(model)
+    tasks = TaskHeads(model)
     return ModelInfo(
         anatomy=model.anatomy,
         prefix=base_prefix(model).removesuffix("."),
@@ -82,7 +82,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-class Tasks:
+class TaskHeads:
     """Named heads of a model as the heads of transformers' task classes, and back."""
 
     def __init__(self, model: Any) -> None:

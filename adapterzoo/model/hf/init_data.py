@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import utils
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
 from adapterzoo.errors import ConfigError, listing
@@ -130,7 +129,9 @@ def _pass(
     sites = {site.path: site for site in model.anatomy}
     with ExitStack() as stack:
         for path, own in watched.items():
-            mask = kept[_reads_decoder(sites[path])]
+            site = sites[path]
+            from_encoder = site.cross and site.role in ("key", "value")
+            mask = kept["decoder" in site.path.split(".") and not from_encoder]
             hook = layer_at(model._backbone, path).register_forward_pre_hook(
                 _adding(path, own, mask)
             )
@@ -151,12 +152,6 @@ def _adding(
             raise ConfigError(f"at {path!r}: {error}") from error
 
     return add
-
-
-def _reads_decoder(site: Site) -> bool:
-    """Return whether a layer reads the stream of a decoder with an encoder."""
-    from_encoder = site.cross and site.role in ("key", "value")
-    return "decoder" in site.path.split(".") and not from_encoder
 
 
 def _kept(
@@ -255,8 +250,7 @@ def _tensors_in(
     """
     if isinstance(source, Mapping) and all(isinstance(t, Tensor) for t in source.values()):
         given: dict[str, Tensor] = {str(key): tensor for key, tensor in source.items()}
-        reads = ((key, functools.partial(_given, tensor)) for key, tensor in given.items())
-        return reads, "init_data"
+        return ((key, tensor.detach) for key, tensor in given.items()), "init_data"
     if source is not None and not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
             f"init_data is a {type(source).__name__}, not a folder, a name on the Hub or a state "
@@ -272,10 +266,6 @@ def _tensors_in(
             f"{utils.SAFE_WEIGHTS_NAME}. Write init_data='folder', or init_data=plain.state_dict()."
         )
     return _in_files(files), repr(path)
-
-
-def _given(tensor: Tensor) -> Tensor:
-    return tensor.detach()
 
 
 def _files(path: str, revision: str | None) -> list[str]:

@@ -15,7 +15,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
-from adapterzoo.methods._token_rows import TokenRows
+from adapterzoo.methods.copies.rows import TokenRows
 from adapterzoo.model.activation import replan
 from adapterzoo.model.heads import copies, sharing
 from adapterzoo.model.heads.embeddings import (

@@ -1,0 +1,181 @@
+"""Methods and properties of `adapters`: other names of what a model here has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import InvertibleAdapter
+from adapterzoo.errors import StateError
+from adapterzoo.inject import AdapterDict
+from adapterzoo.interface import AdapterMethod, AdapterModelInterface
+from adapterzoo.model import adapters, fusion
+from adapterzoo.model.fusion import FuseArgument
+from adapterzoo.model.state import AdapterState, modules_of
+
+
+class _InvertibleAdapters(AdapterDict):
+    """The invertible functions of a model; they go with their adapters."""
+
+    def __delitem__(self, key: str) -> None:
+        """Refuse: the layers would keep the function."""
+        raise StateError(
+            f"del invertible_adapters[{key!r}]: an invertible function is a part of its adapter. "
+            f"Write delete_adapter({key!r}), or set_active_adapters(None)."
+        )
+
+
+class AdaptersMethods:
+    """The members, in one place."""
+
+    _adapter_state: AdapterState
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def has_parallel_adapters(self) -> bool:
+        """Whether `Parallel` is active."""
+        setup = self.active_adapters
+        return setup is not None and setup.parallel_channels > 1
+
+    @property
+    def adapter_interface(self) -> AdapterModelInterface | None:
+        """The interface that `init` got, None without one."""
+        return self._adapter_state.interface
+
+    @property
+    def model_name(self) -> str | None:
+        """Where the base model was loaded from."""
+        name: str | None = self.config.name_or_path
+        return name
+
+    @property
+    def support_lora_delta_w_svd(self) -> bool:
+        """True, as `average_adapter` has the strategy in every model."""
+        return True
+
+    @property
+    def support_prompt_tuning(self) -> bool:
+        """Whether adapters can add tokens to the model's input."""
+        return self.supports_adapter(AdapterMethod.prompt_tuning)
+
+    def supports_adapter(self, type_or_config: str | AdapterConfig) -> bool:
+        """Return whether `add_adapter` takes a config: places, sizes, the model's interface.
+
+        Args:
+            type_or_config: a config, a config string, or one of the kinds of `AdapterMethod`.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        is_kind = isinstance(type_or_config, str)
+        found = AdapterMethod.examples.get(type_or_config) if is_kind else None
+        config = AdapterConfig.load(type_or_config if found is None else found)
+        return adapters.supports(self, config)
+
+    @property
+    def invertible_adapters(self) -> AdapterDict:
+        """The invertible functions at the embeddings, by adapter; see `get_invertible_adapter`."""
+        # a module, since paths of parameters of a base model lead through this property
+        found = _InvertibleAdapters()
+        for name in self.adapters_config:
+            if (adapter := _at_entry(self, name)) is not None:
+                found[name] = dict(modules_of(self, name)).get("", adapter)
+        return found
+
+    def get_invertible_adapter(self) -> nn.Module | None:
+        """Return the invertible function of the first active adapter, None without one.
+
+        Each forward calls this module, `function(x)` at the embeddings and `function(x, rev=True)`,
+        its inverse, in a language modeling head, so that hooks on it run.
+        """
+        setup = self.active_adapters
+        name = None if setup is None else setup.first()
+        adapter = None if name is None else _at_entry(self, name)
+        if name is None or adapter is None:
+            return None
+        function = dict(modules_of(self, name)).get("", adapter)
+        # a union has the shared modules of each of its configs
+        number = None if adapter.shared_key is None else adapter.shared_key.number
+        return function if number is None else function.get_submodule(str(number))
+
+    def get_labels_dict(self) -> dict[int, str] | None:
+        """Return class numbers and names of the static head; None if the config has no classes."""
+        labels: dict[int, str] | None = getattr(self.config, "id2label", None)
+        return None if labels is None else dict(labels)
+
+    def get_labels(self) -> list[str] | None:
+        """Return the names of the classes of the static head; None if the config has none."""
+        labels = self.get_labels_dict()
+        return None if labels is None else list(labels.values())
+
+    def freeze_embeddings(self, freeze: bool = True) -> None:
+        """Freeze the table of tokens, or make it trainable.
+
+        Args:
+            freeze: False: its parameters get a gradient.
+        """
+        self.get_input_embeddings().requires_grad_(not freeze)
+
+    def adapter_fusion_to(
+        self,
+        adapter_names: FuseArgument,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move or cast fusion layers.
+
+        Args:
+            adapter_names: which fusion.
+            device: None: where each layer is.
+            dtype: None: what each layer has.
+
+        Raises:
+            UnknownNameError: the fusion is unknown.
+        """
+        for _, layer in self.fusion_modules(fusion.as_fuse(adapter_names, None).name):
+            layer.to(device=device, dtype=dtype)
+
+    def save_all_adapter_fusions(
+        self,
+        save_directory: str | os.PathLike[str],
+        meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
+        format: str = "native",
+    ) -> None:
+        """Save each fusion to the sub-folder of its name.
+
+        Args:
+            save_directory: the folder of these; made when missing.
+            meta_dict: as in `save_adapter_fusion`.
+            custom_weights_loaders: the same.
+            use_safetensors: the same.
+            format: the same.
+
+        Raises:
+            CheckpointError: a folder cannot be written, or the format cannot express a fusion.
+        """
+        for name in self.adapters_config.fusions:
+            self.save_adapter_fusion(
+                Path(save_directory) / name, name, meta_dict, custom_weights_loaders,
+                use_safetensors=use_safetensors, format=format,
+            )  # fmt: skip
+
+
+def _at_entry(model: Any, name: str) -> InvertibleAdapter | None:
+    """Return the adapter's invertible function at the input of the first block, if it has one."""
+    entry = model.anatomy.entry
+    found = None if entry is None else dict(modules_of(model, name)).get(entry.path)
+    # in a union there may be another adapter beside it
+    parts = () if found is None else found.modules()
+    return next((part for part in parts if isinstance(part, InvertibleAdapter)), None)

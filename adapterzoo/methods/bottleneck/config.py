@@ -1,0 +1,421 @@
+"""The config of bottlenecks, of Compacter and of invertible bottlenecks.
+
+The fields are those of AdapterHub's `adapters` 1.3, `convention`, `site_convention` and `dtype`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from adapterzoo.activations import ActivationName
+from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import AdapterConfig, Placement, architectures
+from adapterzoo.contracts import Adapter, SharedModules
+from adapterzoo.errors import ConfigError, MissingEntryError
+from adapterzoo.fields import (
+    FACTOR,
+    MAX_WIDTH,
+    SEED,
+    Check,
+    Choice,
+    Either,
+    Layers,
+    Maybe,
+    Positive,
+    Range,
+    Share,
+    declared,
+    field,
+)
+from adapterzoo.methods._beside import BesideConfig
+from adapterzoo.methods._init import DTYPE, DTYPES, generator
+
+from .compacter import HypercomplexProjection
+from .invertible import InvertibleModules, NiceAdapter, NiceBlock
+from .layers import (
+    Bottleneck,
+    BottleneckLayer,
+    LanguageBottleneck,
+    NormBottleneck,
+    ParallelBottleneck,
+    PlacedBottleneck,
+    StreamBottleneck,
+)
+from .places import (
+    LOCATIONS,
+    PLACES,
+    SITE_CONVENTION,
+    entry_placement,
+    placed_site,
+    stream_site,
+    sublayers,
+)
+
+HYPERCOMPLEX = (
+    "phm_layer", "phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule",
+    "factorized_phm_rule", "phm_c_init", "phm_init_range", "learn_phm",
+    "hypercomplex_nonlinearity", "phm_rank", "phm_bias",
+)  # fmt: skip
+"""The fields of Compacter's matrices."""
+
+
+class Reduction(Check):
+    """A number above 0, or such numbers by layer number, as strings, and "default"."""
+
+    legal = "a number above 0, or a mapping from layer numbers or 'default' to such numbers"
+
+    def convert(self, value: object) -> object:
+        """Return a mapping with strings as keys, as JSON has them."""
+        if not isinstance(value, Mapping):
+            return value
+        return {str(key): factor for key, factor in value.items()}
+
+    def fits(self, value: object) -> bool:
+        """Return whether all numbers are above 0 and all keys are layer numbers or "default"."""
+        given = value if isinstance(value, dict) else {"default": value}
+        numbers = all(map(Positive().fits, given.values()))
+        return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return an example of the same kind."""
+        return {"0": 8, "default": 16} if isinstance(value, Mapping) and value else 16
+
+
+@architectures.register("bottleneck")
+@config_class
+class BnConfig(BesideConfig):
+    """Config of a bottleneck; two configs with equal fields are equal.
+
+    h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that
+    follows the addition (post-LN blocks only). Compacter's matrices are H = Σᵢ Rᵢ ⊗ Wᵢ; all of its
+    fields need `phm_layer=True`.
+
+    Attributes:
+        mh_adapter: adapters after self-attention.
+        output_adapter: adapters after the feed-forward part.
+        reduction_factor: the width is d_model // reduction_factor, at least 1; a number above 0,
+            or a mapping from layer number to such numbers, with "default" for the others.
+        non_linearity: name of the activation, see `adapterzoo.activations`.
+        original_ln_before: the bottleneck reads LN(s), or s in pre-LN blocks, instead of h.
+        original_ln_after: inp is added and LN applied after the bottleneck.
+        ln_before: a new layer norm before the bottleneck.
+        ln_after: a new layer norm after it.
+        init_weights: "bert": N(0, 0.02), not the identity; "mam_adapter": up projection zero;
+            "houlsby": N(0, 0.01) cut off at two deviations. With `phm_layer` "bert" leaves the
+            drawing to the fields of Compacter, and "houlsby" is not legal.
+        init_weights_seed: makes the initial values reproducible; they differ from site to site.
+        is_parallel: the bottleneck reads inp, and its result is added to h.
+        scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a
+            learned one per feature.
+        use_gating: a learned gate, one number per sequence, on the result.
+        convention: of the gate. "paper": the mean over the real tokens of the prompt;
+            "adapterhub": over all tokens of the call, padding included.
+        residual_before_ln: what the result is added to when `original_ln_before`: True: h;
+            "post_add": s; False: what the bottleneck reads.
+        adapter_residual_before_ln: the norm of `ln_after` encloses that addition.
+        inv_adapter: "nice" for an invertible function of the embeddings, whose inverse acts in
+            front of the logits, see `bottleneck.invertible`; None for none.
+        inv_adapter_reduction_factor: the width of that function's layers is
+            (d_model / 2) // inv_adapter_reduction_factor.
+        cross_adapter: adapters after cross-attention.
+        leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
+        dropout: probability, 0 to below 1, of dropping a feature of the result.
+        stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
+            the batch during training.
+        site_convention: "paper"; or a model type of `adapters` (`bottleneck.places`), for its
+            files: there it puts bottlenecks elsewhere than it documents.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        phm_layer: whether the two matrices of a bottleneck are sums of Kronecker products.
+        phm_dim: n, the number of products; it divides d_model and the bottleneck's width.
+        factorized_phm_W: Wᵢ is a product of two matrices of rank `phm_rank`.
+        shared_W_phm: all layers have the same Wᵢ.
+        shared_phm_rule: all layers have the same Rᵢ.
+        factorized_phm_rule: Rᵢ is a product of two vectors.
+        phm_c_init: how Rᵢ is drawn: "normal" or "uniform".
+        phm_init_range: the deviation of "normal" for shared Rᵢ, and for Wᵢ.
+        learn_phm: whether Rᵢ is trained.
+        hypercomplex_nonlinearity: how Wᵢ is drawn: "glorot-uniform", "glorot-normal" or "normal".
+        phm_rank: the rank of Wᵢ.
+        phm_bias: whether biases are added.
+    """
+
+    architecture: ClassVar[str] = "bottleneck"
+    training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
+
+    mh_adapter: bool
+    output_adapter: bool
+    reduction_factor: float | Mapping[str, float] = dataclasses.field(
+        metadata=declared(Reduction())
+    )
+    non_linearity: str = dataclasses.field(metadata=declared(ActivationName()))
+    original_ln_before: bool = False
+    original_ln_after: bool = True
+    ln_before: bool = False
+    ln_after: bool = False
+    init_weights: str = field("bert", Choice("bert", "mam_adapter", "houlsby"))
+    init_weights_seed: int | None = field(None, SEED)
+    is_parallel: bool = False
+    scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
+    use_gating: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"))
+    residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
+    adapter_residual_before_ln: bool = False
+    inv_adapter: str | None = field(None, Choice(None, "nice"))
+    inv_adapter_reduction_factor: float | None = field(None, Maybe(Positive(), "none"))
+    cross_adapter: bool = False
+    leave_out: tuple[int, ...] = field((), Layers())
+    dropout: float = field(0.0, Share())
+    stochastic_depth: float = field(0.0, Share())
+    site_convention: str = field("paper", SITE_CONVENTION)
+    dtype: str | None = field(None, DTYPE)
+    phm_layer: bool = False
+    phm_dim: int = field(4, Range(1, MAX_WIDTH))
+    factorized_phm_W: bool = True  # noqa: N815
+    shared_W_phm: bool = False  # noqa: N815
+    shared_phm_rule: bool = True
+    factorized_phm_rule: bool = False
+    phm_c_init: str = field("normal", Choice("normal", "uniform"))
+    phm_init_range: float = field(0.0001, Positive())
+    learn_phm: bool = True
+    hypercomplex_nonlinearity: str = field(
+        "glorot-uniform", Choice("glorot-uniform", "glorot-normal", "normal")
+    )
+    phm_rank: int = field(1, Range(1, MAX_WIDTH))
+    phm_bias: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal, or has no effect together with the others.
+        """
+        super().__post_init__()
+        for asked, wrong, hint in self._conflicts():
+            raise ConfigError(f"{type(self).__name__}({asked}): {wrong}. Write {hint}.")
+        if not self.phm_layer:
+            for asked, wrong, hint in self._idle(dict.fromkeys(HYPERCOMPLEX, "phm_layer=True")):
+                # configs written for adapters give these to any bottleneck
+                name = type(self).__name__
+                warnings.warn(f"{name}({asked}): {wrong}. Write {hint}.", stacklevel=4)
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The widths, unless Kronecker products make up the matrices."""
+        widths = {"inv_adapter_reduction_factor", "reduction_factor"}
+        return frozenset(widths - ({"reduction_factor"} if self.phm_layer else set()))
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether the up projection starts as zero and the result is added to the old output."""
+        keeps = self.residual_before_ln is True or not (
+            self.original_ln_before and self.original_ln_after
+        )
+        zero = self.init_weights == "mam_adapter"
+        row = PLACES.get(self.site_convention)
+        alone = self.inv_adapter is None and (row is None or row.has_languages)
+        return zero and keeps and alone and not self.adapter_residual_before_ln
+
+    @property
+    def averages_shared(self) -> bool:
+        """True, as for the bottlenecks themselves."""
+        return True
+
+    @property
+    def shares_matrices(self) -> bool:
+        """Whether layers share Rᵢ or Wᵢ."""
+        return self.phm_layer and (self.shared_phm_rule or self.shared_W_phm)
+
+    # --- sites ---
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each sub-layer that the config names."""
+        wanted = {kind: name for kind, name in LOCATIONS.items() if getattr(self, name)}
+        found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
+        self._warn_of_idle_factors(len(anatomy.blocks))
+        entry = [] if self.inv_adapter is None else [entry_placement(self, anatomy)]
+        return entry + [
+            Placement(
+                placed_site(anatomy, block, sub, self.site_convention) or self._site(block, sub),
+                self,
+                LOCATIONS[sub.kind],
+            )
+            for block, sub in found
+        ]
+
+    def _site(self, block: Block, sub: SubLayer) -> Site:
+        # whether the result is a function of s alone
+        adds_to_h = self.residual_before_ln is True and not self.adapter_residual_before_ln
+        of_stream = adds_to_h if self.original_ln_after else True
+        if not self.original_ln_before:
+            return stream_site(block, sub, "output", captures=self.is_parallel)
+        if sub.norm is not None:
+            return stream_site(block, sub, "norm", captures=not of_stream)
+        # the output of a block is the stream, in another layout in some models
+        is_stream = not block.states or sub.kind in block.apart
+        if of_stream and is_stream and sub is block.sublayers[-1]:
+            return stream_site(block, sub, "block", captures=False)
+        return stream_site(block, sub, "output", captures=True)
+
+    def width_at(self, layer: int, d_model: int) -> int:
+        """Return the bottleneck's width in a block, at least 1, or `phm_dim` with `phm_layer`.
+
+        Args:
+            layer: number of the block.
+            d_model: width of its residual stream.
+
+        Raises:
+            MissingEntryError: the mapping has no number for this block.
+            ConfigError: the width is too large.
+        """
+        factor = self.reduction_factor
+        if isinstance(factor, Mapping):
+            factors, factor = factor, factor.get(str(layer), factor.get("default", 0))
+            if not factor:
+                raise MissingEntryError(
+                    f"{type(self).__name__}(reduction_factor={dict(factors)!r}): block {layer} has "
+                    f"no number. Write reduction_factor={ {**factors, 'default': 16}!r}."
+                )
+        width = d_model // factor
+        if width > MAX_WIDTH:
+            raise ConfigError(
+                f"{type(self).__name__}(reduction_factor={factor!r}): a width of {width:.12g} "
+                f"exceeds {MAX_WIDTH}. Write reduction_factor=16."
+            )
+        return max(self.phm_dim if self.phm_layer else 1, int(width))
+
+    def _warn_of_idle_factors(self, blocks: int) -> None:
+        """Warn of layer numbers in the mapping that the model lacks; adapters accepts them."""
+        factors = self.reduction_factor
+        if not isinstance(factors, Mapping):
+            return
+        here = {k: v for k, v in factors.items() if k == "default" or int(k) < blocks}
+        if idle := [k for k in factors if k not in here]:
+            hint = here if len(here) > 1 else here.get("default", 16)
+            warnings.warn(
+                f"{type(self).__name__}(reduction_factor={dict(factors)!r}): there are no blocks "
+                f"{', '.join(idle)} in a model with {blocks}. Write reduction_factor={hint!r}.",
+                stacklevel=2,
+            )
+
+    # --- modules ---
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Return a fresh bottleneck for the site, or the invertible function."""
+        if site.kind == "entry":
+            return NiceAdapter(is_unscaled=site.factor is not None)
+        kind: type[BottleneckLayer] = Bottleneck
+        if site.is_placed:
+            kind = LanguageBottleneck if site.is_language else PlacedBottleneck
+        elif self.is_parallel:
+            kind = ParallelBottleneck
+        elif site.kind == "norm" and self.original_ln_after:
+            kind = NormBottleneck
+        elif site.kind == "output" and self.original_ln_before:
+            kind = StreamBottleneck
+        return kind(self, site, device, dtype)
+
+    def shared(
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
+    ) -> nn.Module | None:
+        """Return the shared modules: "invertible" and "phm", if there are such."""
+        parts = SharedModules() if self.inv_adapter is None else InvertibleModules()
+        if self.inv_adapter is not None:
+            width = next(p.site.d_in for p in placements if p.site.kind == "entry")
+            parts["invertible"] = NiceBlock(self, width, device, dtype)
+        if self.shares_matrices:
+            sites = [p.site for p in placements if p.site.kind != "entry"]
+            parts["phm"] = HypercomplexProjection.shared(
+                self,
+                {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites},
+                source=generator(self.init_weights_seed, "phm"),
+                device=device,
+                dtype=DTYPES[self.dtype] if self.dtype else dtype,
+            )
+        return parts if len(parts) else None
+
+    # --- checks ---
+
+    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the fields that do not go together, what is wrong, and what to write."""
+        if self.inv_adapter is not None and self.inv_adapter_reduction_factor is None:
+            yield (
+                f"inv_adapter={self.inv_adapter!r}, inv_adapter_reduction_factor=None",
+                "nothing says how wide its layers are",
+                "inv_adapter_reduction_factor=2",
+            )
+        row = PLACES.get(self.site_convention)
+        names = [LOCATIONS[kind] for kind in row.sublayers] if row else []
+        moves = row is not None and row.moves_entry and self.inv_adapter
+        if row is not None and not moves and not any(getattr(self, name) for name in names):
+            needs = " or ".join(f"{name}=True" for name in names) or "inv_adapter='nice'"
+            yield (
+                f"site_convention={self.site_convention!r}",
+                f"has an effect only with {needs}",
+                "site_convention='paper'",
+            )
+        if self.phm_rank != 1 and not self.factorized_phm_W:
+            yield (
+                f"phm_rank={self.phm_rank}, factorized_phm_W=False",
+                "the rank is that of a factorized W",
+                "factorized_phm_W=True, or phm_rank=1",
+            )
+        if self.phm_layer and self.init_weights == "houlsby":
+            yield (
+                "phm_layer=True, init_weights='houlsby'",
+                "the numbers of hypercomplex matrices are drawn as hypercomplex_nonlinearity says",
+                "hypercomplex_nonlinearity='normal', init_weights='bert'",
+            )
+        needs_ln = {} if self.ln_after else {"adapter_residual_before_ln": "ln_after=True"}
+        needs_gate = {} if self.use_gating else {"convention": "use_gating=True"}
+        needs_inverse = {"inv_adapter_reduction_factor": "inv_adapter='nice'"}
+        needs_inverse = {} if self.inv_adapter else needs_inverse
+        yield from self._idle({**needs_ln, **needs_gate, **needs_inverse})
+        if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
+            yield (
+                "mh_adapter=False, output_adapter=False, cross_adapter=False",
+                "nothing is left to adapt",
+                "output_adapter=True",
+            )
+        if self.is_parallel and self.original_ln_before:
+            yield (
+                "is_parallel=True, original_ln_before=True",
+                "a parallel bottleneck reads the stream before the sub-layer, without a norm",
+                "original_ln_before=False",
+            )
+        if self.is_parallel and self.stochastic_depth:
+            yield (
+                f"is_parallel=True, stochastic_depth={self.stochastic_depth}",
+                "stochastic depth drops what a sub-layer adds; adapters ignores it there",
+                "stochastic_depth=0.0",
+            )
+        if self.is_parallel and self.adapter_residual_before_ln:
+            yield (
+                "is_parallel=True, adapter_residual_before_ln=True",
+                "a parallel bottleneck has no residual connection of its own",
+                "adapter_residual_before_ln=False",
+            )
+        if not self.original_ln_before:
+            yield from self._idle({"residual_before_ln": "original_ln_before=True"})
+        keeps = self.original_ln_before and self.residual_before_ln is False
+        if not self.original_ln_after and not keeps:
+            given = f"original_ln_before={self.original_ln_before}"
+            yield (
+                f"original_ln_after=False, {given}, residual_before_ln={self.residual_before_ln!r}",
+                "the model's own residual connection or norm would be lost",
+                "original_ln_after=False, original_ln_before=True, residual_before_ln=False",
+            )
+
+    def _idle(self, needs: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+        """Yield fields with another value than the default of `BnConfig`."""
+        defaults = {f.name: f.default for f in dataclasses.fields(BnConfig)}
+        for name, need in needs.items():
+            value, default = getattr(self, name), defaults[name]
+            if value != default:
+                yield f"{name}={value!r}", f"has an effect only with {need}", f"{name}={default!r}"

@@ -1,0 +1,175 @@
+"""Bottlenecks in AdapterHub's files, those of adapter-transformers included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
+from adapterzoo.methods._gate import UNSAYABLE
+from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
+
+from .config import HYPERCOMPLEX, BnConfig
+from .places import LOCATIONS, PLACES, site_convention_in
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BnConfig)}
+_OURS = ("dtype", "convention", "site_convention")
+_FIELDS = same(
+    *(
+        f.name
+        for f in dataclasses.fields(BnConfig)
+        if "ours" not in f.metadata and f.name not in _OURS
+    )
+)
+# without a meaning since adapter-transformers 2.0
+_FORGOTTEN = ("attention_type", "new_attention_norm")
+_OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
+              "Output_Adapter": "output_adapter"}  # fmt: skip
+_OLD_ACTIVATIONS = {"gelu": "gelu_new", "gelu_orig": "gelu"}
+_INVERTIBLE = {"invertible_adapters", "invertible_lang_adapters"}
+_NESTED = {"inv_adapter": "block_type", "inv_adapter_reduction_factor": "reduction_factor"}
+
+
+def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
+    """Return the fields of a file in our terms."""
+    fields = {_OLD_NAMES.get(k, k): v for k, v in fields.items() if k not in _FORGOTTEN}
+    nested = fields.pop("invertible_adapter", None)
+    if isinstance(nested, Mapping):
+        fields |= {ours: nested.get(theirs) for ours, theirs in _NESTED.items()}
+    # in old files task adapters name invertible adapters that they do not have
+    if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
+        fields |= dict.fromkeys(_NESTED)
+    without_effect = []
+    if not fields.get("phm_layer"):
+        without_effect += HYPERCOMPLEX
+    elif not fields.get("factorized_phm_W"):
+        without_effect.append("phm_rank")
+    if fields.get("is_parallel"):
+        # adapters ignores it there
+        without_effect.append("stochastic_depth")
+    if not fields.get("ln_after"):
+        without_effect.append("adapter_residual_before_ln")
+    if not fields.get("original_ln_before"):
+        without_effect.append("residual_before_ln")
+    fields |= {k: _DEFAULTS[k] for k in without_effect if k in fields and k in _DEFAULTS}
+    activation = fields.get("non_linearity")
+    if file.version is None and isinstance(activation, str):
+        fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)
+    if fields.get("use_gating"):
+        fields["convention"] = "adapterhub"
+    return fields | {"leave_out": fields.get("leave_out") or ()}
+
+
+# --- tensors: AdapterHub saves the norm before a bottleneck under two names ---
+
+_NORM, _DOWN = "adapter_norm_before.", "adapter_down.0."
+
+
+def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    found = {name: t for name, t in tensors.items() if not name.startswith(_NORM)}
+    for name in tensors.keys() - found.keys():
+        first = found.get(name.replace(_NORM, _DOWN))
+        if first is None or not torch.equal(first, tensors[name]):
+            raise CheckpointError(
+                f"{name!r} differs from {_DOWN[:-1]!r}, and both are the norm before one "
+                f"bottleneck. Copy the checkpoint again from where it was saved."
+            )
+    return found
+
+
+def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
+    if not config.to_dict()["ln_before"]:
+        return tensors
+    norm = {k.replace(_DOWN, _NORM): t for k, t in tensors.items() if k.startswith(_DOWN)}
+    return norm | tensors
+
+
+_CONTAINER = Container(
+    "adapters",
+    "sublayer",
+    locations=LOCATIONS,
+    aliases=tuple(
+        f"{part}_text_{kind}_adapters"
+        for part in ("attention", "layer")
+        for kind in ("task", "lang")
+    ),
+    read=_read,
+    write=_write,
+)
+
+
+def _put_below(part: str) -> Callable[[Tensors, AdapterConfig], Tensors]:
+    return lambda tensors, _config: {f"{part}.{key}": t for key, t in tensors.items()}
+
+
+def _take_below(part: str) -> Callable[[Tensors, AdapterConfig], Tensors]:
+    start = f"{part}."
+    return lambda tensors, _config: {
+        key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)
+    }
+
+
+_COUPLING = Container(
+    "invertible_adapters",
+    "model",
+    aliases=("invertible_lang_adapters",),
+    in_encoder=True,
+    held_by=lambda config: config["inv_adapter"] is not None,
+    read=_put_below("invertible"),
+    write=_take_below("invertible"),
+)
+_SHARED = Container(
+    "shared_parameters",
+    "model",
+    held_by=lambda config: cast("BnConfig", config).shares_matrices,
+    read=_put_below("phm"),
+    write=_take_below("phm"),
+)
+
+# --- what adapters 1.3 computes otherwise than its documentation says, seen in its sources ---
+
+
+def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
+    """Return the config with the place that its bottlenecks have in such a model."""
+    values = config.to_dict()
+    row = PLACES.get(model_type)
+    changes: Fields = {"site_convention": site_convention_in(model_type, values)}
+    if row is not None and row.entry == "none":
+        # in such a model the fields make nothing
+        changes |= dict.fromkeys(_NESTED)
+    return config.replace(**changes)
+
+
+def _fusion(config: AdapterConfig) -> Fields:
+    """Return the fields of a fusion of such bottlenecks."""
+    return {"adds_input": bool(config.to_dict()["is_parallel"])}
+
+
+def _joins(config: AdapterConfig, other: AdapterConfig) -> bool:
+    return all(config[name] != other[name] for name in ("mh_adapter", "output_adapter"))
+
+
+def _unsayable(config: AdapterConfig) -> str | None:
+    values = config.to_dict()
+    is_masked = values["use_gating"] and values["convention"] == "paper"
+    return UNSAYABLE if is_masked else None
+
+
+def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """Return how AdapterHub spells bottlenecks."""
+    return AdapterHubSpelling(
+        config=config,
+        architecture=(None, "", "bottleneck"),
+        fields=_FIELDS,
+        omitted=("dtype", "convention", "site_convention"),
+        containers=(_CONTAINER, _COUPLING, _SHARED),
+        read_fields=_read_fields,
+        unsayable=_unsayable,
+        joins=_joins,
+        convention=_convention,
+        fusion=_fusion,
+    )

@@ -1,0 +1,494 @@
+"""The function f of a bottleneck, and how its result joins the stream at each kind of site."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from adapterzoo.activations import activation
+from adapterzoo.anatomy import Site
+from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
+from adapterzoo.errors import StateError
+from adapterzoo.kernels.bottleneck import bottleneck
+from adapterzoo.kernels.grouped import Groups
+from adapterzoo.methods._gate import Gate
+from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
+from adapterzoo.methods._products import Affine, Product, by_rows, dense_by_rows
+from adapterzoo.methods._rows import features, gated, normed, restored
+
+from .compacter import HypercomplexProjection
+from .languages import JOINING, norm_of
+
+Instead: TypeAlias = Callable[[Tensor], Tensor] | None
+"""A function that replaces a bottleneck's f; None: f itself."""
+
+Norm: TypeAlias = Callable[[Tensor], Tensor] | None
+
+Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""The sum of a bottleneck, from its input and the tensor that its result is added to."""
+
+
+class Finish(NamedTuple):
+    """The operations between the up projection and the sum, of a bottleneck or of each row's.
+
+    Attributes:
+        scaling: a tensor; or a number, equal to `factor`.
+        factor: of the sum.
+        gate: of `use_gating`, or None.
+        norm: of `ln_after`, or None.
+    """
+
+    scaling: Tensor | float
+    factor: float
+    gate: Callable[[Tensor], Tensor] | None
+    norm: Callable[[Tensor], Tensor] | None
+
+
+class BottleneckLayer(FusibleAdapter):
+    """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
+
+    Attributes:
+        adapter_down: the norm of `ln_before` if there is one, then the down projection.
+        adapter_up: the up projection.
+        shares: whether layers share tensors of the projections.
+        adapter_norm_after: the norm of `ln_after`, or None.
+        gate: of `use_gating`, or None.
+        scaling: a number, or a parameter of shape `[1]` or `[d_model]`.
+        reads_normed: whether there is such a norm in `adapter_down`.
+        down_name: of the projection in `adapter_down`.
+        is_plain: whether the projections are matrices, and nothing but a number stands between the
+            second and the sum.
+        drops: whether training drops anything.
+    """
+
+    scaling: Tensor | float
+
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters.
+
+        Args:
+            config: a `BnConfig`.
+            site: gives block number and width.
+            device: of the parameters.
+            dtype: of the layer.
+        """
+        super().__init__()
+        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        # forwards do not read the config: torch.compile would make a graph for each config class
+        self.config = config
+        self.activation = activation(config.non_linearity)
+        self.non_linearity = str(config.non_linearity or "linear").lower()
+        self.dropout, self.stochastic_depth = config.dropout, config.stochastic_depth
+        self.reads_normed = config.ln_before
+        self.down_name = str(int(config.ln_before))
+        self.drops = bool(config.dropout or config.stochastic_depth)
+        self.original_ln_after = config.original_ln_after
+        self.residual_before_ln = config.residual_before_ln
+        self.adapter_residual_before_ln = config.adapter_residual_before_ln
+        learned = isinstance(config.scaling, str)
+        self.shares = config.shares_matrices
+        self.is_plain = not (config.phm_layer or config.ln_after or config.use_gating or learned)
+        d_model = site.d_out
+        width = config.width_at(site.layer, d_model)
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+        down, up = _projections(config, d_model, width, source, device, dtype)
+        norms = [nn.LayerNorm(d_model, device=device, dtype=dtype)] if config.ln_before else []
+        self.adapter_down = nn.Sequential(*norms, down)
+        self.adapter_up = up
+        self.adapter_norm_after: nn.LayerNorm | None = None
+        if config.ln_after:
+            self.adapter_norm_after = nn.LayerNorm(d_model, device=device, dtype=dtype)
+        self.gate: Gate | None = None
+        if config.use_gating:
+            self.gate = Gate(site, config.convention, source, device, dtype)
+            self.reads_call = self.gate.reads_call
+            self.reads_prompt = self.gate.reads_sequence
+        # the final sum multiplies by a number without an extra operation
+        self.factor = 1.0
+        if isinstance(config.scaling, str):
+            shape = (1,) if config.scaling == "learned" else (d_model,)
+            self.scaling = drawn(shape, constant(1.0), device, dtype)
+        else:
+            self.scaling = self.factor = float(config.scaling)
+
+    def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
+        """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        add: Added = self.added
+        if instead is not None or self.gate is not None or self.shares:
+            add = partial(self.added, instead=instead, base=base)
+        if self.acts_on == "input":
+            return base(self.changed(x, base.original(x), base, add))
+        return self.changed(x, base(x), base, add)
+
+    @abstractmethod
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the module's output, or its input if the bottleneck acts on the input.
+
+        Args:
+            x: the module's input.
+            y: its output `[*batch, d_model]`; untouched if the bottleneck acts on the input.
+            base: the module.
+            add: `added` without its last argument.
+        """
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they differ only in widths, factors and values."""
+        kinds = set()
+        for a in adapters:
+            scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
+            norms = (
+                a.reads_normed,
+                a.adapter_norm_after is None,
+                a.gate is None,
+                a.reads_call,
+                a.original_ln_after,
+            )
+            up = a.adapter_up
+            key = (up.weight.dtype,) if isinstance(up, Affine) else up.batch_key
+            drops = a.dropout, a.stochastic_depth, a.non_linearity, *key
+            sums = a.residual_before_ln, a.adapter_residual_before_ln
+            kinds.add((scaling, *norms, *drops, *sums))
+        return len(kinds) == 1
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return the adapted module, each row of the batch with its own bottleneck."""
+        if not groups.rows:
+            return base(x)
+        add = partial(cls._added_by_rows, adapters, groups, base)
+        if cls.acts_on == "input":
+            return base(restored(adapters[0].changed(x, base.original(x), base, add), x, groups))
+        y = base(x)
+        return restored(adapters[0].changed(x, y, base, add), y, groups)
+
+    @staticmethod
+    def _added_by_rows(
+        adapters: Sequence[BottleneckLayer],
+        groups: Groups,
+        base: BaseLayer,
+        x: Tensor,
+        to: Tensor,
+    ) -> Tensor:
+        """Return `added` for each row with its own bottleneck; rows without one are undefined."""
+        one, dim = adapters[0], x.dim()
+        downs, ups = zip(*(a.products(base, x.device) for a in adapters), strict=True)
+        x = x.to(ups[0].matrices[0].dtype)
+        inner = x
+        if one.reads_normed:
+            inner = normed([cast("nn.LayerNorm", a.adapter_down[0]) for a in adapters], groups, x)
+        if isinstance(one.adapter_up, Affine):
+            update = dense_by_rows(downs, ups, one.activation, groups, inner)
+        else:
+            update = by_rows(ups, groups, one.activation(by_rows(downs, groups, inner)))
+        scaling, factor = one.scaling, one.factor
+        learned = [a.scaling for a in adapters if isinstance(a.scaling, Tensor)]
+        if learned or any(a.factor != factor for a in adapters):
+            factors = learned or [update.new_tensor([a.factor]) for a in adapters]
+            scaling, factor = features(factors, groups, dim), 1.0
+        gates = [a.gate for a in adapters if a.gate is not None]
+        norms = [a.adapter_norm_after for a in adapters if a.adapter_norm_after is not None]
+        gate = partial(gated, gates, groups, base=base) if gates else None
+        norm = partial(normed, norms, groups) if norms else None
+        return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
+
+    def products(self, base: BaseLayer | None, device: torch.device) -> tuple[Product, Product]:
+        """Return the down and the up projection.
+
+        Args:
+            base: the module; needed if layers share.
+            device: of the bottleneck's input.
+        """
+        down: Affine | HypercomplexProjection = getattr(self.adapter_down, self.down_name)
+        up: Affine | HypercomplexProjection = self.adapter_up
+        if isinstance(down, Affine) or isinstance(up, Affine):
+            pair = cast("Affine", down), cast("Affine", up)
+            first, last = (Product((p.weight,), (1,), p.bias) for p in pair)
+            return first, last
+        shared = None
+        if self.shares:
+            shared = cast("nn.ModuleDict", cast("BaseLayer", base).shared(self))["phm"]
+        return down.product(shared, device), up.product(shared, device)
+
+    def transformed(self, x: Tensor, base: BaseLayer | None) -> tuple[Tensor, Tensor]:
+        """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
+
+        Args:
+            x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
+            base: the module; needed if layers share.
+        """
+        down, up = self.products(base, x.device)
+        # the parameters may have another dtype than the model
+        x = x.to(up.matrices[0].dtype)
+        inner = cast("nn.LayerNorm", self.adapter_down[0])(x) if self.reads_normed else x
+        return x, up(self.activation(down(inner)))  # inside: [*batch, width]
+
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
+        return self.transformed(x, base)[1] * self.scaling
+
+    def added(
+        self, x: Tensor, to: Tensor, instead: Instead = None, base: BaseLayer | None = None
+    ) -> Tensor:
+        """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
+
+        Args:
+            x: the bottleneck's input, `[*batch, d_model]`.
+            to: the tensor that the result is added to, same shape; determines the dtype.
+            instead: replaces f.
+            base: the module; needed by a gate, and if layers share.
+        """
+        if instead is not None:
+            return to + instead(x).to(to.dtype)
+        if self.is_plain and not (self.drops and self.training):
+            inside, up = self.adapter_down, cast("Affine", self.adapter_up)
+            # by name: several times as fast as by number
+            down, weight = getattr(inside, self.down_name), up.weight
+            if self.reads_normed:
+                x = inside[0](x.to(weight.dtype))
+            return bottleneck(
+                to, x, down.weight, down.bias, weight, cast("Tensor", up.bias), self.factor,
+                self.non_linearity,
+            )  # fmt: skip
+        x, update = self.transformed(x, base)
+        gate = None if self.gate is None else partial(self.gate, base=cast("BaseLayer", base))
+        parts = Finish(self.scaling, self.factor, gate, self.adapter_norm_after)
+        return self._finished(update, x, to, parts)
+
+    def _finished(self, update: Tensor, x: Tensor, to: Tensor, parts: Finish) -> Tensor:
+        """Return the sum with the update after its options; all `[*batch, d_model]`."""
+        if self.training and self.stochastic_depth:
+            update = drop_rows(update, self.stochastic_depth)
+        if isinstance(parts.scaling, Tensor):
+            update = update * parts.scaling
+        if self.training and self.dropout:
+            update = dropout(update, self.dropout)
+        if parts.gate is not None:
+            update = update * parts.gate(x)
+        if parts.norm is None:
+            return torch.add(to, update.to(to.dtype), alpha=parts.factor)
+        if parts.factor != 1.0:
+            update = update * parts.factor
+        if self.adapter_residual_before_ln:
+            return parts.norm(to.to(x.dtype) + update).to(to.dtype)
+        return to + parts.norm(update).to(to.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the activation and the scaling."""
+        scaling = self.config.scaling
+        return f"non_linearity={self.config.non_linearity!r}, scaling={scaling!r}"
+
+
+def _projections(
+    config: Any,
+    d_model: int,
+    width: int,
+    source: torch.Generator | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Affine | HypercomplexProjection, Affine | HypercomplexProjection]:
+    """Return the new down and up projection of a layer."""
+    if config.phm_layer:
+        made = partial(HypercomplexProjection, config, source=source, device=device, dtype=dtype)
+        return made("down", d_model, width), made("up", width, d_model)
+    bert, houlsby, zeros = normal(0.02, source), _truncated_normal(0.01, source), constant(0.0)
+    fresh_down, fresh_up = {
+        "bert": (bert, bert),
+        "mam_adapter": (kaiming(source), zeros),
+        "houlsby": (houlsby, houlsby),
+    }[config.init_weights]
+
+    def affine(shape: tuple[int, int], fresh: Callable[[Tensor], Tensor]) -> Affine:
+        bias = drawn(shape[:1], zeros, device, dtype)
+        return Affine(drawn(shape, fresh, device, dtype), bias)
+
+    return affine((width, d_model), fresh_down), affine((d_model, width), fresh_up)
+
+
+def drop_rows(x: Tensor, p: float) -> Tensor:
+    """Stochastic depth: whole rows of the batch become zero, the others are divided by 1 − p.
+
+    Huang et al. 2016, arXiv:1603.09382, eq. 2, at training time.
+
+    Args:
+        x: `[batch, …]`.
+        p: probability of dropping a row, 0 to below 1.
+    """
+    kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1.0 - p)
+    return x * kept.div_(1.0 - p)
+
+
+def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
+    """Normal with mean 0, cut off at two deviations."""
+    return lambda t: nn.init.trunc_normal_(t, 0.0, std, -2 * std, 2 * std, generator=source)
+
+
+# --- the documented places ---
+
+
+class Bottleneck(BottleneckLayer):
+    """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        return add(y, y)
+
+
+class ParallelBottleneck(BottleneckLayer):
+    """h ← h + f(inp)."""
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        return add(base.residual, y)
+
+
+class StreamBottleneck(BottleneckLayer):
+    """h ← h + f(h + inp): changes h so that the stream after the sub-layer changes.
+
+    With `residual_before_ln` other than True the result is added to s, and without
+    `original_ln_after` inp is not added to it again.
+    """
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        inp = base.residual
+        s = y + inp
+        if self.residual_before_ln is True:
+            return add(s, y)
+        # under autocast h may be narrower than the stream
+        if self.original_ln_after:
+            return add(s, s).to(y.dtype)
+        if self.adapter_residual_before_ln:
+            return (add(s, s) - inp).to(y.dtype)
+        # (s + f(s)) − inp without its rounding
+        return add(s, y)
+
+
+class NormBottleneck(BottleneckLayer):
+    """LN(s) ← LN(s + f(LN(s))), or as the other values of `residual_before_ln` define it."""
+
+    acts_on: ClassVar[str] = "input"
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
+        if self.residual_before_ln is True and not self.adapter_residual_before_ln:
+            return add(y, x)
+        inp = base.residual
+        if self.residual_before_ln is True:
+            to = x - inp
+        else:
+            to = x if self.residual_before_ln == "post_add" else y
+        return add(y, to) + inp
+
+
+# --- the places of `adapters` ---
+
+
+class PlacedBottleneck(BottleneckLayer):
+    """R in the place of h, with h, inp, n and R of `places`."""
+
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters, and keep the place."""
+        super().__init__(config, site, device, dtype)
+        reads_sum = config.original_ln_before and not config.is_parallel
+        self.norm = site.norm if reads_sum else None
+        self.reads_sum, self.is_parallel = reads_sum, config.is_parallel
+        self.factor_path, self.is_swapped = site.factor, site.is_swapped
+        self.reads_call |= self.norm is not None or site.factor is not None
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they read the same modules too."""
+        places = {(a.norm, a.factor_path, a.reads_sum, a.is_parallel) for a in adapters}
+        return len(places) == 1 and super().supports_batching(adapters)
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        # 1.0 where a config of the model has no such parameter
+        factor = 1.0 if self.factor_path is None else base.part(self.factor_path)
+        h, inp = factor * y, base.residual
+        if self.is_swapped:
+            h, inp = inp, h
+        norm = None if self.norm is None else base.part(self.norm)
+        r = self.result(h, inp, h + inp, norm, add)
+        if not self.original_ln_after:
+            r = r - inp
+        if self.is_swapped:
+            # the model adds its own inp, which is h here
+            r = r + (inp - h)
+        if isinstance(factor, Tensor):
+            # nothing that a layer returns reaches a feature that the model multiplies by 0
+            r = self._divided(r, torch.where(factor == 0, 1.0, factor), y.dtype)
+        return r.to(y.dtype)
+
+    def _divided(self, r: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return r over the factor by which the model multiplies it again.
+
+        Raises:
+            StateError: a value exceeds float16.
+        """
+        found = (r / factor).to(dtype)
+        # a compiled model cannot look at values
+        if dtype is not torch.float16 or torch.compiler.is_compiling():
+            return found
+        if r.isfinite().all() and not found.isfinite().all():
+            raise StateError(
+                f"site_convention={self.config.site_convention!r}: the bottleneck's result over "
+                f"{self.factor_path!r}, at least {factor.abs().min():.2g}, exceeds float16. Write "
+                f"model.to(torch.bfloat16), or torch.float32."
+            )
+        return found
+
+    def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
+        """Return R; all tensors `[*batch, d_model]`.
+
+        Args:
+            h: see `places`.
+            inp: see there.
+            s: h + inp.
+            norm: LN; None for none.
+            add: see `changed`.
+        """
+        n = inp if self.is_parallel else h
+        to = h
+        if self.reads_sum:
+            n = s if norm is None else norm(s)
+            to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
+        return add(n, to)
+
+
+class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
+    """LN(R + inp), or R without `original_ln_after`, in the place of language adapters.
+
+    Before a later adapter of a stack R takes the place of h, as in `adapters`, where the last
+    adapter decides about the norm.
+    """
+
+    joining = JOINING
+
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters, and keep the place."""
+        super().__init__(config, site, device, dtype)
+        self.path, self.reads_call = site.path, True
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return False: rows are computed one adapter after the other."""
+        return False
+
+    def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
+        """Return the stream after the block's language adapters. `x` is s `[*batch, d_model]`."""
+        inp, norm = base.residual, norm_of(self.path, base)
+        add = partial(self.added, instead=instead, base=base)
+        r = self.result(x - inp, inp, x, norm, add)
+        if not base.is_original:
+            return base(r + inp)
+        return norm(r + inp) if self.original_ln_after else r

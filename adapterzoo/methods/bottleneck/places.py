@@ -1,0 +1,310 @@
+"""Where bottlenecks act: sub-layers of a block, as documented or as `adapters` 1.3 places them.
+
+`site_convention` of a config names a row of `PLACES`: a type of models in which `adapters` puts
+bottlenecks elsewhere than it documents. Paths are below a block, except `entry`. With h the output
+of the adapted module and inp the first input of another, `adapters` computes
+
+    n = h, or LN(h + inp), or with is_parallel inp        R = f(n) + (h, h + inp or n)
+
+and R takes the place of h. A row says which modules these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.configs import AdapterConfig, Placement, check_blocks
+from adapterzoo.errors import SiteError, listing
+from adapterzoo.fields import Choice
+
+from .languages import check_languages
+
+LOCATIONS: Mapping[SubLayerKind, str] = {
+    "attention": "mh_adapter",
+    "cross": "cross_adapter",
+    "mlp": "output_adapter",
+}
+"""The kind of a sub-layer to the field of a bottleneck's config."""
+
+_SHOWN: Mapping[SubLayerKind, str] = {
+    "attention": "self-attention",
+    "cross": "cross-attention",
+    "mlp": "feed-forward part",
+}
+# sub-layer → the role of a layer that shows that a block has it, and whether in cross-attention
+_SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
+    "attention": ("attention_out", False),
+    "cross": ("attention_out", True),
+    "mlp": ("mlp_out", None),
+}
+
+
+# --- the documented places ---
+
+
+def sublayers(
+    anatomy: Anatomy, wanted: Mapping[SubLayerKind, str], leave_out: Collection[int], config: str
+) -> list[tuple[Block, SubLayer]]:
+    """Return the sub-layers of the wanted kinds, block after block, each with its block.
+
+    Blocks without the kind, such as Mamba layers without attention, are skipped.
+
+    Args:
+        anatomy: of the model.
+        wanted: kind → the field that requests it.
+        leave_out: numbers of blocks to skip.
+        config: its name, for messages.
+
+    Raises:
+        SiteError: it is unknown where a sub-layer meets the residual stream, or no block has one.
+    """
+    check_blocks(anatomy, config)
+    blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
+    found: list[tuple[Block, SubLayer]] = []
+    for block in blocks:
+        here = {sub.kind for sub in block.sublayers}
+        for kind, name in wanted.items():
+            if kind not in here and block.has(*_SIGN[kind]):
+                layers = listing(site.path.removeprefix(f"{block.path}.") for site in block.sites)
+                raise SiteError(
+                    f"{config}, {name}=True: where the {_SHOWN[kind]} of {block.path!r} meets the "
+                    f"residual stream is not known{f' ({block.note})' if block.note else ''}: "
+                    f"{layers}. Write leave_out=[{block.layer}], or add it to "
+                    f"adapterzoo/anatomy/patterns.py."
+                )
+        found += [(block, sub) for sub in block.sublayers if sub.kind in wanted]
+    for kind, name in wanted.items():
+        if not any(sub.kind == kind for _, sub in found):
+            raise SiteError(
+                f"{config}, {name}=True: none of the {len(blocks)} blocks left by leave_out="
+                f"{sorted(leave_out)} has a {_SHOWN[kind]}. Write {name}=False, or a shorter "
+                f"leave_out."
+            )
+    return found
+
+
+def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> Site:
+    """Return the site of a sub-layer's adapter.
+
+    Args:
+        block: of the sub-layer.
+        sub: the sub-layer.
+        kind: "output" for the module that makes h, "norm" for the norm after the addition,
+            "block" for the block's output.
+        captures: whether the adapter needs the residual stream before the sub-layer.
+    """
+    path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
+    role, width = _SIGN[sub.kind][0], block.d_model
+    if kind != "block":
+        # a second stream may be narrower than the text's (the layout's in LiLT)
+        ways_out = (s for s in block.sites if s.path == sub.out and s.role == role)
+        width = next((site.d_out for site in ways_out), width)
+    return Site(
+        path=path or sub.out,
+        role=role,
+        layer=block.layer,
+        stack=block.stack,
+        kind=kind,
+        d_in=width,
+        d_out=width,
+        cross=sub.kind == "cross",
+        source=sub.source if captures else None,
+    )
+
+
+def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
+    """Return the placement of the invertible function of a bottleneck's config.
+
+    Raises:
+        SiteError: the first block cannot have an adapter at its input.
+    """
+    row = PLACES.get(config["site_convention"])
+    if row is not None and row.moves_entry:
+        tokens = anatomy.tokens
+        embeds = tokens is not None and row.entry == tokens.embeddings
+        first = anatomy.blocks[0]
+        width = tokens.width if tokens is not None and embeds else first.d_model
+        scale = "embed_scale" if row.is_unscaled else None
+        site = Site(
+            row.entry, "other", -1, first.stack, "entry", width, width, is_placed=True, factor=scale
+        )
+        return Placement(site, config, "invertible")
+    if anatomy.entry is None:
+        raise SiteError(
+            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): the first block "
+            f"cannot have an adapter at its input ({anatomy.no_entry}). Write inv_adapter=None, "
+            f"inv_adapter_reduction_factor=None."
+        )
+    return Placement(anatomy.entry, config, "invertible")
+
+
+# --- the places of `adapters` ---
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The modules of one kind of sub-layer; those left empty are the documented ones.
+
+    Attributes:
+        out: the module whose output is h.
+        inp: the module whose first input is inp.
+        also: a module whose first input is added to inp.
+        norm: LN; "last:" in front means that of the last block, in all blocks. Empty: none.
+        factor: a parameter of the block by which the model multiplies h, before the bottleneck.
+            Features whose factor is exactly 0 stay those of the base model.
+        swapped: whether h and inp are exchanged.
+        languages: whether it is the place of the block's language adapters, which do not act
+            (`languages`). LN is the norm in front of them.
+    """
+
+    out: str = ""
+    inp: str = ""
+    also: str = ""
+    norm: str = ""
+    factor: str = ""
+    swapped: bool = False
+    languages: bool = False
+
+    def differs(self, config: Mapping[str, object], kind: SubLayerKind) -> bool:
+        """Return whether it is another function than the documented one.
+
+        Args:
+            config: the fields.
+            kind: of the sub-layer.
+        """
+        reads_sum, parallel = config["original_ln_before"], config["is_parallel"]
+        adds_to_h = config["residual_before_ln"] is True
+        inside = config["adapter_residual_before_ln"]
+        # where R is a function of h + inp alone, that of the whole block is
+        of_sum = not config["original_ln_after"] or (adds_to_h and not inside)
+        if self.also:
+            return bool(parallel or (reads_sum and not of_sum))
+        if self.swapped:
+            return not (reads_sum and of_sum)
+        if self.factor:
+            return not (kind == "mlp" and reads_sum and of_sum)
+        return bool(self.out or self.languages or reads_sum or parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The places in models of one type.
+
+    Attributes:
+        sublayers: kind of a sub-layer to its place; others are as documented.
+        entry: the module whose output the invertible function changes; empty: the documented
+            place. "none": there is no such function, whatever the config says.
+        is_unscaled: whether that function reads embeddings before they are scaled.
+    """
+
+    sublayers: Mapping[SubLayerKind, Place] = field(default_factory=lambda: MappingProxyType({}))
+    entry: str = ""
+    is_unscaled: bool = False
+
+    @property
+    def has_languages(self) -> bool:
+        """Whether its base model has the language adapters that it is trained with, if any."""
+        return not any(place.languages for place in self.sublayers.values())
+
+    @property
+    def moves_entry(self) -> bool:
+        """Whether it puts an invertible function elsewhere."""
+        return self.entry not in ("", "none")
+
+
+_GEMMA: Mapping[SubLayerKind, Place] = MappingProxyType(
+    {
+        "attention": Place(
+            "self_attn.o_proj", "input_layernorm", norm="last:post_attention_layernorm"
+        ),
+        "mlp": Place(
+            "mlp.down_proj", "pre_feedforward_layernorm", norm="last:post_feedforward_layernorm"
+        ),
+    }
+)
+
+PLACES: Mapping[str, Row] = {
+    "albert": Row(
+        {"attention": Place(norm="attention.LayerNorm", swapped=True)}, entry="embeddings"
+    ),
+    "beit": Row(
+        {"attention": Place(factor="lambda_1"), "mlp": Place(factor="lambda_2")}, entry="none"
+    ),
+    "clip_vision_model": Row(entry="none"),
+    "electra": Row(entry="embeddings"),
+    "gemma2": Row(_GEMMA, entry="embed_tokens", is_unscaled=True),
+    "gemma3_text": Row(_GEMMA),
+    "gptj": Row({"mlp": Place(also="attn.resid_dropout")}),
+    # both hooks in front of a sub-layer see its input behind the norm
+    "modernbert": Row(
+        {"attention": Place(inp="attn", norm="last:mlp_norm"), "mlp": Place(inp="mlp")}
+    ),
+    "vit": Row(entry="none"),
+    "whisper": Row(entry="encoder.layer_norm"),
+    "xmod": Row({"attention": Place(), "mlp": Place(languages=True)}),
+}
+
+SITE_CONVENTION = Choice(
+    "paper", *sorted(name for name, row in PLACES.items() if row.sublayers or row.moves_entry)
+)
+"""The check of the field."""
+
+
+def site_convention_in(model_type: str, config: Mapping[str, object]) -> str:
+    """Return the row for a config in models of a type; "paper" where it is as documented."""
+    row = PLACES.get(model_type)
+    if row is None:
+        return "paper"
+    used = [kind for kind, name in LOCATIONS.items() if config[name]]
+    differs = any(
+        row.sublayers[kind].differs(config, kind) for kind in used if kind in row.sublayers
+    )
+    moved = row.moves_entry and config["inv_adapter"] is not None
+    return model_type if differs or moved else "paper"
+
+
+def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, convention: str) -> Site | None:
+    """Return the site that a row declares for a sub-layer; None: the documented one.
+
+    Args:
+        anatomy: of the model.
+        block: of the sub-layer.
+        sub: the sub-layer.
+        convention: name of the row, or "paper".
+
+    Raises:
+        SiteError: the block has no such layer.
+    """
+    row = PLACES.get(convention)
+    place = None if row is None else row.sublayers.get(sub.kind)
+    if place is None:
+        return None
+    last = next(b for b in reversed(anatomy.blocks) if b.stack == block.stack)
+
+    def full(path: str) -> str | None:
+        owner = last if path.startswith("last:") else block
+        return f"{owner.path}.{path.removeprefix('last:')}" if path else None
+
+    if place.languages:
+        check_languages(anatomy, f"site_convention={convention!r}")
+    out = block.languages if place.languages else full(place.out) or sub.out
+    if place.out and not any(site.path == out for site in block.sites):
+        raise SiteError(
+            f"site_convention={convention!r}: the block at {block.path!r} has no layer "
+            f"{place.out!r}, where adapters puts a bottleneck. Write site_convention='paper'."
+        )
+    return dataclasses.replace(
+        stream_site(block, sub, "output", captures=True),
+        path=out,
+        source=full(place.inp) or sub.source,
+        also=full(place.also),
+        norm=full(place.norm),
+        factor=full(place.factor),
+        is_placed=True,
+        is_swapped=place.swapped,
+        is_language=place.languages,
+    )

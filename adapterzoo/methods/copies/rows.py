@@ -1,0 +1,296 @@
+"""Rows of the table of tokens, one set for each adapter: `trainable_token_indices`.
+
+E'(t) = R[i] for the i-th token of the list, E(t) for all others; the rows R `[tokens, d]` start as
+those of the table E. The padding token of the embedding gets no gradient there, as in torch. An
+output layer that is tied to the table scores these tokens with R as well:
+logits[t] = h · R[i] + b[t].
+
+Differs from PEFT: the table is not copied in each forward; a bias of the output layer is kept;
+several adapters can act in one call, and each row of a batch can have its own.
+Cost: tokens · d parameters, in memory and in files, whatever the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
+from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.fields import Check
+from adapterzoo.methods._init import DTYPES
+from adapterzoo.methods._patterns import matches, names_below
+
+ROWS = "token rows"
+"""The location of the rows of a table; all modules that share the table share them."""
+
+
+class TokenIds(Check):
+    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
+
+    legal = (
+        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
+    )
+
+    def convert(self, value: object) -> object:
+        """Return sorted tuples."""
+        if isinstance(value, Mapping):
+            return {name: _sorted(ids) for name, ids in value.items()}
+        return _sorted(value)
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return a mapping with names of the same embeddings; see `Check.below`.
+
+        Raises:
+            ConfigError: in PEFT, only some of the embeddings that share a table get the rows.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        paths = [site.path for site in anatomy if site.kind == "embedding"]
+        names = {key: names_below((key,), prefix, paths, str.endswith) for key in value}
+        for key, each in names.items():
+            group = next((g for g in anatomy.shared_tables for p in g if matches(p, each)), ())
+            own = anatomy.own_table
+            if own in group and not matches(own, each):
+                raise ConfigError(
+                    f"trainable_token_indices={{{key!r}: …}}: in PEFT the others of "
+                    f"{listing(group)} would keep their rows. Write "
+                    f"trainable_token_indices={{{own!r}: …}}."
+                )
+        found = {name: ids for key, ids in value.items() for name in names[key]}
+        return value if found == value else found
+
+    def fits(self, value: object) -> bool:
+        """Return whether there are any numbers, each a whole one from 0 and there once."""
+        if value is None:
+            return True
+        if isinstance(value, Mapping):
+            return bool(value) and all(
+                isinstance(name, str) and bool(name) and _are_ids(ids)
+                for name, ids in value.items()
+            )
+        return _are_ids(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the legal numbers among them."""
+        ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
+        return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
+
+
+def _sorted(value: object) -> object:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    listed = tuple(value)
+    return tuple(sorted(listed)) if all(type(n) is int for n in listed) else listed
+
+
+def _are_ids(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(type(n) is int and n >= 0 for n in value)
+        and len({*value}) == len(value)
+    )
+
+
+@config_class
+class TokenRowsConfig(AdapterConfig):
+    """The part of a config that its `trainable_token_indices` add, for one table.
+
+    Attributes:
+        table: name or end of the path of the embedding; None for the model's own table of tokens.
+        tokens: their numbers, in ascending order.
+        dtype: of the rows, by name; None for that of the table.
+    """
+
+    architecture: ClassVar[str] = "token_rows"
+
+    table: str | None = None
+    tokens: tuple[int, ...] = ()
+    dtype: str | None = None
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each module that has the table.
+
+        Raises:
+            SiteError: there is no such table, or it has fewer tokens.
+        """
+        name = None if self.table is None else (self.table,)
+        found = tables_in(anatomy, name, "{'name of an embedding': [ids]}")
+        if len(found) > 1:
+            paths = [path for group in found for path in group]
+            raise SiteError(
+                f"trainable_token_indices={{{self.table!r}: …}}: several embeddings have this "
+                f"name, {listing(paths)}. Write the whole path of one."
+            )
+        return self.at(found[0], anatomy)
+
+    def at(self, group: Sequence[str], anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each path of embeddings that share a table.
+
+        Raises:
+            SiteError: the table has fewer tokens.
+        """
+        tables = {site.path: site for site in anatomy if site.kind == "embedding"}
+        size = tables[group[0]].d_in
+        if outside := [token for token in self.tokens if token >= size]:
+            raise SiteError(
+                f"there are no tokens {listing(outside)}: the table at {group[0]!r} has {size}. "
+                f"Write model.resize_token_embeddings({max(outside) + 1}) first, or smaller "
+                f"numbers."
+            )
+        return [Placement(tables[path], self, ROWS) for path in group]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
+        """Return a fresh adapter for the site."""
+        own = DTYPES[self.dtype] if self.dtype else dtype
+        return TokenRows(self.tokens, site.d_out, device, own)
+
+
+class TokenRows(WeightAdapter):
+    """The table, or the output layer tied to it, with other rows for some tokens.
+
+    Attributes:
+        rows: R `[tokens, d]`.
+        tokens: their numbers, in ascending order.
+    """
+
+    stands_alone: ClassVar[bool] = True
+    tokens: Tensor
+
+    def __init__(
+        self, tokens: tuple[int, ...], width: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the rows.
+
+        Args:
+            tokens: in ascending order.
+            width: of the table.
+            device: of the rows.
+            dtype: of the rows.
+        """
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
+        self.ids = tokens
+        # the config has them, so that files need not
+        numbers = torch.tensor(tokens, device=device, dtype=torch.long)
+        self.register_buffer("tokens", numbers, persistent=False)
+
+    def renumber(self) -> None:
+        """Set the numbers again, after a model was made on the meta device."""
+        self.tokens = torch.tensor(self.ids, device=self.rows.device, dtype=torch.long)
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Take the values of the table."""
+        with torch.no_grad():
+            self.rows.copy_(base.weight.mT[self.tokens])
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the embeddings `[*batch, d]` of tokens `x` `[*batch]`.
+
+        In an output layer, return the logits `[*batch, vocab]` of features `x` `[*batch, d]`.
+        """
+        return self._scored(x, base) if x.is_floating_point() else self._embedded(x, base)
+
+    def _embedded(self, x: Tensor, base: BaseLayer) -> Tensor:
+        y, plain = base(x), base.original(x)
+        ids = x.to(self.tokens.dtype).contiguous()
+        at = torch.searchsorted(self.tokens, ids).clamp(max=len(self.tokens) - 1)  # [*batch]
+        padding = base.padding_idx
+        still = self.ids.index(padding) if padding in self.ids else None
+        own = embedding(at, self.rows, still)  # [*batch, d]
+        scale = base.scale
+        if isinstance(scale, Tensor):
+            # cast like the families that have such a scale
+            own = own * scale.to(own.dtype)
+        elif scale != 1.0:
+            own = own * scale
+        own = own.to(y.dtype)
+        listed = (self.tokens[at] == ids).unsqueeze(-1)  # [*batch, 1]
+        return torch.where(listed, own if y is plain else y + (own - plain), y)
+
+    def _scored(self, x: Tensor, base: BaseLayer) -> Tensor:
+        y, plain = base(x), base.original(x)
+        bias = None if base.bias is None else base.bias[self.tokens]  # [tokens]
+        own = linear(x, self.rows.to(x.dtype), bias).to(y.dtype)  # [*batch, tokens]
+        if y is not plain:
+            own = own + (y - plain).index_select(-1, self.tokens)
+        return y.index_copy(-1, self.tokens, own)
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the rows for a slot of the same tokens.
+
+        Raises:
+            ConfigError: it has rows of others.
+        """
+        if self.ids != slot.ids:
+            raise ConfigError(
+                f"the slot has rows of the tokens {listing(slot.ids)}, and the values are rows of "
+                f"{listing(self.ids)}. Write hotswap=False, overwrite_ok=True."
+            )
+        return super().in_slot(slot)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight, `[d, vocab_size]`."""
+        own, plain = self.rows.to(w.dtype).mT, base.weight[:, self.tokens].to(w.dtype)
+        return w.index_copy(1, self.tokens, replaced(w[:, self.tokens], own, plain))
+
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return the values of the table."""
+        return {"rows": base.weight.mT[self.tokens]}
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Combine the rows linearly.
+
+        Raises:
+            CompositionError: the strategy leaves out entries.
+        """
+        strategy.refuse_pruning("a row of a table")
+        self.combine_linearly(["rows"], adapters, weights, strategy, base)
+
+
+def tables_in(
+    anatomy: Anatomy, names: str | tuple[str, ...] | None, hint: str
+) -> list[tuple[str, ...]]:
+    """Return the tables of a model, each as the paths of the embeddings that share it.
+
+    Args:
+        anatomy: of the model.
+        names: of embeddings, as in `target_modules`; None: the model's own table of tokens.
+        hint: how to name an embedding.
+
+    Raises:
+        SiteError: there is no such table.
+    """
+    tables = [site.path for site in anatomy if site.kind == "embedding"]
+    if names is None:
+        found = [path for path in tables if path == anatomy.own_table]
+    else:
+        found = [path for path in tables if matches(path, names)]
+    parts = names if isinstance(names, tuple) else ()
+    if not found or [name for name in parts if not any(matches(p, (name,)) for p in found)]:
+        what = (
+            "no table of tokens"
+            if names is None
+            else f"no embedding {names if isinstance(names, str) else listing(names)}"
+        )
+        raise SiteError(
+            f"rows of embeddings are to be trained, and this model has {what}; embeddings: "
+            f"{listing(tables) or 'none'}. Write {hint}."
+        )
+    tied = {path: group for group in anatomy.shared_tables for path in group}
+    return list(dict.fromkeys(tied.get(path, (path,)) for path in found))

@@ -1,0 +1,122 @@
+"""LN tuning — the norms of a model, trained for each adapter.
+
+Paper: Zhao et al. 2023, arXiv:2312.11420, §3. y = norm_θ'(x) with the adapter's own gain and bias
+θ', initially those of the model.
+
+Differs from the paper: only norms are trained. Differs from PEFT: without `target_modules` all
+norms of the base model are trained, where PEFT has a list of names for some families.
+Cost: the parameters of the norms for each adapter, nothing in the forward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import ClassVar
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.errors import SiteError, listing
+from adapterzoo.fields import Layers, field
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import PeftSpelling, spelled
+
+from ._beside import BesideConfig
+from ._patterns import Excluded, Modules, matches
+from ._peft_arguments import EXCLUDED, TARGETS
+from .copies.layers import CopyConfig
+
+
+@architectures.register("ln_tuning")
+@config_strings.register("ln_tuning")
+@config_class
+class LNTuningConfig(BesideConfig, CopyConfig):
+    """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
+
+    Attributes:
+        target_modules: names or last parts of paths of norms, or one regular expression for whole
+            paths; None: all norms.
+        exclude_modules: the same, for those to leave out.
+        leave_out: numbers of blocks whose norms are not trained.
+    """
+
+    architecture: ClassVar[str] = "ln_tuning"
+    gives_way: ClassVar[bool] = True
+
+    target_modules: str | tuple[str, ...] | None = field(None, Modules())
+    exclude_modules: str | tuple[str, ...] | None = field(None, Excluded())
+    leave_out: tuple[int, ...] = field((), Layers())
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """All fields, as the norms themselves are compared."""
+        return frozenset(self.field_names())
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each norm.
+
+        Raises:
+            SiteError: a name matches no norm, or all are left out.
+
+        Warns:
+            UserWarning: a name in `exclude_modules` matches no norm.
+        """
+        norms = [site for site in anatomy.others if site.kind == "norm"]
+        wanted = self.target_modules
+        parts = wanted if isinstance(wanted, tuple) else ()
+        missing = [name for name in parts if not any(matches(s.path, (name,)) for s in norms)]
+        found = [s for s in norms if wanted is None or matches(s.path, wanted)]
+        if missing or not found:
+            raise SiteError(
+                f"LNTuningConfig(target_modules={wanted!r}): no norm matches "
+                f"{listing(missing) if missing else repr(wanted)}. Write some of {_names(norms)}."
+            )
+        out = self.exclude_modules
+        names = {out: out} if isinstance(out, str) else {name: (name,) for name in out or ()}
+        idle = [n for n, part in names.items() if not any(matches(s.path, part) for s in norms)]
+        if idle:
+            warnings.warn(
+                f"LNTuningConfig(exclude_modules={out!r}): no norm matches {listing(idle)}. Write "
+                f"some of "
+                f"{_names(norms)}, or leave it out.",
+                stacklevel=2,
+            )
+        kept = [s for s in found if out is None or not matches(s.path, out)]
+        kept = [s for s in kept if s.layer not in self.leave_out]
+        if not kept:
+            raise SiteError(
+                f"LNTuningConfig(exclude_modules={out!r}, leave_out={[*self.leave_out]!r}): these "
+                f"exclude every norm. Write fewer."
+            )
+        return [Placement(site, self, "norm") for site in kept]
+
+
+def _names(sites: Iterable[Site]) -> str:
+    return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30) or "none"
+
+
+def _peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """Return how PEFT spells LN tuning: a copy of each norm."""
+    return PeftSpelling(
+        config=config,
+        peft_type="LN_TUNING",
+        arguments=PeftArguments(
+            class_name="LNTuningConfig",
+            fields={
+                "target_modules": TARGETS["target_modules"],
+                "modules_to_save": TARGETS["modules_to_save"],
+                **EXCLUDED,
+            },
+        ),
+        tensors={
+            "layer.weight": ("ln_tuning_layers.weight",),
+            "layer.bias": ("ln_tuning_layers.bias",),
+        },
+        of_norms=True,
+        # RMS norms have no bias
+        maybe=frozenset({"layer.weight", "layer.bias"}),
+    )
+
+
+spelled(_peft)(LNTuningConfig)

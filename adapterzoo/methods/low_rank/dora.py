@@ -1,0 +1,258 @@
+"""DoRA — Weight-Decomposed Low-Rank Adaptation.
+
+Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5 and §4.3.
+W' = m · (W + s · B A) / ‖W + s · B A‖, the norm taken over d_in for each output row, so that
+y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat the norm as a constant.
+In the convention of adapters the norm is of W + B A, gradients pass through it, and the bias is
+multiplied by g as well.
+
+Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: m starts as
+a float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
+does not reach W x and so costs no second product with W; a row of zeros keeps its output instead of
+turning into NaN. Differs from adapters: in all of this, except with `convention="adapterhub"`,
+which computes the same.
+Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
+output, and one over the weight for the norm in each forward; `model.cached_adapters()` keeps it.
+Cannot do: layers without a floating-point weight to take norms of.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.averaging import Combination, weighted_sum
+from adapterzoo.caches import cached
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import architectures, config_strings
+from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.fields import Choice, field
+from adapterzoo.kernels.compose import compose
+from adapterzoo.kernels.dora import (
+    direction_reference,
+    divided,
+    row_gain,
+    row_norm,
+    weight_norm,
+)
+from adapterzoo.kernels.grouped import (
+    Groups,
+    grouped_expand,
+    grouped_shrink,
+    stacked_down,
+    stacked_up,
+)
+from adapterzoo.methods._init import constant, drawn
+from adapterzoo.methods._rows import features, restored
+from adapterzoo.methods._targets import PLACES
+
+from .config import LowRankConfig
+from .factors import LowRank, LowRankUpdate
+from .starts import Factors
+
+
+@architectures.register("dora")
+@config_strings.register("dora")
+@config_class
+class DoRAConfig(LowRankConfig):
+    """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
+
+    Attributes:
+        convention: "paper", which is PEFT's too; or "adapterhub": the norm is of W + B A without
+            the factor s, gradients pass through it, and the bias is multiplied by g as well.
+    """
+
+    architecture: ClassVar[str] = "dora"
+
+    convention: str = field("paper", Choice("paper", "adapterhub"))
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """No other scaling where the norm leaves it out."""
+        return PLACES if self.convention == "adapterhub" else super().slot_fields
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of the rank; itself where the norm leaves out the scaling."""
+        return self if self.convention == "adapterhub" else super().of_rank(rank)
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """The paper's treat the norm as a constant (§4.3)."""
+        return self.convention == "adapterhub"
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DoRA:
+        """Return a fresh adapter for the site; `init_from_layer` gives it its magnitudes."""
+        return DoRA(self, site, device, dtype)
+
+
+class Magnitudes(LowRankUpdate):
+    """Base of the adapters y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖.
+
+    In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
+
+    Attributes:
+        m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
+            half-precision dtype reaches them.
+        adapterhub: whether the convention is that of adapters.
+    """
+
+    def make_magnitudes(
+        self, shape: tuple[int, ...], convention: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the magnitudes; they are ones until `init_from_layer`.
+
+        Args:
+            shape: `[*experts, d_out]`.
+            convention: "paper" or "adapterhub".
+            device: of the parameter.
+            dtype: of the layer.
+        """
+        self.adapterhub = convention == "adapterhub"
+        # a rounded magnitude would not be the norm, and a fresh adapter not the identity
+        self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
+
+    @abstractmethod
+    def update_factors(self, base: BaseLayer) -> Factors:
+        """Return A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of the update."""
+
+    def gain(self, base: BaseLayer, factors: Factors | None = None) -> Tensor:
+        """Return g `[*experts, d_out]`, in float32 or float64; `factors`: those of the update."""
+        a, b = self.update_factors(base) if factors is None else factors
+        compute, sources = partial(self._gain, base, a, b), partial(self.sources_of_gain, base)
+        return cached(self, compute, sources, self.scaling)
+
+    def _gain(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
+        if not self.adapterhub:
+            return row_gain(base.weight, a, b, self.m, self.scaling)
+        # the norm of adapters leaves out s and is differentiated
+        return divided(self.m, row_norm(base.weight, a, b, 1.0))
+
+    def sources_of_gain(self, base: BaseLayer) -> list[Tensor]:
+        """Return the tensors that g is computed from."""
+        return [base.weight, *self.parameters()]
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Let the magnitudes start as the norms of the layer's rows, ‖W‖."""
+        self.m.copy_(weight_norm(base.weight))
+
+    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
+        """Return the magnitudes that change nothing, ‖W‖."""
+        return {"m": weight_norm(base.weight)}
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        y, plain = base(x), base.original(x)  # [*batch, d_out]
+        a, b = self.update_factors(base)
+        t = self.down(x, a, base)  # [*batch, rank]
+        gain, bias = self.gain(base, (a, b)), None if self.adapterhub else base.bias
+        if plain is y:
+            return compose(y, gain, bias, t, b, self.scaling)
+        whole = compose(plain.to(gain.dtype), gain, bias, t, b, self.scaling)
+        return (y + (whole - plain)).to(y.dtype)
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
+        one, y, plain = adapters[0], base(x), base.original(x)  # [rows, *tokens, d_out]
+        factors = [each.update_factors(base) for each in adapters]
+        gains = [each.gain(base, own) for each, own in zip(adapters, factors, strict=True)]
+        scalings = [each.scaling for each in adapters]
+        down = stacked_down([a for a, _ in factors])  # [n, rank, d_in]
+        up = stacked_up([b for _, b in factors])  # [n, d_out, rank]
+        t = grouped_shrink(x, down, groups, one.dropout, one.training)  # [rows, *tokens, rank]
+        wide = plain.to(gains[0].dtype)
+        whole = grouped_expand(wide, t, up, scalings, groups)  # [rows, *tokens, d_out]
+        change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
+        bias = None if one.adapterhub else base.bias
+        whole = whole + change * (whole if bias is None else whole - bias)
+        out = whole if plain is y else y + (whole - plain)
+        return restored(out.to(y.dtype), y, groups)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
+        factors = self.update_factors(base)
+        direction = direction_reference(base.weight, *factors, self.scaling)
+        return w + (self.gain(base, factors).unsqueeze(-1) * direction - base.weight)
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias `[d_out]`: the layer's, times g in the convention of adapters."""
+        if not self.adapterhub or base.bias is None:
+            return b
+        return b + (self.gain(base) - 1) * base.bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the module; casts to half precision leave the magnitudes in float32."""
+
+        def kept_wide(t: Tensor) -> Tensor:
+            made = fn(t)
+            m = self._parameters["m"]
+            if m is None or not (t is m or t is m.grad):
+                return made
+            dtype = compute_dtype(made.dtype)
+            # the result of the cast is already rounded
+            return made if made.dtype is dtype else t.to(made.device, dtype)
+
+        super()._apply(kept_wide, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class DoRA(Magnitudes, LowRank):
+    """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
+
+    def __init__(
+        self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters; the magnitudes are ones until `init_from_layer`.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: there is dropout, and the site has no features to drop.
+        """
+        super().__init__(config, site, device, dtype)
+        self.make_magnitudes(self.lora_B.shape[:-1], config.convention, device, dtype)
+
+    def update_factors(self, base: BaseLayer) -> Factors:
+        """Return A and B."""
+        return self.lora_A, self.lora_B
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of the same dtypes, dropout and convention, on features."""
+        kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
+        return len(kinds) == 1 and not any(a.at_embedding or a.m.dim() > 1 for a in adapters)
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Combine several adapters.
+
+        "cat" and the strategies with SVD add up changes of the weight, Σ wᵢ (Wᵢ' − W), each other
+        one combines m linearly. With c = 1 + Σ wᵢ (gᵢ − 1) the sum is the change to
+        c (W + Σ wᵢ s gᵢ/c · Bᵢ Aᵢ): each Bᵢ is multiplied by gᵢ/c, and m = c ‖W + B A‖.
+        """
+        if strategy.target not in ("ranks", "change"):
+            self.combine_factors(adapters, weights, strategy)
+            self.combine_linearly(["m"], adapters, weights, strategy, base)
+            return
+        gains = [adapter.gain(base) for adapter in adapters]  # [*experts, d_out] each
+        c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
+        self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
+        norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
+        strategy.fill(self.m, c * norm, "m")

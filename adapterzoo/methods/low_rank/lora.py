@@ -1,0 +1,569 @@
+"""LoRA — Low-Rank Adaptation.
+
+Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3; rsLoRA: Kalajdzievski 2023, arXiv:2312.03732.
+y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
+alpha / √rank with `use_rslora`.
+
+With `alora_invocation_tokens` it is aLoRA (Greenewald et al. 2025, arXiv:2504.12397, §3): the
+invocation is a sequence of tokens, and each row gets the update from its last invocation onward.
+Tokens before it, and rows without it, get the base layer, so that their keys and values are those
+of the base model and need not be computed again.
+
+Differs from the papers: dropout before A, as in all implementations. Differs from PEFT: parameters
+live in the dtype of their layer unless `dtype` says otherwise; PiSSA and OLoRA do not change the
+base weight (`Start`); aLoRA acts in models of every class, padding is never a part of the
+invocation, `generate` with `use_cache=False` keeps the place of the invocation, beam search works,
+and a call that does not show where the invocation is (`inputs_embeds`, a later part of a sequence
+outside of `generate`) is refused. Differs from adapters: a `Stack` adds the updates; a gated update
+is scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
+Cost per site: rank · (d_in + d_out) parameters, two products of that size, four with a start.
+aLoRA cannot do: merging, encoders, routed experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy.tree import below
+from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import (
+    AdapterConfig,
+    Placement,
+    architectures,
+    change_forms,
+    config_strings,
+)
+from adapterzoo.contracts import (
+    BaseLayer,
+    InputPlan,
+    LayerData,
+    OriginalWeight,
+    WeightPlan,
+    compute_dtype,
+)
+from adapterzoo.errors import ConfigError, SiteError, StateError, listing
+from adapterzoo.fields import Check, Choice, Maybe, field
+from adapterzoo.kernels.grouped import (
+    Groups,
+    grouped_expand,
+    grouped_low_rank,
+    grouped_shrink,
+    stacked_down,
+    stacked_up,
+)
+from adapterzoo.kernels.low_rank import low_rank
+from adapterzoo.methods._gate import Gate
+from adapterzoo.methods._init import constant, drawn, generator
+from adapterzoo.methods._named_sites import fields_at
+from adapterzoo.methods._rows import features, gated, restored
+from adapterzoo.methods._targets import TARGETS, TargetedConfig
+
+from .config import LowRankConfig
+from .factors import LowRank
+from .starts import (
+    OPTIONS,
+    PLANS,
+    Components,
+    Covariance,
+    Factors,
+    Starts,
+    factors,
+    principal,
+    replaces_weight,
+    starts_from_weight,
+)
+
+
+class Options(Check):
+    """Options by name; `LoRAConfig` checks them one by one."""
+
+    legal = "a dict of options by name"
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a mapping from names."""
+        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return no options."""
+        return {}
+
+
+class Invocation(Check):
+    """The token ids of an invocation."""
+
+    legal = "a list of token ids, as tokenizer.encode(text, add_special_tokens=False) returns it"
+
+    def convert(self, value: object) -> object:
+        """Return a list as a tuple."""
+        return tuple(value) if isinstance(value, list) else value
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        ids = value if isinstance(value, list | tuple) else ()
+        return bool(ids) and all(type(n) is int and n >= 0 for n in ids)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return some tokens."""
+        return [5, 6]
+
+
+@architectures.register("lora")
+@config_strings.register("lora")
+@change_forms.register("lora")
+@config_class
+class LoRAConfig(LowRankConfig):
+    """Config of LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
+
+    Attributes:
+        init_weights: also "pissa", the principal part of the weight, by an exact SVD;
+            "pissa_niter_4", by that many iterations of a randomized one; "olora", by QR; "eva" and
+            "corda", from the inputs of the layers, and "loftq", from the weights before
+            quantization, see `add_adapter(init_data=…)`.
+        init_options: of "eva": `rho`, `tau`, `use_label_mask`, `whiten` and
+            `adjust_scaling_factors`; of "corda": `corda_method`; as in PEFT.
+        alora_invocation_tokens: ids of the tokens of the invocation, as a tokenizer without special
+            tokens gives them (aLoRA); None: the adapter acts at all tokens.
+        use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
+        convention: the gate averages the prompt's real tokens ("paper") or all ("adapterhub").
+        lora_bias: give B a bias.
+    """
+
+    architecture: ClassVar[str] = "lora"
+    training_fields: ClassVar[frozenset[str]] = LowRankConfig.training_fields | {"init_options"}
+
+    init_weights: str = field("lora", Starts())
+    init_options: Mapping[str, Any] = field({}, Options(), ours=True)
+    alora_invocation_tokens: tuple[int, ...] | None = field(
+        None, Maybe(Invocation(), "an adapter that acts at all tokens"), ours=True
+    )
+    use_gating: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"))
+    lora_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ConfigError: a value is not legal, or has no effect.
+        """
+        super().__post_init__()
+        name = type(self).__name__
+        legal = OPTIONS.get(self.init_weights, {})
+        for option, value in self.init_options.items():
+            if option not in legal:
+                raise ConfigError(
+                    f"{name}(init_weights={self.init_weights!r}, init_options="
+                    f"{{{option!r}: …}}): there is no such option. Its options: "
+                    f"{listing(legal) if legal else 'none'}. Write one of these."
+                )
+            default, check = legal[option]
+            check(name, f"init_options[{option!r}]", value, default)
+        if self.convention != "paper" and not self.use_gating:
+            raise ConfigError(
+                f"{name}(convention={self.convention!r}): has an effect only with "
+                f"use_gating=True. Write convention='paper'."
+            )
+        if self.use_gating and starts_from_weight(self.init_weights):
+            raise ConfigError(
+                f"{name}(use_gating=True, init_weights={self.init_weights!r}): the "
+                f"gate would scale a part of the weight. Write init_weights='lora'."
+            )
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer that the config names.
+
+        Raises:
+            SiteError: no layer matches, or the model cannot have the invocation there.
+        """
+        placements = super().placements(anatomy)
+        if self.alora_invocation_tokens:
+            tokens = list(self.alora_invocation_tokens)
+            shown = f"{type(self).__name__}(alora_invocation_tokens={tokens})"
+            _check_model(shown, tokens, anatomy)
+            for placement in placements:
+                _check_invoked_site(shown, placement.site, anatomy)
+        return placements
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
+        """Return a fresh adapter for the site."""
+        return LoRA(self, site, device, dtype)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options of the initial values."""
+        defaults = {name: value for name, (value, _) in OPTIONS[self.init_weights].items()}
+        return defaults | dict(self.init_options)
+
+    def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
+        """Return what EVA, CorDA and LoftQ need."""
+        plan = PLANS.get(self.init_weights)
+        return None if plan is None else cast("InputPlan", plan(self, self.options, anatomy))
+
+    @property
+    def plain(self) -> LowRankConfig:
+        """The config of an equal adapter without a start, of rank 2r."""
+        if not replaces_weight(self.init_weights):
+            without = {"init_weights": "lora", "init_options": {}}
+            return self.replace(**without) if self.init_options else super().plain
+        # the scaling stays as it is
+        factor = math.sqrt(2) if self.use_rslora else 2
+        return self.replace(
+            init_weights="lora", init_options={}, r=2 * self.r, alpha=factor * self.alpha,
+            rank_pattern={key: 2 * rank for key, rank in self.rank_pattern.items()},
+            alpha_pattern={key: factor * alpha for key, alpha in self.alpha_pattern.items()},
+        )  # fmt: skip
+
+    def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of the adapter of `plain`."""
+        return joined(tensors) if replaces_weight(self.init_weights) else tensors
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of an adapter with a start from those of a LoRA of rank 2r."""
+        if not replaces_weight(self.init_weights) or not {"lora_A", "lora_B"} <= tensors.keys():
+            return tensors
+        found = dict(tensors)
+        found["lora_A"], found["start.lora_A"] = found["lora_A"].tensor_split(2, -2)
+        found["lora_B"], b = found["lora_B"].tensor_split(2, -1)
+        return found | {"start.lora_B": -b}
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
+    ) -> LowRankConfig:
+        """Return the config of the combination, which has no start."""
+        return super().combined([config.plain for config in configs], strategy, anatomy)
+
+    @classmethod
+    def at_sites_of(cls, config: AdapterConfig, anatomy: Anatomy) -> Self:
+        """Return a config with adapters at the layers of another one, or around its parts."""
+        sites = [p.site for p in config.placements(anatomy)]
+        fields = {**vars(config)} if isinstance(config, TargetedConfig) else {}
+        own = {name: fields[name] for name in (*TARGETS, "dtype") if name in fields}
+        if fields:
+            made = cls(**own)
+            if [p.site for p in made.placements(anatomy)] == sites:
+                return made
+        return cls(**fields_at(sites), dtype=own.get("dtype"))
+
+    @classmethod
+    def at_layers(cls, paths: Sequence[str]) -> Self:
+        """Return a config with adapters at the layers of these paths."""
+        return cls(target_modules=tuple(paths))
+
+
+def _check_model(shown: str, tokens: Sequence[int], anatomy: Anatomy) -> None:
+    found = anatomy.tokens
+    # blocks show where tokens come in; without them the model's own table of tokens must do
+    table = found.table if found is not None else None if anatomy.blocks else anatomy.own_table
+    why = ""
+    if table is None:
+        why = "this model reads no tokens"
+    elif found is not None and (found.is_encoder or found.looks_ahead):
+        why = "tokens before them see those after them in the encoder of this model"
+    if why:
+        raise SiteError(
+            f"{shown}: the adapter acts only after these tokens, and {why}. Write "
+            f"alora_invocation_tokens=None, or use a decoder-only model."
+        )
+    size = next(s.d_in for s in anatomy if s.path == table and s.kind == "embedding")
+    if outside := [token for token in tokens if token >= size]:
+        raise SiteError(
+            f"{shown}: the model has the tokens 0 to {size - 1}, not {listing(outside)}. Write "
+            f"the ids of its own tokenizer, or model.resize_token_embeddings({max(outside) + 1}) "
+            f"first if they are new."
+        )
+
+
+def _check_invoked_site(shown: str, site: Site, anatomy: Anatomy) -> None:
+    stack = "" if anatomy.tokens is None else anatomy.tokens.stack
+    if site.is_only_read or site.is_routed or site.experts:
+        why = "gets tokens of several rows, as experts do"
+    elif site.role == "lm_head" or not below(site.path, stack):
+        why = f"is outside of the model that reads the tokens, {stack or 'the base model'!r}"
+    else:
+        return
+    raise SiteError(
+        f"{shown} at {site.path!r}: the layer {why}, so it is unknown which of its inputs follow "
+        f"these tokens. Write target_modules=[…] or exclude_modules=[{site.path!r}] without it."
+    )
+
+
+class Start(nn.Module):
+    """The frozen factors A₀ and B₀ of an adapter whose initial values replace a part of W.
+
+    PEFT subtracts s · B₀ A₀ from the base weight. Here the base stays as it is and the adapter
+    subtracts it: y = W x + s · (B A − B₀ A₀) x, which equals a LoRA of rank 2r with A' = [A; A₀]
+    and B' = [B, −B₀]. Files of the peers hold that one.
+
+    Attributes:
+        lora_A: A₀ `[*experts, r, d_in]`.
+        lora_B: B₀ `[*experts, d_out, r]`.
+    """
+
+    lora_A: Tensor  # noqa: N815  as in files
+    lora_B: Tensor  # noqa: N815
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        """Make the factors, without values, for an adapter with A and B."""
+        super().__init__()
+        self.register_buffer("lora_A", torch.empty_like(a.detach()))
+        self.register_buffer("lora_B", torch.empty_like(b.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return B₀ A₀ x, `[*batch, d_in]` → `[*batch, d_out]`, in the dtype of the factors."""
+        return linear(linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
+
+
+def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an adapter with [A; A₀] and [B, −B₀] as its factors."""
+    found = dict(tensors)
+    a, b = found.pop("start.lora_A"), found.pop("start.lora_B")
+    found["lora_A"] = torch.cat([found["lora_A"], a.to(found["lora_A"])], -2)
+    found["lora_B"] = torch.cat([found["lora_B"], -b.to(found["lora_B"])], -1)
+    return found
+
+
+class LoRA(LowRank):
+    """y = base(x) + s · B A dropout(x) (+ s · B's bias).
+
+    Attributes:
+        lora_B_bias: `[d_out]`; None: there is none.
+        invocation: the tokens of the invocation; None: the adapter acts at all tokens.
+        gate: of the update; None: there is none.
+        start: the part of the base weight that the factors replace; None: none.
+    """
+
+    is_additive = True
+
+    def __init__(
+        self, config: LoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Raises:
+            ConfigError: the site cannot have the bias, the gate, the dropout or the initial values.
+        """
+        super().__init__(config, site, device, dtype)
+        if (site.is_only_read or self.at_embedding) and (config.use_gating or config.lora_bias):
+            raise ConfigError(
+                f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
+                f"{site.path!r}: only its weight can be adapted. Write False for both."
+            )
+        self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
+        self._options = config.options if config.init_weights in OPTIONS else {}
+        self.reads_data = config.init_weights in OPTIONS
+        self.start: Start | None = None
+        if starts_from_weight(config.init_weights):
+            _check_start(config, site)
+        if replaces_weight(config.init_weights):
+            self.start = Start(self.lora_A, self.lora_B)
+        dtype = config.dtype_at(dtype)
+        bias = drawn((site.d_out,), constant(0.0), device, dtype) if config.lora_bias else None
+        self.lora_B_bias = bias
+        tokens = config.alora_invocation_tokens
+        # torch.compile cannot hash the tuple of a field
+        self.invocation = None if tokens is None else tuple(tokens)
+        self.reads_call = self.reads_prompt = self.invocation is not None
+        self.gate: Gate | None = None
+        if config.use_gating:
+            source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
+            self.gate = Gate(site, config.convention, source, device, dtype)
+            self.reads_call |= self.gate.reads_call
+            self.reads_prompt |= self.gate.reads_sequence
+        options = self.gate, self.lora_B_bias, self.start, self.invocation
+        self._is_plain = not self.at_embedding and all(option is None for option in options)
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the output `[*batch, d_out]` for `x` `[*batch, d_in]`, or tokens `[*batch]`."""
+        y, a, b = base(x), self.lora_A, self.lora_B
+        if self._is_plain:
+            return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
+        update = linear(self.down(x, a, base), b, self.lora_B_bias)  # [*batch, d_out]
+        if self.start is not None:
+            update = update - self.start(x)
+        update = invoked(update * self.scaling, [self.invocation], x, base)
+        if self.gate is not None:
+            update = update * self.gate(x, base)
+        return y + update.to(y.dtype)
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of the same dtype, dropout and options, on features."""
+        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
+        options = {(a.gate is None, a.lora_B_bias is None, a.invocation is None) for a in adapters}
+        return len(kinds) == len(options) == 1 and not any(
+            a.at_embedding or a.start for a in adapters
+        )
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
+        one, y = adapters[0], base(x)  # [rows, *tokens, d_out]
+        a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
+        scaling = tuple(each.scaling for each in adapters)
+        if one._is_plain or not groups.rows:
+            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
+        t = grouped_shrink(x, stacked_down(a), groups, one.dropout, one.training)
+        biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
+        bias = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
+        # s scales the bias too, so it comes after the sum
+        update = grouped_expand(bias.expand(y.shape), t, stacked_up(b), [1.0] * len(a), groups)
+        scales = groups.row_scales(scaling, t.device, t.dtype)  # [rows]
+        update = update * scales.view(-1, *(1 for _ in y.shape[1:]))
+        update = invoked(update, [each.invocation for each in adapters], x, base, groups)
+        if gates := [each.gate for each in adapters if each.gate is not None]:
+            update = update * gated(gates, groups, x, base)
+        return restored(y + update.to(y.dtype), y, groups)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.
+
+        Raises:
+            StateError: the update depends on the input.
+        """
+        if self.invocation is not None or self.gate is not None:
+            name = "alora_invocation_tokens=[…]" if self.invocation else "use_gating=True"
+            raise StateError(f"{name} depends on its input. Keep it active instead.")
+        return super().weight(w, base)
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias b + s · B's bias, `[d_out]`."""
+        return b if self.lora_B_bias is None else b + self.scaling * self.lora_B_bias.to(b.dtype)
+
+    def whole_factors(self, like: Tensor) -> Factors:
+        """Return A and B of the whole update, [A; A₀] and [B, −B₀]."""
+        if self.start is None:
+            return super().whole_factors(like)
+        both = joined(self.state_dict(keep_vars=True))
+        return both["lora_A"].to(like.device, like.dtype), both["lora_B"].to(
+            like.device, like.dtype
+        )
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Take the initial values that replace a part of the weight."""
+        if self.start is not None and not self.reads_data:
+            name, seed, place = self._drawing
+            source, rank = generator(seed, f"{place}/start"), self.lora_A.shape[-2]
+            self._begin(factors(name, _weight(base), rank, self.scaling, source))
+
+    def init_from_data(self, data: LayerData, base: BaseLayer) -> None:
+        """Take the initial values that the inputs or the original weight of the layer give.
+
+        Raises:
+            ConfigError: there are values for the original weight, and a start beside them.
+        """
+        rank, s = self.lora_A.shape[-2], self.scaling
+        if isinstance(data, Components):
+            self.lora_A.copy_(data.first(rank, self._options["whiten"]))
+        elif isinstance(data, Covariance):
+            keeps = self._options["corda_method"] == "kpm"
+            self._begin(data.factors(_weight(base), rank, s, keeps))
+        elif isinstance(data, OriginalWeight):
+            if self.start is not None:
+                raise ConfigError(
+                    "the adapter replaces a part of the weight that the layer has. Add it with "
+                    "init_weights='lora'."
+                )
+            # the principal part of what quantization has removed from the weight
+            w = _weight(base)
+            a, b = principal(data.read().to(w) - w, rank, s)
+            self.lora_A.copy_(a)
+            self.lora_B.copy_(b)
+
+    def _begin(self, values: Factors) -> None:
+        """Set the factors, and those of the start to the same rounded values."""
+        start = cast("Start", self.start)
+        own = (self.lora_A, start.lora_A), (self.lora_B, start.lora_B)
+        for (factor, of_start), value in zip(own, values, strict=True):
+            factor.copy_(value)
+            of_start.copy_(factor)
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors; a slot without a start gets the factors of the whole update."""
+        tensors = dict(super().in_slot(slot))
+        if self.start is not None and slot.start is None:
+            return joined(tensors)
+        if self.start is None and slot.start is not None:
+            zeros = {key: torch.zeros_like(t) for key, t in slot.start.state_dict().items()}
+            tensors |= {f"start.{key}": t for key, t in zeros.items()}
+        return tensors
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Combine several adapters; s · B's bias is combined linearly."""
+        if self.gate is not None and strategy.target != "parameters":
+            raise strategy.refusal("the gate of a LoRA adapter with use_gating=True is none")
+        super().combine(adapters, weights, strategy, base)
+        if self.gate is not None:
+            self.combine_linearly(["gate.weight", "gate.bias"], adapters, weights, strategy, base)
+        if self.lora_B_bias is not None:
+            if not strategy.keeps_scaling:
+                pairs = zip(adapters, weights, strict=True)
+                weights = [w * a.scaling / self.scaling for a, w in pairs]
+            self.combine_linearly(["lora_B_bias"], adapters, weights, strategy, base)
+
+
+def _weight(base: BaseLayer) -> Tensor:
+    w = base.weight.detach()
+    return w.to(compute_dtype(w.dtype))
+
+
+def _check_start(config: LoRAConfig, site: Site) -> None:
+    """Check that a site can have initial values which are computed from its weight."""
+    rank, s = config.rank_at(site.name), config.scaling_at(site.name)
+    width = min(site.d_in, site.d_out)
+    hint, why = "init_weights='lora'", ""
+    if site.kind == "embedding":
+        why = "an embedding has no such initial values"
+    elif rank > width:
+        why, hint = f"a weight [{site.d_out}, {site.d_in}] has no rank {rank}", f"r={width}"
+    elif not s > 0:
+        why, hint = f"the scaling is {s:g}, and singular values are divided by it", "alpha=8"
+    if why:
+        raise ConfigError(
+            f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: "
+            f"{why}. Write {hint}."
+        )
+
+
+def invoked(
+    update: Tensor,
+    invocations: Sequence[tuple[int, ...] | None],
+    x: Tensor,
+    base: BaseLayer,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Return the update `[*batch, d_out]`, zero at tokens before the invocation.
+
+    Args:
+        update: of the layer.
+        invocations: the invocation of each adapter, None if it acts at all tokens.
+        x: the input of the layer, `[*batch, d_in]`, or tokens `[*batch]`.
+        base: the layer.
+        groups: in a mixed batch, which adapter each row takes.
+    """
+    own = [tokens for tokens in invocations if tokens is not None]
+    if not own:
+        return update
+    if groups is None or len(set(own)) < 2:
+        after = base.call.after(own[0], x)  # [*batch]
+    else:
+        each = torch.stack([base.call.after(tokens, x) for tokens in own])  # [n, rows, *tokens]
+        numbers = groups.numbers("of_all", x.device)  # [rows]
+        after = each[numbers, torch.arange(len(numbers), device=x.device)]  # [rows, *tokens]
+    return torch.where(after.unsqueeze(-1), update, 0.0)

@@ -1,0 +1,209 @@
+"""MTL-LoRA — Low-Rank Adaptation for Multi-Task Learning.
+
+Paper: Yang et al. 2024, arXiv:2410.09437, eq. 3 to 5.
+y = W x + b + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A x for each task, with A `[rank, d_in]`, n matrices Bⱼ
+`[d_out, rank]`, a matrix Λ `[rank, rank]`, n weights w, and s = alpha / rank, or alpha / √rank with
+`use_rslora`. `model.share_parameters` lets tasks share A and B; Λ and w are their own.
+
+Differs from the paper: dropout before A, as in LoRA; Λ is diagonal by default. Differs from PEFT:
+it has no MTL-LoRA. Differs from adapters: a dense Λ works and starts as the identity; merging
+works; a fused layer is adapted part by part.
+Cost per site: rank · (d_in + n · d_out) + rank + n parameters (w has none if n = 1), rank² of a
+dense Λ instead of rank; LoRA's two products, and one pass over the n matrices B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.averaging import Combination
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import AdapterConfig, MultiTaskConfig, architectures, config_strings
+from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
+from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.low_rank import expand
+from adapterzoo.methods._init import constant, drawn
+
+from .config import LowRankConfig
+from .factors import LowRank
+from .starts import Factors
+
+
+@architectures.register("mtl_lora")
+@config_strings.register("mtl_lora")
+@config_class
+class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
+    """Config of MTL-LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
+
+    Attributes:
+        n_up_projection: the number n of matrices B, from 1.
+        task_specific_matrix_type: "singular_values" for a diagonal Λ, "linear" for a dense one.
+        weights_sharpness: τ, above 0.
+    """
+
+    architecture: ClassVar[str] = "mtl_lora"
+    shareable: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
+
+    n_up_projection: int = field(1, Range(1, MAX_WIDTH))
+    task_specific_matrix_type: str = field("singular_values", Choice("singular_values", "linear"))
+    weights_sharpness: float = field(0.05, Positive())
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
+    ) -> LowRankConfig:
+        """Return the config of the combination, which is the same for all."""
+        # the combination cannot have other ranks
+        return cast("LowRankConfig", super(LowRankConfig, cls).combined(configs, strategy, anatomy))
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> MTLLoRA:
+        """Return a fresh adapter for the site."""
+        return MTLLoRA(self, site, device, dtype)
+
+
+class TaskMatrix(nn.Module):
+    """The matrix Λ of one task.
+
+    Attributes:
+        values: its diagonal `[*experts, rank]`, or all of it, `[*experts, rank, rank]`.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dense: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Start as the identity.
+
+        Args:
+            shape: `[*experts, rank]`.
+            dense: whether all of it is trained.
+            device: of the parameter.
+            dtype: of the parameter.
+        """
+        super().__init__()
+        self.dense = dense
+        fill, shape = (_eye, (*shape, shape[-1])) if dense else (constant(1.0), shape)
+        self.values = drawn(shape, fill, device, dtype)
+
+    def forward(self, t: Tensor) -> Tensor:
+        """Return Λ t, `[*batch, rank]`, of a layer without experts, in the dtype of t."""
+        scaled = linear(t, self.values.to(t.dtype)) if self.dense else t * self.values
+        return scaled.to(t.dtype)
+
+    def after(self, b: Tensor) -> Tensor:
+        """Return B Λ `[*experts, d_out, rank]`, in the dtype of B."""
+        values = self.values.to(b.dtype)
+        return b @ values if self.dense else b * values.unsqueeze(-2)
+
+
+def _eye(t: Tensor) -> Tensor:
+    t.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return t
+
+
+class MTLLoRA(LowRank):
+    """y = base(x) + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A dropout(x).
+
+    Attributes:
+        lora_B: `[n, d_out, rank]`, with experts after n where the site has them.
+        task_specific: the matrix Λ.
+        weights: w `[n]`, not trained if n is 1.
+        sharpness: τ.
+    """
+
+    is_additive = True
+    weights: Tensor
+
+    def __init__(
+        self, config: MTLLoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: there is dropout, and the site has no features to drop.
+        """
+        n = config.n_up_projection
+        super().__init__(config, site, device, dtype, several=(n,))
+        dtype = config.dtype_at(dtype)
+        dense = config.task_specific_matrix_type == "linear"
+        self.task_specific = TaskMatrix(self.lora_A.shape[:-1], dense, device, dtype)
+        weights = drawn((n,), constant(1.0), device, dtype)
+        # the share of the only B is 1: there is nothing to train
+        if n > 1:
+            self.weights = weights
+        else:
+            self.register_buffer("weights", weights.detach())
+        self.sharpness = config.weights_sharpness
+
+    def up(self, dtype: torch.dtype) -> Tensor:
+        """Return Σⱼ softmax(w / τ)ⱼ · Bⱼ, `[*experts, d_out, rank]`."""
+        wide = self.weights.to(compute_dtype(self.weights.dtype))
+        shares = torch.softmax(wide / self.sharpness, 0).to(dtype)  # [n]
+        b = self.lora_B.to(dtype)
+        shares = shares.view(-1, *(1 for _ in b.shape[1:]))  # [n, 1, …]
+        summed: Tensor = (shares * b).sum(0, dtype=dtype)
+        return summed
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer with the update; in an embedding `x` is token numbers `[*batch]`.
+
+        `x` `[*batch, d_in]` → `[*batch, d_out]`.
+        """
+        y, t = base(x), self.task_specific(self.down(x, self.lora_A, base))  # [*batch, rank]
+        return expand(y, t, self.up(self.lora_B.dtype), self.scaling)
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of the same dtype and dropout, on features."""
+        kinds = {(a.lora_A.dtype, a.dropout) for a in adapters}
+        return len(kinds) == 1 and not any(a.at_embedding for a in adapters)
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
+        one = adapters[0]
+        a = [each.lora_A for each in adapters]
+        b = [each.task_specific.after(each.up(each.lora_B.dtype)) for each in adapters]
+        scaling = [each.scaling for each in adapters]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+
+    def whole_factors(self, like: Tensor) -> Factors:
+        """Return A and Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ, on the device and in the dtype of `like`."""
+        b = self.task_specific.after(self.up(like.dtype))
+        return self.lora_A.to(like.device, like.dtype), b.to(like.device)
+
+    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
+        """Return the values of Λ and w at the start."""
+        values, fill = self.task_specific.values, constant(1.0)
+        start = (_eye if self.task_specific.dense else fill)(torch.empty_like(values))
+        ones = fill(torch.empty_like(self.weights))
+        return {"task_specific.values": start, "weights": ones}
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Set all parameters to a linear combination of those of several adapters."""
+        self.weights.data.fill_(1.0)
+        Adapter.combine(self, adapters, weights, strategy, base)
+
+    def extra_repr(self) -> str:
+        """Return widths, rank and scaling."""
+        return f"{super().extra_repr()}, n_up_projection={self.lora_B.shape[0]}"

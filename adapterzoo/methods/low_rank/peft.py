@@ -1,0 +1,742 @@
+"""PEFT's files of methods with low-rank factors, and the fields of its configs.
+
+AdaLoRA (Zhang et al. 2023, arXiv:2303.10512, eq. 3) is read as LoRA: ΔW = P Λ Q with the trained
+diagonal Λ, of whose entries training prunes some. PEFT's lora_A, lora_E and lora_B are Q, Λ and P,
+and ΔW is scaled by lora_alpha / (init_r + 1e-5), with the rank before pruning. That is a LoRA with
+B = P Λ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import compute_dtype
+from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
+from adapterzoo.fields import FACTOR, AnyValue, Items, Range, Share
+from adapterzoo.methods._beside import BESIDE
+from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
+from adapterzoo.methods._peft_sites import row_numbers, whole_width
+from adapterzoo.methods._sizes import RANK
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
+from adapterzoo.spelling import (
+    Fields,
+    PeftField,
+    PeftLayer,
+    PeftOutput,
+    PeftPart,
+    PeftSpelling,
+    Tensors,
+    spelled,
+)
+
+from .config import LowRankConfig
+from .dora import DoRAConfig
+from .lora import Invocation, LoRAConfig
+from .starts import OPTIONS, factors
+from .vera import VeraConfig
+
+# the field of aLoRA, which LoRA alone has
+_INVOCATION = "alora_invocation_tokens"
+
+# fields without a counterpart here, and what they do
+_REFUSED = {
+    "use_qalora": "it pools the input of each group before A",
+    _INVOCATION: "it acts only after certain tokens",
+    "layer_replication": "it has more layers than the model",
+    "use_bdlora": "its factors are block-diagonal and packed",
+    "arrow_config": "it routes each token among several adapters",
+    "kasa_config": "it removes singular values from the base weights",
+    "monteclora_config": "it draws its factors at random in each forward",
+    "megatron_config": "it belongs to layers that Megatron has split",
+    "enable_lora": "it was written by PEFT before 0.3, for parts of fused layers",
+}
+
+_ARGUMENTS = PeftArguments(
+    class_name="LoraConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **bias(),
+        **TOKENS,
+        "target_parameters": ours(None, "target_parameters"),
+        "r": ours(8, "r"),
+        "lora_alpha": ours(8, "alpha"),
+        "lora_dropout": ours(0.0, "dropout"),
+        "use_rslora": ours(False, "use_rslora"),
+        "rank_pattern": ours({}, "rank_pattern"),
+        "alpha_pattern": ours({}, "alpha_pattern"),
+        "init_lora_weights": PeftArgument(
+            True,
+            "init_weights",
+            {True: "lora"},
+            "with False A and B start at random, and the model changes. Write "
+            "init_lora_weights=True, or init_weights='bert' for normal values of both.",
+            passes=True,
+        ),
+        "megatron_core": PeftArgument("megatron.core"),
+        "qalora_group_size": PeftArgument(16),
+        **{
+            name: PeftArgument(hint="this method has no initial values from data. Leave it out.")
+            for name in ("corda_config", "eva_config")
+        },
+        **{
+            name: PeftArgument(hint="it belongs to initial values that are not here. Leave it out.")
+            for name in ("loftq_config", "lora_ga_config")
+        },
+        "ensure_weight_tying": PeftArgument(False),
+        "velora_config": PeftArgument(hint="it compresses activations. Leave it out."),
+        **{
+            name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
+            for name, reason in _REFUSED.items()
+            if name != "enable_lora"
+        },
+    },
+)
+
+# the fields of methods whose initial values may come from `init_data`
+_FROM_DATA: Mapping[str, PeftArgument] = {
+    "eva_config": PeftArgument(
+        ours="init_options",
+        part_class="EvaConfig",
+        parts={
+            **{name: ours(default, name) for name, (default, _) in OPTIONS["eva"].items()},
+            "label_mask_value": PeftArgument(
+                -100, hint="labels of tokens that are left out are -100. Leave it out."
+            ),
+        },
+    ),
+    "corda_config": PeftArgument(
+        ours="init_options",
+        part_class="CordaConfig",
+        parts={
+            **{name: ours(default, name) for name, (default, _) in OPTIONS["corda"].items()},
+            "cache_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
+            "covariance_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
+            "verbose": PeftArgument(False, hint="there is no progress to print. Leave it out."),
+            "use_float16_for_covariance": PeftArgument(
+                False, hint="covariances are never in half precision. Leave it out."
+            ),
+            "prune_temporary_fields": PeftArgument(
+                True, hint="there are no temporary fields. Leave it out."
+            ),
+        },
+    ),
+    "loftq_config": PeftArgument(
+        part_class="LoftQConfig",
+        parts={
+            "loftq_bits": PeftArgument(
+                4, hint="the base model is quantized already, in its own bits. Leave it out."
+            ),
+            "loftq_iter": PeftArgument(
+                1,
+                hint="further iterations quantize the base weights again, and here these stay as "
+                "they are. Write loftq_iter=1.",
+            ),
+        },
+    ),
+}
+
+
+def _unused_options(fields: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with options of initial values that are not asked for."""
+    asked = fields.get("init_lora_weights", fields.get("init_weights"))
+    for start in OPTIONS:
+        name = f"{start}_config"
+        if fields.get(name) and asked != start:
+            return (
+                f"{name}={fields[name]!r} with init_lora_weights={asked!r}: it has an effect only "
+                f"with init_lora_weights={start!r}. Write that, and its data as init_data=… beside "
+                f"the config; or leave it out."
+            )
+    return None
+
+
+_EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
+# VeLoRA's, which only the backward pass of PEFT reads
+_UNREAD = {"velora_embed": ("lora_velora_embed",)}
+_FIELDS = {
+    "r": PeftField(8, RANK),
+    "lora_alpha": PeftField(8.0, FACTOR),
+    "lora_dropout": PeftField(0.0, Share()),
+    "use_rslora": PeftField(False),
+    "init_lora_weights": PeftField(True, AnyValue()),
+}
+# optional ones are those of some methods only
+_SAME = ("use_rslora", "lora_bias", _INVOCATION)
+_PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
+_INERT = frozenset(
+    ("corda_config", "ensure_weight_tying", "eva_config", "loftq_config",
+     "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
+     "velora_config")
+)  # fmt: skip
+# PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
+_REPRODUCED = ("pissa", "olora")
+# initial values that leave the base weights unchanged
+_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+def _refuse(fields: Mapping[str, Any]) -> str | None:
+    """Return why a config of PEFT's LoRA cannot be reproduced."""
+    init = fields.get("init_lora_weights")
+    if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
+        return None
+    if init in _REPRODUCED and not fields.get("use_dora"):
+        return None
+    return (
+        f"it says init_lora_weights={str(init)[:80]!r}: that initialization changed the base "
+        f"weights, so A and B belong to weights that this model does not have. Save it with PEFT "
+        f"as a plain LoRA: peft_model.save_pretrained(…, "
+        f"path_initial_model_for_weight_conversion=…)."
+    )
+
+
+def _read_layer(layer: PeftLayer) -> Fields:
+    """Return our config fields at a layer; check its factors against the file's rank."""
+    fields = layer.fields
+    a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
+    count = _experts_of(layer.site)
+    fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
+    if not fits or not a.shape[0] or a.shape[0] % count:
+        each = f"; the rank counts for each of {count} experts" if count > 1 else ""
+        raise CheckpointError(
+            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}; one adapter "
+            f"has [rank, d_in] and [d_out, rank]{each}. Copy the file again from where it was "
+            f"saved."
+        )
+    rank = a.shape[0] // count
+    if rank != fields["r"]:
+        raise CheckpointError(
+            f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
+            f"rank {rank}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
+            f"in adapter_config.json."
+        )
+    init, site = fields["init_lora_weights"], layer.site
+    drops = site.is_called and site.kind != "embedding"
+    return {
+        **{name: fields[name] for name in _SAME if name in fields},
+        **({"init_weights": init} if init in _REPRODUCED else {}),
+        "r": rank,
+        "alpha": fields["lora_alpha"],
+        # embeddings and layers that are only read have no dropout
+        "dropout": fields["lora_dropout"] if drops else 0.0,
+    }
+
+
+def _unsayable(placement: Placement) -> str | None:
+    """Return why PEFT's format cannot express an adapter."""
+    config, site = placement.config, placement.site
+    if not site.is_called or (site.parameter is not None and "." in site.parameter):
+        return f"an adapter at {site.name!r}, and PEFT's would not act: no module there is called"
+    if config.to_dict().get("use_gating"):
+        return f"{type(config).__name__}(use_gating=True), and PEFT's LoRA has no gate"
+    return None
+
+
+def _write_layer(layer: PeftOutput) -> Fields:
+    """Return the fields of PEFT's config for a layer; its adapters must have equal scalings."""
+    parts, site = layer.parts, layer.parts[0].placement.site
+    rank = layer.tensors["lora_A"].shape[0] // _experts_of(site)
+    configs = [cast("LowRankConfig", part.placement.config) for part in parts]
+    one = configs[0]
+    said = {(c.scaling_at(site.name), c.use_rslora, c.dropout) for c in configs}
+    if len(said) > 1:
+        raise CheckpointError(
+            f"the adapters at {site.name!r} differ in scaling or dropout (scaling, use_rslora, "
+            f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
+            f"{argument('format', 'native')}."
+        )
+    _check_parameter(layer, one)
+    alpha = one.alpha_at(site.name)
+    if len(parts) > 1:
+        alpha = one.scaling_at(site.name) * (rank**0.5 if one.use_rslora else rank)
+        alpha = int(alpha) if alpha == int(alpha) else alpha
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        # embeddings have no dropout
+        "lora_dropout": None if site.kind == "embedding" else one.dropout,
+        "use_rslora": one.use_rslora,
+        "init_lora_weights": True,
+        "bias": "none",
+    }
+
+
+def _write_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+    """Return the fields of PEFT's config for each layer."""
+    return [_write_layer(layer) for layer in layers]
+
+
+def _of_lora(
+    fixed: Mapping[str, Any], tensors: Mapping[str, tuple[str, ...]], **more: Any
+) -> Callable[[type[AdapterConfig]], PeftSpelling]:
+    """Return the spelling of a method that PEFT calls LORA; `tensors`: besides A and B."""
+    chosen: dict[str, Any] = {
+        "fields": _FIELDS,
+        "refused": _REFUSED,
+        "arguments": _ARGUMENTS,
+        "write_layers": _write_layers,
+        "unsayable": _unsayable,
+        "join": _join,
+        **more,
+    }
+    return lambda config: PeftSpelling(
+        config=config,
+        peft_type="LORA",
+        fixed=fixed,
+        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors, **_UNREAD},
+        maybe=frozenset(_UNREAD),
+        embedding_tensors=_EMBEDDING_TENSORS,
+        patterns=_PATTERNS,
+        beside=BESIDE,
+        inert=_INERT,
+        refuse=_refuse,
+        read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
+        write=lambda part: _as_parameter(part.placement.site, part.tensors),
+        read_layers=lambda layers: [_read_layer(layer) for layer in layers],
+        **chosen,
+    )
+
+
+def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
+    """Return one low-rank update of a whole layer that computes what its parts do, for PEFT.
+
+    The rows of the factors A are concatenated; each B fills its own columns in its part's rows.
+
+    Raises:
+        CheckpointError: a row has two magnitudes, or an unadapted one has none.
+    """
+    d_out = whole_width(parts[0].placement.site)
+    a, b = parts[0].tensors["lora_A"], parts[0].tensors["lora_B"]
+    rank = sum(part.tensors["lora_A"].shape[-2] for part in parts)
+    joined = {
+        "lora_A": torch.cat([part.tensors["lora_A"] for part in parts], -2),  # [*, rank, d_in]
+        "lora_B": b.new_zeros(*a.shape[:-2], d_out, rank),
+    }
+    start = 0
+    for part in parts:
+        own = part.placement.site.output_slice
+        mine = slice(None) if own is None else row_numbers(own)
+        stop = start + part.tensors["lora_A"].shape[-2]
+        joined["lora_B"][..., mine, start:stop] = part.tensors["lora_B"]
+        start = stop
+        for name in part.tensors.keys() & {"lora_B_bias", "m"}:
+            tensor = part.tensors[name]
+            whole = joined.setdefault(name, tensor.new_zeros(d_out))
+            # biases of several adapters at one row add up
+            whole[mine] = whole[mine] + tensor
+    return _as_parameter(parts[0].placement.site, joined)
+
+
+def _experts_of(site: Site) -> int:
+    """Return how many adapters are in the tensors of a site."""
+    return site.experts or 1
+
+
+def _read(layer: PeftLayer) -> Tensors:
+    """Return our tensors `[*experts, rank, d_in]` and `[*experts, d_out, rank]` of PEFT's.
+
+    For a parameter PEFT has lora_A `[experts · rank, d_in]`, experts first, and lora_B
+    `[d_out, rank · experts]`, ranks first. It takes the last two dimensions of a parameter as d_out
+    and d_in, unless it has three and its module says `is_transposed`; where the module does not say
+    so, A belongs to the outputs.
+
+    Raises:
+        CheckpointError: PEFT has changed the weight in a way that is not known here.
+    """
+    if not layer.is_parameter:
+        return _read_start(layer)
+    init, site = layer.fields["init_lora_weights"], layer.site
+    if init in _REPRODUCED:
+        raise CheckpointError(
+            f"adapter_config.json says init_lora_weights={init!r} with target_parameters: that "
+            f"initialization changed the weight of {layer.name!r}. Merge the adapter with PEFT, "
+            f"and load the merged model."
+        )
+    a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], _experts_of(site)
+    a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
+    b = b.unflatten(1, (-1, count)).movedim(2, 0)  # [experts, d_out, rank]
+    if _is_flipped(site):
+        a, b = b.mT, a.mT
+    if not site.experts:
+        a, b = a[0], b[0]
+    return {**layer.tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
+
+
+def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
+    """Return PEFT's tensors of ours; undoes `_read`, and leaves those of layers as they are.
+
+    Args:
+        site: of the adapter.
+        tensors: by our parameter names.
+    """
+    if site.parameter is None:
+        return tensors
+    a, b = tensors["lora_A"], tensors["lora_B"]
+    if not site.experts:
+        a, b = a[None], b[None]
+    if _is_flipped(site):
+        a, b = b.mT, a.mT
+    a = a.flatten(0, 1)  # [experts · rank, d_in]
+    b = b.movedim(0, 2).flatten(1)  # [d_out, rank · experts]
+    return {**tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
+
+
+def _check_parameter(layer: PeftOutput, config: LowRankConfig) -> None:
+    """Check that PEFT can have the adapter, if it must be one of a parameter.
+
+    Raises:
+        CheckpointError: it has dropout or a bias.
+    """
+    site = layer.parts[0].placement.site
+    if layer.is_parameter and (config.dropout or "lora_B_bias" in layer.tensors):
+        raise CheckpointError(
+            f"the adapter at {site.name!r} has dropout={config.dropout} or a bias of B, and PEFT "
+            f"can adapt the layer only as a parameter (target_parameters), which has neither. "
+            f"Write {argument('format', 'native')}."
+        )
+
+
+def _is_flipped(site: Site) -> bool:
+    """Return whether PEFT's A belongs to the outputs of the weight."""
+    if site.experts:
+        return site.transposed != site.says_transposed
+    return site.transposed or site.kind == "embedding"
+
+
+def _read_start(layer: PeftLayer) -> Tensors:
+    """Return the tensors of a layer, and the part that PEFT has subtracted from its weight.
+
+    Raises:
+        CheckpointError: the layer has no weight to compute it from, or one that is not finite.
+    """
+    init, fields = layer.fields["init_lora_weights"], layer.fields
+    if init not in _REPRODUCED:
+        return layer.tensors
+    w = layer.weight()
+    if w is None:
+        raise CheckpointError(
+            f"adapter_config.json says init_lora_weights={init!r}: PEFT has subtracted a part of "
+            f"the weight of {layer.name!r}, and here it is quantized or has no values, so that "
+            f"the part is unknown. Load the adapter into the model in the dtype of its training."
+        )
+    rank = layer.tensors["lora_A"].shape[0]
+    s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
+    try:
+        a, b = factors(init, w.to(compute_dtype(w.dtype)), rank, s, None)
+    except ConfigError as error:
+        raise CheckpointError(f"at {layer.name!r}: {error}") from error
+    like = layer.tensors["lora_A"]
+    return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
+
+
+def _write_invoked_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+    """Return the fields of PEFT's config for each layer, with the invocation if any has one.
+
+    Raises:
+        CheckpointError: a layer has adapters with several invocations.
+    """
+    written = _write_layers(layers)
+    own = [{_invocation(part.placement.config) for part in layer.parts} for layer in layers]
+    if own and set().union(*own) == {()}:
+        return written
+    for layer, found in zip(layers, own, strict=True):
+        if len(found) > 1:
+            raise CheckpointError(
+                f"the adapters at {layer.parts[0].placement.site.path!r} differ in {_INVOCATION} "
+                f"({listing(sorted(found))}), and PEFT has one adapter per layer. Write "
+                f"{argument('format', 'native')}."
+            )
+    # an empty value is compared with those of other layers, None is not
+    pairs = zip(written, own, strict=True)
+    return [{**fields, _INVOCATION: next(iter(found))} for fields, found in pairs]
+
+
+def _invocation(config: AdapterConfig) -> tuple[int, ...]:
+    # equals the list that PEFT has
+    return Items(config.to_dict().get(_INVOCATION) or ())
+
+
+def _read_adalora_fields(layer: PeftLayer) -> Fields:
+    """Return our config fields at a layer.
+
+    Raises:
+        CheckpointError: the tensors contradict each other.
+    """
+    fields, (a, b, e) = layer.fields, (layer.tensors[f"lora_{n}"] for n in "ABE")
+    rank = a.shape[0]
+    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or e.shape != (rank, 1):
+        raise CheckpointError(
+            f"at {layer.name!r} lora_A is {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
+            f"{list(e.shape)}; one adapter has [rank, d_in], [d_out, rank] and [rank, 1]. Copy the "
+            f"file again from where it was saved."
+        )
+    scaled = fields["lora_alpha"] if fields["lora_alpha"] > 0 else rank
+    r = max(rank, 1)
+    # PEFT divides by this, also where ranks have been pruned
+    alpha = scaled * r / (fields["init_r"] + 1e-5)
+    return {"r": r, "alpha": alpha, "dropout": fields["lora_dropout"]}
+
+
+def _read_adalora(layer: PeftLayer) -> Tensors:
+    """Return A, and B = P Λ; a layer of which nothing is left gets zeros of rank 1."""
+    a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
+    if not len(a):
+        return {"lora_A": a.new_zeros(1, a.shape[1]), "lora_B": b.new_zeros(b.shape[0], 1)}
+    return {"lora_A": a, "lora_B": b * layer.tensors["lora_E"].mT}
+
+
+def _unsayable_dora(placement: Placement) -> str | None:
+    if placement.config.to_dict()["convention"] != "paper":
+        return "DoRAConfig(convention='adapterhub'), but PEFT's DoRA is the paper's"
+    if (parameter := placement.site.parameter) is not None:
+        return f"DoRA at the parameter {parameter!r}, where PEFT has LoRA only"
+    return _unsayable(placement)
+
+
+def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
+    """Return one adapter of a whole layer; unadapted rows keep the norm of the base weight.
+
+    Raises:
+        CheckpointError: a row has two magnitudes, or the norm of an unadapted one is unknown.
+    """
+    site = parts[0].placement.site
+    slices = [part.placement.site.output_slice for part in parts]
+    rows = [n for own in slices if own is not None for n in row_numbers(own).tolist()]
+    if None in slices or len(set(rows)) < len(rows):
+        raise CheckpointError(
+            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT's one "
+            f"adapter for the whole layer cannot compute the same. Write "
+            f"{argument('format', 'native')}, or train "
+            f"with target_modules={[site.path.rpartition('.')[2]]!r}."
+        )
+    joined = _join(parts, weight)
+    if len(rows) < len(joined["m"]):
+        joined["m"] = _with_norms(joined["m"], torch.tensor(rows), site, weight())
+    return joined
+
+
+def _with_norms(m: Tensor, covered: Tensor, site: Site, weight: Tensor | None) -> Tensor:
+    # a part of a sharded weight has no norm of its own
+    plain = type(weight) in (Tensor, torch.nn.Parameter)
+    if weight is None or not plain or weight.dim() != 2 or not weight.is_floating_point():
+        raise CheckpointError(
+            f"at {site.path!r} only some rows of a fused layer are adapted, and the norms of the "
+            f"others cannot be computed from a quantized or sharded weight. Write "
+            f"{argument('format', 'native')}."
+        )
+    rows = weight.detach().to(m).T if site.transposed else weight.detach().to(m)  # [d_out, d_in]
+    whole: Tensor = torch.linalg.vector_norm(rows, dim=1)  # [d_out]
+    whole[covered] = m[covered]
+    return whole
+
+
+_VERA_ARGUMENTS = PeftArguments(
+    class_name="VeraConfig",
+    fields={
+        **TARGETS,
+        **STORED,
+        **bias("vera_only"),
+        "r": ours(256, "r"),
+        "projection_prng_key": ours(0, "projection_prng_key"),
+        "save_projection": ours(True, "save_projection"),
+        "vera_dropout": ours(0.0, "dropout"),
+        "d_initial": ours(0.1, "vera_d"),
+        "init_weights": PeftArgument(
+            True,
+            "init_weights",
+            {True: "vera"},
+            "there is one kind of initial values. Write init_weights=True.",
+        ),
+    },
+)
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _read_vera_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
+    return [
+        {
+            "r": layer.tensors["lambda_d"].shape[0],
+            "dropout": layer.fields["vera_dropout"],
+            "vera_d": layer.fields["d_initial"],
+            "projection_prng_key": layer.fields["projection_prng_key"],
+        }
+        for layer in layers
+    ]
+
+
+def _read_vera(
+    fields: Mapping[str, Any], tensors: Tensors, layers: Sequence[PeftLayer], _anatomy: Anatomy
+) -> tuple[Fields, Tensors]:
+    """Return A and B; in files with save_projection=False they are drawn again.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    said = {"save_projection": fields["save_projection"]}
+    if len(tensors) == 2 or not layers:
+        return said, tensors
+    if tensors or fields["save_projection"]:
+        raise CheckpointError(
+            f"the file lacks vera_A or vera_B, and adapter_config.json says save_projection="
+            f"{fields['save_projection']}. Copy the file again from where it was saved; or, if it "
+            f"was saved without both, write 'save_projection': false there, to draw them again "
+            f"from projection_prng_key={fields['projection_prng_key']}."
+        )
+    own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
+    sites = [layer.site for layer in layers]
+    a, b = _projections(fields["projection_prng_key"], fields["r"], sites)
+    # as in PEFT, whose projections are in the dtype of the layers before that of the adapter
+    dtype = own if weight is None else weight.dtype
+    return said, {"lora_A": a.to(dtype).to(own), "lora_B": b.to(dtype).to(own)}
+
+
+def _projections(key: int, r: int, sites: Sequence[Site]) -> tuple[Tensor, Tensor]:
+    """Draw A `[r, widest d_in]`, then B `[widest d_out, r]`, as PEFT does."""
+    source = torch.Generator().manual_seed(key)
+    widest = max(site.d_in for site in sites), max(site.d_out for site in sites)
+    # explicit: a caller's default device or dtype must not change the numbers
+    where: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    a, b = torch.empty(r, widest[0], **where), torch.empty(widest[1], r, **where)
+    for drawn in (a, b):
+        torch.nn.init.kaiming_uniform_(drawn, generator=source)
+    return a, b
+
+
+def _write_vera(
+    config: AdapterConfig, tensors: Tensors, anatomy: Anatomy
+) -> tuple[Fields, Tensors]:
+    """Return A and B, or nothing where PEFT is to draw them again.
+
+    Raises:
+        CheckpointError: PEFT would draw others.
+    """
+    if config["save_projection"]:
+        return {"save_projection": True}, tensors
+    sites = [placement.site for placement in config.placements(anatomy)]
+    again = _projections(_key(config), config["r"], sites)
+    # whatever the dtype of the layers, to which both libraries round
+    drawn = (tuple(t.to(dtype) for t in again) for dtype in (torch.float32, *_HALF))
+    pair = tensors["lora_A"].cpu(), tensors["lora_B"].cpu()
+    if not any(
+        all(torch.equal(t.to(own.dtype), own) for t, own in zip(each, pair, strict=True))
+        for each in drawn
+    ):
+        raise CheckpointError(
+            f"VeraConfig(save_projection=False): A and B are not those that PEFT would draw from "
+            f"projection_prng_key={_key(config)} for these layers. Write "
+            f"{argument('format', 'native')}, or give the adapter save_projection=True."
+        )
+    return {"save_projection": False}, {}
+
+
+def _key(config: AdapterConfig) -> int:
+    seed = config["init_weights_seed"]
+    return cast("int", config["projection_prng_key"] if seed is None else seed)
+
+
+def _unsayable_vera(placement: Placement) -> str | None:
+    if placement.config.to_dict()["convention"] != "paper":
+        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
+    if placement.site.parameter is not None:
+        return f"an adapter at the parameter {placement.site.parameter!r}"
+    return None
+
+
+def _write_vera_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+    configs = [layer.parts[0].placement.config for layer in layers]
+    return [
+        {
+            "r": config["r"],
+            "vera_dropout": config["dropout"],
+            "d_initial": config["vera_d"],
+            "projection_prng_key": _key(config),
+            "init_weights": True,
+            "bias": "none",
+        }
+        for config in configs
+    ]
+
+
+spelled(
+    _of_lora(
+        {"use_dora": False},
+        {"lora_B_bias": ("lora_B.bias",)},
+        fields=_FIELDS | {_INVOCATION: PeftField(None, Invocation())},
+        write_layers=_write_invoked_layers,
+        refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
+        optional={"lora_B_bias": "lora_bias"},
+        of_parameters=True,
+        arguments=replace(
+            _ARGUMENTS,
+            fields={
+                **_ARGUMENTS.fields,
+                **_FROM_DATA,
+                "lora_bias": ours(False, "lora_bias"),
+                _INVOCATION: ours(None, _INVOCATION),
+            },
+            unsayable=_unused_options,
+        ),
+    ),
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="ADALORA",
+        becomes="a LoRA adapter that computes the same; its ranks are no longer trained",
+        tensors={"lora_A": ("lora_A",), "lora_B": ("lora_B",), "lora_E": ("lora_E",)},
+        fields={
+            "init_r": PeftField(12, RANK),
+            "lora_alpha": PeftField(8.0, FACTOR),
+            "lora_dropout": PeftField(0.0, Share()),
+        },
+        derived={"rank_pattern": ("init_r", "r"), "alpha_pattern": ("lora_alpha", "alpha")},
+        # what PEFT's AdaLoRA does not read, and what only its training reads
+        inert=frozenset(
+            ("alpha_pattern", "beta1", "beta2", "deltaT", "init_lora_weights", "lora_bias",
+             "orth_reg_weight", "r", "rank_pattern", "target_r", "tfinal", "tinit", "total_step",
+             "use_dora", "use_rslora")
+        ),
+        read_layers=lambda layers: [*map(_read_adalora_fields, layers)],
+        read=_read_adalora,
+    ),
+)(LoRAConfig)  # fmt: skip
+spelled(
+    _of_lora(
+        {"use_dora": True, "lora_bias": False},
+        {"m": ("lora_magnitude_vector", "lora_magnitude_vector.weight")},
+        wide=("m",),
+        unsayable=_unsayable_dora,
+        join=_join_dora,
+    )
+)(DoRAConfig)
+spelled(
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="VERA",
+        beside=frozenset({"bias"}),
+        arguments=_VERA_ARGUMENTS,
+        tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
+        shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
+        fields={
+            "r": PeftField(256, RANK),
+            "projection_prng_key": PeftField(0, Range(0, 2**63 - 1)),
+            "vera_dropout": PeftField(0.0, Share()),
+            "d_initial": PeftField(0.1, FACTOR),
+            "save_projection": PeftField(True),
+        },
+        inert=frozenset(("init_weights",)),
+        read_layers=_read_vera_layers,
+        read_model=_read_vera,
+        unsayable=_unsayable_vera,
+        write_layers=_write_vera_layers,
+        write_model=_write_vera,
+    )
+)(VeraConfig)

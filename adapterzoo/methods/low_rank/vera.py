@@ -1,0 +1,332 @@
+"""VeRA — Vector-based Random Matrix Adaptation, and DVoRA — DoRA with the update of VeRA.
+
+Papers: Kopiczko et al. 2023, arXiv:2310.11454, eq. 2 and §3.2; DVoRA: Liu et al. 2024,
+arXiv:2402.09353, §5.3.
+VeRA:  y = W x + b + Λ_b B Λ_d A x
+DVoRA: W' = m · V / ‖V‖ with V = W + Λ_b B Λ_d A, the norm taken over d_in for each output row;
+gradients treat the norm as a constant.
+A `[r, d_in]` and B `[d_out, r]` are random, frozen and shared by all layers; Λ_d and Λ_b are
+diagonal and trained. The widest layer sets the size of A and B, others take the first columns of A
+and rows of B.
+
+Differs from the papers: nothing; dropout before A is off by default; m stays in float32 over
+half-precision layers. Differs from PEFT: a layer that is adapted twice keeps one copy of A and B;
+the vectors live in the dtype of their layer; it has no DVoRA. Differs from adapters: all of it but
+`convention="adapterhub"`, which is what adapters computes: dense trained matrices `[r, r]` and
+`[d_out, d_out]` in the place of Λ, and a factor alpha / r, which is not in the norm of DVoRA;
+gradients pass through that norm, and the bias is multiplied by m / ‖V‖ as well.
+Cost per site: r + d_out parameters, LoRA's products; r · (d_in + d_out) numbers once for all. A
+step keeps A x alone; PEFT keeps B Λ_d A x too, and saves one product. DVoRA: d_out more parameters,
+DoRA's products.
+Cannot do: embeddings; DVoRA also layers without a floating-point weight to take norms of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import Placement, architectures, config_strings
+from adapterzoo.contracts import BaseLayer, WeightAdapter
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FACTOR, Choice, Maybe, Range, Share, field
+from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.low_rank import expand
+from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named
+from adapterzoo.methods._sizes import RANK, refuse_larger
+from adapterzoo.methods._targets import TargetedConfig
+
+from .dora import Magnitudes
+from .starts import Factors
+
+
+@config_class
+class ProjectedConfig(TargetedConfig):
+    """Base of the configs with shared projections; `TargetedConfig` chooses the layers.
+
+    Attributes:
+        r: rank of the shared matrices, 1 to 65,536.
+        vera_d: initial value of Λ_d.
+        vera_b: initial value of Λ_b; 0 leaves the model as it was.
+        dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
+        projection_prng_key: seed of A and B, from 0.
+        init_weights: must be "vera", as above.
+        init_weights_seed: seed of A and B instead of `projection_prng_key`, as in adapters.
+        convention: "paper", which is PEFT's too; or "adapterhub": dense matrices, times alpha / r.
+        alpha: of the convention "adapterhub".
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    r: int = field(256, RANK)
+    vera_d: float = field(0.1, FACTOR)
+    vera_b: float = field(0.0, FACTOR)
+    dropout: float = field(0.0, Share())
+    projection_prng_key: int = field(0, Range(0, 2**63 - 1))
+    init_weights: str = field("vera", Choice("vera"))
+    init_weights_seed: int | None = field(None, Maybe(Range(0, 2**63 - 1)))
+    convention: str = field("paper", Choice("paper", "adapterhub"))
+    alpha: float = field(8, FACTOR)
+    dtype: str | None = field(None, DTYPE)
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The initial values; the rank where no scaling depends on it."""
+        paper = frozenset({"r", "alpha"}) if self.convention == "paper" else frozenset()
+        return super().slot_fields | paper | {"vera_d", "vera_b"}
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config with the rank, which no scaling depends on in the paper."""
+        if self.convention != "paper":
+            return self
+        refuse_larger(self, rank, (self.r,))
+        return self.replace(r=rank)
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether Λ_b starts as zero."""
+        return self.vera_b == 0.0
+
+    def shared(
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
+    ) -> Projections:
+        """Return A and B of all layers, as wide as the widest."""
+        sites = [placement.site for placement in placements]
+        return Projections(self, sites, device, dtype)
+
+
+@architectures.register("vera")
+@config_strings.register("vera")
+@config_class
+class VeraConfig(ProjectedConfig):
+    """Config of VeRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
+
+    Attributes:
+        save_projection: whether files in PEFT's format hold A and B; if not, PEFT and this library
+            draw them again from `projection_prng_key`. Other formats always hold them.
+    """
+
+    architecture: ClassVar[str] = "vera"
+    training_fields = ProjectedConfig.training_fields | {"save_projection"}
+
+    save_projection: bool = field(True, ours=True)
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
+        """Return a new adapter for the site."""
+        return Vera(self, site, device, dtype)
+
+
+@architectures.register("dvora")
+@config_strings.register("dvora")
+@config_class
+class DvoRAConfig(ProjectedConfig):
+    """Config of DVoRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
+
+    In the convention "adapterhub" the norm is of W + B A without the factor alpha / r, gradients
+    pass through it, and the bias is multiplied by m / ‖V‖.
+    """
+
+    architecture: ClassVar[str] = "dvora"
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """The paper's treat the norm as a constant (§4.3)."""
+        return self.convention == "adapterhub"
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DvoRA:
+        """Return a new adapter for the site; `init_from_layer` gives it its magnitudes."""
+        return DvoRA(self, site, device, dtype)
+
+
+class Projections(nn.Module):
+    """The frozen A and B of all layers of an adapter.
+
+    Attributes:
+        lora_A: `[r, widest d_in]`.
+        lora_B: `[widest d_out, r]`.
+    """
+
+    lora_A: Tensor  # noqa: N815
+    lora_B: Tensor  # noqa: N815
+
+    def __init__(
+        self,
+        config: ProjectedConfig,
+        sites: Sequence[Site],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Draw A, then B, from one generator, as PEFT does, for all layers of the adapter.
+
+        They are rounded to `dtype`, that of the layers, also if the adapter's is wider.
+        """
+        super().__init__()
+        seed = config.init_weights_seed
+        source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
+
+        def kaiming(t: Tensor) -> Tensor:
+            return nn.init.kaiming_uniform_(t, generator=source)
+
+        d_in, d_out = max(site.d_in for site in sites), max(site.d_out for site in sites)
+        # buffers: they are saved and moved, and never trained
+        for name, shape in (("lora_A", (config.r, d_in)), ("lora_B", (d_out, config.r))):
+            made = drawn(shape, kaiming, device, dtype).detach()
+            self.register_buffer(name, made.to(dtype_named(config.dtype, dtype)))
+
+
+class Projected(WeightAdapter):
+    """Base of the adapters with the update s · Λ_b B Λ_d A.
+
+    Attributes:
+        lambda_d: the diagonal `[r]`, with experts in front where the site has them; dense `[r, r]`
+            in the convention of adapters.
+        lambda_b: the diagonal `[d_out]`, likewise; dense `[d_out, d_out]`.
+        scaling: the factor s, 1 in the paper.
+        dropout: probability on the way to A.
+    """
+
+    container = "loras"
+
+    def __init__(
+        self, config: ProjectedConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the scales.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: the site cannot have such an adapter.
+        """
+        super().__init__()
+        self.dense = config.convention == "adapterhub"
+        if site.kind == "embedding" or (site.is_only_read and (self.dense or config.dropout)):
+            plain = "" if site.kind == "embedding" else "convention='paper', dropout=0.0, or "
+            what = "a parameter of its module" if plain else "an embedding"
+            raise ConfigError(
+                f"{type(config).__name__}(convention={config.convention!r}, "
+                f"dropout={config.dropout}) at {site.path!r}: the method cannot adapt {what} in "
+                f"this way. Write {plain}exclude_modules=[{site.path!r}]."
+            )
+        dtype = dtype_named(config.dtype, dtype)
+        lead = (site.experts,) if site.experts else ()
+        self.scaling = config.alpha / config.r if self.dense else 1.0
+        self.dropout = config.dropout
+        self.d_in, self.d_out = site.d_in, site.d_out
+        self.lambda_d = self._scales((*lead, config.r), config.vera_d, device, dtype)
+        self.lambda_b = self._scales((*lead, site.d_out), config.vera_b, device, dtype)
+
+    def _scales(
+        self, shape: tuple[int, ...], value: float, device: torch.device, dtype: torch.dtype
+    ) -> nn.Parameter:
+        if not self.dense:
+            return drawn(shape, constant(value), device, dtype)
+        size = shape[-1]
+        return drawn((size, size), lambda t: t.zero_().fill_diagonal_(value), device, dtype)
+
+    def projections(self, base: BaseLayer, like: Tensor) -> Factors:
+        """Return the layer's part of A `[r, d_in]` and B `[d_out, r]`, where and as `like` is."""
+        shared = cast("Projections", base.shared(self))
+        a, b = shared.lora_A[:, : self.d_in], shared.lora_B[: self.d_out]
+        return a.to(like.device, like.dtype), b.to(like.device, like.dtype)
+
+    def factors(self, base: BaseLayer, like: Tensor) -> Factors:
+        """Return Λ_d A `[*experts, r, d_in]` and Λ_b B `[*experts, d_out, r]`, as `like` is."""
+        a, b = self.projections(base, like)
+        d, s = self.lambda_d.to(a.dtype), self.lambda_b.to(b.dtype)
+        return (d @ a, s @ b) if self.dense else (d.unsqueeze(-1) * a, s.unsqueeze(-1) * b)
+
+    def extra_repr(self) -> str:
+        """Return widths and rank."""
+        return f"d_in={self.d_in}, d_out={self.d_out}, rank={self.lambda_d.shape[-1]}"
+
+
+class Vera(Projected):
+    """y = base(x) + s · Λ_b B Λ_d A dropout(x), with s = 1 in the paper."""
+
+    is_additive = True
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        y = base(x)
+        a, b = self.projections(base, self.lambda_d)
+        t = linear(dropout(x.to(a.dtype), self.dropout, self.training), a)  # [*batch, r]
+        if self.dense:
+            update = linear(linear(linear(t, self.lambda_d), b), self.lambda_b)  # [*batch, d_out]
+            return torch.add(y, update.to(y.dtype), alpha=self.scaling)
+        # with all scales in one small matrix, nothing is kept but A x, and no pass over y is added
+        scaled = b * torch.outer(self.lambda_b, self.lambda_d)  # Λ_b B Λ_d [d_out, r]
+        return expand(y, t, scaled, self.scaling)
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether dtype and dropout are equal and there are no experts."""
+        kinds = {(a.lambda_d.dtype, a.dropout) for a in adapters}
+        return len(kinds) == 1 and all(a.dense or a.lambda_d.dim() == 1 for a in adapters)
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
+        a, b = zip(*(adapter.factors(base, x) for adapter in adapters), strict=True)
+        scaling, one = [adapter.scaling for adapter in adapters], adapters[0]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w + s · Λ_b B Λ_d A, `[*experts, d_out, d_in]`."""
+        with exactly(w.device):
+            a, b = self.factors(base, w)
+            return w + self.scaling * (b @ a)
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> Factors:
+        """Return Λ_d A and s · Λ_b B."""
+        with exactly(w.device):
+            a, b = self.factors(base, w)
+        return a, self.scaling * b
+
+
+class DvoRA(Magnitudes, Projected):
+    """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
+
+    def __init__(
+        self, config: DvoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters; the magnitudes are ones until `init_from_layer`.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: the site cannot have such an adapter.
+        """
+        super().__init__(config, site, device, dtype)
+        shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
+        self.make_magnitudes(shape, config.convention, device, dtype)
+
+    def update_factors(self, base: BaseLayer) -> Factors:
+        """Return Λ_d A and Λ_b B."""
+        with exactly(self.lambda_d.device):
+            return self.factors(base, self.lambda_d)
+
+    def sources_of_gain(self, base: BaseLayer) -> list[Tensor]:
+        """Return the tensors that g is computed from, the projections too."""
+        return [*super().sources_of_gain(base), *base.shared(self).buffers()]
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of the same dtypes, dropout and convention, without experts."""
+        kinds = {(a.lambda_d.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
+        return len(kinds) == 1 and not any(a.m.dim() > 1 for a in adapters)

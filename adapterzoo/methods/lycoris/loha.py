@@ -1,0 +1,200 @@
+"""LoHa — Low-Rank Hadamard Product.
+
+Papers: Hyeon-Woo et al. 2021 (FedPara), arXiv:2108.06098, §2.2; as an update of a frozen weight:
+Yeh et al. 2023 (LyCORIS), arXiv:2309.14859. ⊙ is the product of entries:
+
+    y = W x + b + s · ΔW x        ΔW = (w1_a w1_b) ⊙ (w2_a w2_b)        s = alpha / r
+
+with w1_a, w2_a `[d_out, r]` and w1_b, w2_b `[r, d_in]`, so that ΔW has rank r² at most. ΔW = B A
+with the products of all pairs of columns, B `[d_out, r²]`, and of rows, A `[r², d_in]`: the forward
+is that of a LoRA of rank r², unless r is so large that ΔW itself is cheaper.
+
+Differs from the paper: no nonlinearity, as in all implementations. Differs from PEFT: ΔW is not
+built at low ranks; a layer that `module_dropout` drops gets gradients of zero; `rank_dropout` of
+all rows leaves zeros instead of NaN. Not in adapters.
+Cost per site: 2 r (d_in + d_out) parameters; two products of rank r² in the forward.
+Cannot do: embeddings and convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import architectures, config_strings
+from adapterzoo.contracts import BaseLayer
+from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.low_rank import low_rank
+from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
+from adapterzoo.methods._peft_sites import row_numbers
+from adapterzoo.spelling import PeftPart, Tensors, spelled
+
+from .lycoris import Lycoris, LycorisConfig, peft_spelling
+
+
+@architectures.register("loha")
+@config_strings.register("loha")
+@config_class
+class LoHaConfig(LycorisConfig):
+    """Config of LoHa; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
+
+    Attributes:
+        init_weights: True: w2_b is zero, so that a new adapter changes nothing; False: all four
+            matrices are drawn.
+    """
+
+    architecture: ClassVar[str] = "loha"
+
+    init_weights: bool = True
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether w2_b starts as zero."""
+        return self.init_weights
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoHa:
+        """Return a new adapter for the site."""
+        return LoHa(self, site, device, dtype)
+
+
+class LoHa(Lycoris):
+    """y = base(x) + s · ((w1_a w1_b) ⊙ (w2_a w2_b)) x.
+
+    Attributes:
+        hada_w1_a: `[d_out, r]`, with experts in front where the site has them; hada_w2_a too.
+        hada_w1_b: `[r, d_in]`, likewise; hada_w2_b too.
+        is_low_rank: whether the forward is that of rank r².
+    """
+
+    scaled = ("hada_w1_a",)
+
+    def __init__(
+        self, config: LoHaConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: the site cannot have the adapter, or its dropout.
+        """
+        super().__init__(config, site)
+        rank, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
+        lead = (site.experts,) if site.experts else ()
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+
+        def made(*shape: int, zero: bool = False) -> nn.Parameter:
+            fill = constant(0.0) if zero else kaiming(source)
+            return drawn((*lead, *shape), fill, device, dtype)
+
+        self.hada_w1_a, self.hada_w1_b = made(site.d_out, rank), made(rank, site.d_in)
+        self.hada_w2_a = made(site.d_out, rank)
+        self.hada_w2_b = made(rank, site.d_in, zero=config.init_weights)
+        self.is_low_rank = rank**2 * (site.d_in + site.d_out) < site.d_in * site.d_out
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A `[r², d_in]` and B `[d_out, r²]` with ΔW = B A."""
+        # row i · r + j of A is the product of rows i and j, as is column i · r + j of B
+        a = self.hada_w1_b.unsqueeze(1) * self.hada_w2_b  # [r, r, d_in]
+        b = self.hada_w1_a.unsqueeze(2) * self.hada_w2_a.unsqueeze(1)  # [d_out, r, r]
+        kept = self.kept_rows(b)
+        b = b if kept is None else b * kept[:, None, None]
+        return a.flatten(0, 1), b.flatten(1)  # [r², d_in], [d_out, r²]
+
+    def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A `[*experts, r², d_in]` and s · B `[*experts, d_out, r²]`, without dropout."""
+        one, two = self.hada_w1_b.to(w), self.hada_w2_b.to(w)
+        a = (one.unsqueeze(-2) * two.unsqueeze(-3)).flatten(-3, -2)  # [*experts, r², d_in]
+        one, two = self.hada_w1_a.to(w), self.hada_w2_a.to(w)
+        b = (one.unsqueeze(-1) * two.unsqueeze(-2)).flatten(-2)  # [*experts, d_out, r²]
+        return a, self.scaling * b
+
+    def delta(self, dtype: torch.dtype) -> Tensor:
+        """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
+        one = self.hada_w1_a.to(dtype) @ self.hada_w1_b.to(dtype)
+        return one * (self.hada_w2_a.to(dtype) @ self.hada_w2_b.to(dtype))
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        y = base(x)
+        if self.is_low_rank:
+            return low_rank(y, x, *self.factors(), self.scaling)
+        w = self.delta(self.hada_w1_a.dtype)
+        kept = self.kept_rows(w)
+        update = linear(x.to(w.dtype), w if kept is None else w * kept[:, None])  # [*batch, d_out]
+        return torch.add(y, update.to(y.dtype), alpha=self.scaling)
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of one dtype, and all act as updates of rank r²."""
+        dtypes = {a.hada_w1_a.dtype for a in adapters}
+        return len(dtypes) == 1 and all(a.is_low_rank and a.hada_w1_a.dim() == 2 for a in adapters)
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
+        factors = [adapter.factors() for adapter in adapters]
+        a, b = [a for a, _ in factors], [b for _, b in factors]
+        return grouped_low_rank(base(x), x, a, b, [each.scaling for each in adapters], groups)
+
+    def extra_repr(self) -> str:
+        """Return widths, rank and scaling."""
+        rank = self.hada_w1_a.shape[-1]
+        return f"d_in={self.d_in}, d_out={self.d_out}, rank={rank}, scaling={self.scaling:g}"
+
+
+def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
+    """Return one LoHa of a whole layer that computes what those of its parts do.
+
+    Each part has rows and ranks of its own: the others' products are zero there.
+
+    Raises:
+        CheckpointError: two parts share rows, or differ in scaling or dropout.
+    """
+    site = parts[0].placement.site
+    configs = [cast("LoHaConfig", part.placement.config) for part in parts]
+    said = {(c.scaling_at(site.path), c.rank_dropout, c.module_dropout) for c in configs}
+    slices = [part.placement.site.output_slice for part in parts]
+    numbers = [row_numbers(own) for own in slices if own is not None]
+    used = torch.cat(numbers) if numbers else torch.empty(0)
+    if len(numbers) < len(parts) or len(used.unique()) < len(used) or len(said) > 1:
+        raise CheckpointError(
+            f"at {site.path!r} {len(parts)} LoHa adapters share rows or differ in scaling or "
+            f"dropout, and PEFT's one adapter of the layer cannot compute the same. Write "
+            f"{argument('format', 'native')}."
+        )
+    whole = next(own.groups * own.width for own in slices if own is not None)
+    ranks = [part.tensors["hada_w1_a"].shape[1] for part in parts]
+    joined: Tensors = {}
+    for w in ("hada_w1", "hada_w2"):
+        joined[f"{w}_b"] = torch.cat([part.tensors[f"{w}_b"] for part in parts])  # [ranks, d_in]
+        joined[f"{w}_a"] = joined[f"{w}_b"].new_zeros(whole, sum(ranks))  # [d_out, ranks]
+        start = 0
+        for part, rows, rank in zip(parts, numbers, ranks, strict=True):
+            joined[f"{w}_a"][rows, start : start + rank] = part.tensors[f"{w}_a"]
+            start += rank
+    return joined
+
+
+spelled(
+    peft_spelling(
+        "LOHA",
+        "LoHaConfig",
+        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+        {},
+        join=_join,
+    )
+)(LoHaConfig)

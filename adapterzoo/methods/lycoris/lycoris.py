@@ -1,0 +1,255 @@
+"""What LoHa and LoKr share: the fields of their configs, and their dropout.
+
+Paper: Yeh et al. 2023 (LyCORIS), arXiv:2309.14859. y = W x + b + s · ΔW x with s = alpha / r; the
+methods differ in ΔW. In training `rank_dropout` drops rows of ΔW, the same for a whole call, and
+`module_dropout` all of ΔW.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import BaseLayer, WeightAdapter
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FACTOR, SEED, Check, Share, field
+from adapterzoo.kernels.exact import exactly
+from adapterzoo.methods._init import DTYPE
+from adapterzoo.methods._patterns import Patterns, matching
+from adapterzoo.methods._peft_arguments import EXCLUDED, TARGETS, ours
+from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled
+from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
+
+
+class _Off(Check):
+    """False, in a field of PEFT for convolutions."""
+
+    legal = (
+        "False: convolutions have no adapters here, and linear layers are not decomposed like them"
+    )
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is False."""
+        return value is False
+
+
+@config_class
+class LycorisConfig(TargetedConfig):
+    """Base of the configs of LoHa and LoKr; `TargetedConfig` chooses the layers.
+
+    Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        init_weights_seed: makes the initial values independent of earlier random numbers.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+        rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
+        module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
+        use_effective_conv2d: must be False; PEFT's decomposition of convolutions.
+    """
+
+    training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
+
+    r: int = field(8, RANK)
+    alpha: float = field(8, FACTOR)
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
+    rank_dropout: float = field(0.0, Share())
+    module_dropout: float = field(0.0, Share())
+    use_effective_conv2d: bool = field(False, _Off())
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer that the config names.
+
+        Raises:
+            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
+        """
+        placements = super().placements(anatomy)
+        check_size_keys(self, placements, anatomy)
+        return placements
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The layers, the ranks, and the scaling, which a factor can absorb."""
+        return super().slot_fields | SIZES
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of one rank for all layers, with the scaling of r."""
+        refuse_larger(self, rank, (self.r, *self.rank_pattern.values()))
+        alpha = self.alpha * rank / self.r
+        return self.replace(r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+    def rank_at(self, name: str) -> int:
+        """Return the rank of the adapter at a site, by `Site.name`."""
+        return matching(self.rank_pattern, name, self.r)
+
+    def alpha_at(self, name: str) -> float:
+        """Return the numerator of the scaling of the adapter at a site, by `Site.name`."""
+        return matching(self.alpha_pattern, name, self.alpha)
+
+    def scaling_at(self, name: str) -> float:
+        """Return the factor s of the adapter at a site, by `Site.name`."""
+        return self.alpha_at(name) / self.rank_at(name)
+
+
+class Lycoris(WeightAdapter):
+    """Base of the adapters y = W x + b + s · ΔW x.
+
+    Attributes:
+        scaling: the factor s.
+        rank_dropout: probability of dropping a row of ΔW.
+        module_dropout: probability of dropping ΔW.
+        scaled: keys of the first factor of ΔW.
+        rescales: whether the rows that are kept are divided by their share.
+    """
+
+    is_additive = True
+    rescales = True
+    scaled: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: LycorisConfig, site: Site) -> None:
+        """Set what does not depend on ΔW.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+
+        Raises:
+            ConfigError: the site is an embedding, or a parameter, and there is dropout.
+        """
+        super().__init__()
+        self.scaling = config.scaling_at(site.name)
+        self.rank_dropout, self.module_dropout = config.rank_dropout, config.module_dropout
+        self.d_in, self.d_out = site.d_in, site.d_out
+        dropouts = f"rank_dropout={self.rank_dropout}, module_dropout={self.module_dropout}"
+        drops = bool(self.rank_dropout or self.module_dropout)
+        if site.kind == "embedding" or (drops and site.is_only_read):
+            why = (
+                "the module computes with its parameters, merged or not. Write rank_dropout=0.0, "
+                "module_dropout=0.0."
+                if site.is_only_read
+                else f"the method cannot adapt an embedding. Write exclude_modules=[{site.path!r}]."
+            )
+            raise ConfigError(f"{type(config).__name__}({dropouts}) at {site.path!r}: {why}")
+
+    @abstractmethod
+    def delta(self, dtype: torch.dtype) -> Tensor:
+        """Return ΔW `[*experts, d_out, d_in]` without s, in the dtype."""
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the tensors, with the ratio of the scalings in one factor."""
+        return rescaled(self.state_dict(), self.scaling, slot.scaling, self.scaled)
+
+    def kept_rows(self, like: Tensor) -> Tensor | None:
+        """Return the factors of the rows of ΔW in this call, `[d_out]`; None if all are 1.
+
+        Args:
+            like: a tensor with their device and dtype.
+        """
+        if not self.training or not (self.rank_dropout or self.module_dropout):
+            return None
+        kept = like.new_ones(self.d_out)
+        if self.rank_dropout:
+            rows = torch.rand(self.d_out, device=like.device) >= self.rank_dropout
+            kept = kept * rows
+            if self.rescales:
+                # no row at all leaves zeros, without a division by zero
+                kept = kept * (self.d_out / rows.sum().clamp(min=1)).to(kept.dtype)
+        if self.module_dropout:
+            kept = kept * (torch.rand(1, device=like.device) >= self.module_dropout)
+        return kept
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w + s · ΔW, `[*experts, d_out, d_in]`."""
+        with exactly(w.device):
+            return w + self.scaling * self.delta(w.dtype)
+
+
+FIELDS = {
+    "r": PeftField(8, RANK),
+    "alpha": PeftField(8.0, FACTOR),
+    "rank_dropout": PeftField(0.0, Share()),
+    "module_dropout": PeftField(0.0, Share()),
+}
+
+
+def peft_spelling(
+    peft_type: str,
+    class_name: str,
+    names: Sequence[str],
+    extra: Mapping[str, PeftField],
+    **more: Any,
+) -> Callable[[type[AdapterConfig]], PeftSpelling]:
+    """Return how PEFT spells LoHa or LoKr.
+
+    Args:
+        peft_type: in its files.
+        class_name: of its config.
+        names: of the tensors.
+        extra: fields that the other method does not have.
+        **more: other arguments of `PeftSpelling`.
+    """
+    fields = FIELDS | extra
+
+    def read(layers: Sequence[PeftLayer]) -> list[Fields]:
+        return [{name: layer.fields[name] for name in fields} for layer in layers]
+
+    def write(layers: Sequence[PeftOutput]) -> list[Fields]:
+        return [_written(layer, [*fields]) for layer in layers]
+
+    arguments = {
+        **TARGETS,
+        **EXCLUDED,
+        **{name: ours(field.default, name) for name, field in fields.items()},
+        "rank_pattern": ours({}, "rank_pattern"),
+        "alpha_pattern": ours({}, "alpha_pattern"),
+        "use_effective_conv2d": ours(False, "use_effective_conv2d"),
+        "init_weights": ours(True, "init_weights"),
+    }
+    return lambda config: PeftSpelling(
+        config=config,
+        peft_type=peft_type,
+        arguments=PeftArguments(class_name=class_name, fields=arguments),
+        tensors={name: (name,) for name in names},
+        fields=fields,
+        patterns={"rank_pattern": ("r", "r"), "alpha_pattern": ("alpha", "alpha")},
+        # of convolutions, which are refused by their tensors
+        inert=frozenset(("init_weights", "use_effective_conv2d")),
+        read_layers=read,
+        unsayable=lambda placement: unsayable(
+            placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"
+        ),
+        write_layers=write,
+        **more,
+    )
+
+
+def _written(layer: PeftOutput, names: Sequence[str]) -> Fields:
+    """Return the fields of PEFT's config for a layer; the scalings of its parts are equal."""
+    placement = layer.parts[0].placement
+    config, path = cast("LycorisConfig", placement.config), placement.site.path
+    rank = config.rank_at(path)
+    if len(layer.parts) > 1:
+        # a joined adapter has the sum of the ranks
+        rank = layer.tensors["hada_w1_a"].shape[1]
+    alpha, values = config.scaling_at(path) * rank, config.to_dict()
+    return {
+        **{name: values[name] for name in names},
+        "r": rank,
+        "alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_effective_conv2d": False,
+        "init_weights": True,
+    }

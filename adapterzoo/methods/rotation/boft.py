@@ -1,0 +1,297 @@
+"""BOFT — Orthogonal Butterfly.
+
+Paper: Liu et al. 2023, arXiv:2311.06243, §4: W' = s ⊙ (W · Rotᵀ), so that
+y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_i) P_iᵀ and the rotations
+Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
+
+Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
+x is rotated by blocks instead of a dense rotation; m factors are m on every device (one in PEFT
+without its CUDA code).
+Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
+Cannot do: embeddings, whose input has no features to rotate.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import architectures, config_strings
+from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.fields import MAX_WIDTH, SEED, Range, Share, field
+from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
+from adapterzoo.kernels.cayley import cayley
+from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.compose import compose, compose_reference
+from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups
+from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
+from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
+from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._rows import features, restored
+from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling, spelled
+
+from .rotating import Rotating, block_sizes, dropped, nearest
+
+
+@architectures.register("boft")
+@config_strings.register("boft")
+@config_class
+class BOFTConfig(TargetedConfig):
+    """Config of BOFT; `TargetedConfig` chooses the layers.
+
+    Attributes:
+        boft_block_size: features b that a block rotates, at least 2; 0: d_in / `boft_block_num`,
+            or 4 if that is 0 too.
+        boft_block_num: instead of the size: number of blocks of each factor, d_in / b.
+        boft_n_butterfly_factor: factors m; above 1, b is even and b · 2^(m−1) divides d_in.
+        boft_dropout: share, 0 to below 1, of the blocks of one random factor that a training step
+            replaces by the identity.
+        init_weights: True: no rotation, scale 1; False: normal with deviation 0.1 around that.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    architecture: ClassVar[str] = "boft"
+    training_fields = TargetedConfig.training_fields | {"boft_dropout"}
+
+    boft_block_size: int = field(0, Range(0, MAX_WIDTH))
+    boft_block_num: int = field(0, Range(0, MAX_WIDTH))
+    boft_n_butterfly_factor: int = field(1, Range(1, 16))
+    boft_dropout: float = field(0.0, Share())
+    init_weights: bool = True
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        super().__post_init__()
+        if (b := self.boft_block_size) and (n := self.boft_block_num):
+            kind = type(self).__name__
+            raise ConfigError(
+                f"{kind}(boft_block_size={b}, boft_block_num={n}): one follows from the other "
+                f"at each layer. Write {kind}(boft_block_size={b})."
+            )
+
+    def block_size_at(self, site: Site) -> int:
+        """Return the block size b at a site.
+
+        Raises:
+            ConfigError: no block size fits d_in, or not the one asked for.
+        """
+        m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
+        asked = num or self.boft_block_size or 4
+        legal = {d_in // b if num else b: b for b in block_sizes(d_in, m)}
+        if asked in legal:
+            return legal[asked]
+        near = nearest([*legal], asked)
+        kind, field = type(self).__name__, f"boft_block_{'num' if num else 'size'}"
+        rule = "into blocks b > 1, even for m > 1, with b · 2^(m−1) dividing it too "
+        raise ConfigError(
+            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): {field}={asked} does not "
+            f"divide d_in={d_in} {'' if d_in % asked else rule}at {site.path!r}; "
+            + (f"legal near it: {near}. Write {kind}({field}={near[-1]})." if near else "")
+            + ("" if near else "nothing does. Write boft_n_butterfly_factor=1 or exclude_modules.")
+        )
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether R starts as zero and the scale as one."""
+        return self.init_weights
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BOFT:
+        """Return a fresh adapter for the site."""
+        return BOFT(self, site, device, dtype)
+
+
+class BOFT(Rotating):
+    """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
+
+    Attributes:
+        boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
+        boft_s: `[d_out, 1]`, likewise.
+        dropout: share of one factor's blocks that training replaces by the identity.
+    """
+
+    def __init__(
+        self, config: BOFTConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Raises:
+            ConfigError: the blocks do not fit d_in, or there is nothing to rotate or to drop.
+        """
+        super().__init__()
+        self.dropout = config.boft_dropout
+        if site.kind == "embedding" or (self.dropout and site.is_only_read):
+            lookup = "an embedding reads token numbers, so it has no features to rotate. Write "
+            shared = "the module computes with its parameters, merged or not. Write boft_dropout=0"
+            why = f"{shared}." if site.is_only_read else f"{lookup}exclude_modules=[{site.path!r}]."
+            raise ConfigError(f"BOFTConfig(boft_dropout={self.dropout}) at {site.path!r}: {why}")
+        b, m = config.block_size_at(site), config.boft_n_butterfly_factor
+        lead = (site.experts,) if site.experts else ()
+        dtype = dtype_named(config.dtype, dtype)
+        fresh = constant(0.0), constant(1.0)
+        if not config.init_weights:
+            source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+            fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
+        self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
+        self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer on rotated features, its output scaled but for the bias.
+
+        `x` `[*batch, d_in]` → `[*batch, d_out]`.
+        """
+        Q = self.rotation(x)
+        gain = self.boft_s.squeeze(-1).to(Q.dtype)  # [d_out]
+        y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
+        return compose(y, gain, base.bias)  # [*batch, d_out]
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether their rotations have one shape, dtype and dropout, and no experts."""
+        kinds = {(a.boft_R.dtype, a.boft_R.shape, a.dropout, a.boft_s.dtype) for a in adapters}
+        return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Apply to each row its rotation and scale. `x` `[rows, *tokens, d_in]`."""
+        if not groups.rows:
+            return base(x)
+        y = base(cls.rotated_rows(adapters, groups, x))  # [rows, *tokens, d_out]
+        scales = [a.boft_s.squeeze(-1).to(compute_dtype(x.dtype)) for a in adapters]
+        gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
+        return restored(compose_reference(y, gain, base.bias), y, groups)
+
+    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
+        """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""
+        return {"boft_s": torch.ones_like(self.boft_s)}
+
+    def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the factors, folded into one where that is faster."""
+        R = self.boft_R.to(dtype)
+        return cayley_fold(R, dropped(R, dropout) if dropout else None)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
+        with exactly(w.device):
+            merged = butterfly(w, cayley(self.boft_R.to(compute_dtype(w.dtype))), transposed=True)
+        return (merged * self.boft_s).to(w.dtype)
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias `[d_out]`: the layer's own stays, additions to it are scaled."""
+        s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
+        return s * b if own is None else own + s * (b - own)
+
+    def extra_repr(self) -> str:
+        """Return widths, factors and block size."""
+        m, blocks, b = self.boft_R.shape[-4:-1]
+        return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
+
+
+_FIELDS = {
+    "boft_dropout": PeftField(0.0, Share()),
+    "boft_n_butterfly_factor": PeftField(1, Range(1, 30)),
+    "boft_block_num": PeftField(0, Range(0, MAX_WIDTH)),
+}
+_ARGUMENTS = PeftArguments(
+    class_name="BOFTConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **bias("boft_only"),
+        "boft_block_size": ours(4, "boft_block_size"),
+        "boft_block_num": ours(0, "boft_block_num"),
+        "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor"),
+        "boft_dropout": ours(0.0, "boft_dropout"),
+        "init_weights": ours(True, "init_weights"),
+    },
+)
+
+
+def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
+    """Return the fields of our config at each layer; the tensors give the factors and blocks.
+
+    Raises:
+        CheckpointError: a tensor has another number of dimensions.
+    """
+    for layer in layers:
+        shape = list(layer.tensors["boft_R"].shape)
+        if len(shape) != 4 or shape[2] != shape[3]:
+            raise CheckpointError(
+                f"at {layer.name!r} boft_R is {shape}; it is [factors, blocks, size, size]. Copy "
+                f"the file again from where it was saved."
+            )
+    fields = layers[0].fields
+    shapes = [layer.tensors["boft_R"].shape for layer in layers]
+    by_number = fields["boft_block_num"] > 0 and len({shape[1] for shape in shapes}) == 1
+    claimed = fields["boft_n_butterfly_factor"]
+    if odd := sorted({shape[0] for shape in shapes} - {claimed}):
+        warnings.warn(
+            f"adapter_config.json says boft_n_butterfly_factor={claimed}, and the tensors have "
+            f"{odd[0]}: PEFT trains one factor if its CUDA extension does not build, and saves "
+            f"the number that was asked for. The factors of the tensors are loaded.",
+            stacklevel=2,
+        )
+    return [
+        {
+            "boft_n_butterfly_factor": m,
+            "boft_block_num": number if by_number else 0,
+            "boft_block_size": 0 if by_number else size,
+            "boft_dropout": fields["boft_dropout"],
+        }
+        for m, number, size, _ in shapes
+    ]
+
+
+def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
+    shapes = [layer.tensors["boft_R"].shape for layer in layers]
+    configs = [layer.parts[0].placement.config.to_dict() for layer in layers]
+    by_number = len({shape[1] for shape in shapes}) == 1 and (
+        bool(configs[0]["boft_block_num"]) or len({shape[-1] for shape in shapes}) > 1
+    )
+    return [
+        {
+            "boft_block_size": 0 if by_number else size,
+            "boft_block_num": number if by_number else 0,
+            "boft_n_butterfly_factor": m,
+            "boft_dropout": config["boft_dropout"],
+            "init_weights": True,
+            "bias": "none",
+        }
+        for (m, number, _, size), config in zip(shapes, configs, strict=True)
+    ]
+
+
+spelled(
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="BOFT",
+        beside=frozenset({"bias"}),
+        arguments=_ARGUMENTS,
+        tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
+        fields=_FIELDS,
+        inert=frozenset(("boft_block_size", "init_weights")),
+        read_layers=_read_layers,
+        unsayable=lambda placement: unsayable(placement, "a BOFTConfig", "PEFT has no BOFT"),
+        write_layers=_write_layers,
+    )
+)(BOFTConfig)

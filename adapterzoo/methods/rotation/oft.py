@@ -1,0 +1,447 @@
+"""OFT — Orthogonal Finetuning.
+
+Papers: Qiu et al. 2023, arXiv:2306.07280; OFTv2: Qiu et al. 2025, arXiv:2506.19847.
+y = (x · diag(Q_1, …, Q_r)) Wᵀ + bias with rotations Q of b features, from skew-symmetric S: the
+Neumann series Q = I + 2 S + … + 2 Sⁿ⁻² + Sⁿ⁻¹ ≈ (I + S) (I − S)⁻¹, or (I − S) (I + S)⁻¹ exactly.
+Constrained (`coft`), ‖S‖ ≤ eps / √r, or `eps` where the blocks share S. An embedding's output is
+rotated.
+
+Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from PEFT: `module_dropout`
+acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
+parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
+takes another one.
+Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
+Cannot do: convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.config_base import config_class
+from adapterzoo.configs import architectures, config_strings
+from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.fields import MAX_WIDTH, SEED, Positive, Range, Share, field
+from adapterzoo.kernels._recomputed import recomputed
+from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
+from adapterzoo.kernels.cayley import cayley, cayley_neumann
+from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups
+from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
+from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
+from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.peft_arguments import PeftArguments
+from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling, spelled
+
+from .rotating import Rotating, block_sizes, dropped, nearest
+
+TERMS = Range(2, 64)
+
+
+def rotated_features(site: Site) -> int:
+    """Return how many features the adapter rotates."""
+    return site.d_out if site.kind == "embedding" else site.d_in
+
+
+@architectures.register("oft")
+@config_strings.register("oft")
+@config_class
+class OFTConfig(TargetedConfig):
+    """Config of OFT; `TargetedConfig` chooses the layers.
+
+    Attributes:
+        oft_block_size: features b that a block rotates, at least 2 and a divisor of d_in.
+        r: instead of the size, with `oft_block_size=0`: number of blocks, d_in / b.
+        block_share: whether all blocks of a layer are the same.
+        use_cayley_neumann: whether Q is a Neumann series, orthogonal only for small S, instead of
+            the exact Cayley transform.
+        num_cayley_neumann_terms: of the series, 2 to 64.
+        coft: whether the norms of S are bounded.
+        eps: bound of the norms of all blocks of a layer together.
+        module_dropout: share, 0 to below 1, of the blocks that a training step replaces by the
+            identity.
+        init_weights: True: no rotation; False: normal with deviation 0.1.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    architecture: ClassVar[str] = "oft"
+    training_fields = TargetedConfig.training_fields | {"module_dropout"}
+
+    r: int = field(0, Range(0, MAX_WIDTH))
+    oft_block_size: int = field(32, Range(0, MAX_WIDTH))
+    block_share: bool = False
+    use_cayley_neumann: bool = True
+    num_cayley_neumann_terms: int = field(5, TERMS)
+    coft: bool = False
+    eps: float = field(6e-5, Positive())
+    module_dropout: float = field(0.0, Share())
+    init_weights: bool = True
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal, or has no effect.
+        """
+        super().__post_init__()
+        r, b, kind = self.r, self.oft_block_size, type(self).__name__
+        if bool(r) == bool(b):
+            why = "one follows from the other at each layer" if r else "nothing says how large"
+            hint = f"r={r}, oft_block_size=0" if r else "oft_block_size=32"
+            raise ConfigError(
+                f"{kind}(r={r}, oft_block_size={b}): {why} the blocks are. Write {kind}({hint})."
+            )
+        for name, default, flag in (
+            ("num_cayley_neumann_terms", 5, "use_cayley_neumann"),
+            ("eps", 6e-5, "coft"),
+        ):
+            if (value := getattr(self, name)) != default and not getattr(self, flag):
+                raise ConfigError(
+                    f"{kind}({name}={value}): has an effect only with {flag}=True. Write "
+                    f"{name}={default}."
+                )
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """A constrained S passes its gradient on as it is."""
+        return not self.coft
+
+    def blocks_at(self, site: Site) -> Blocks:
+        """Return the blocks at a site.
+
+        Raises:
+            ConfigError: no block has the size that is asked for.
+        """
+        width = rotated_features(site)
+        asked, name = (self.r, "r") if self.r else (self.oft_block_size, "oft_block_size")
+        legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
+        if asked not in legal:
+            near = nearest([*legal], asked)
+            hint = f"exclude_modules=[{site.path!r}]"
+            if near:
+                size = ", oft_block_size=0" if self.r else ""
+                hint = f"{type(self).__name__}({name}={near[-1]}{size})"
+            raise ConfigError(
+                f"{type(self).__name__}({name}={asked}): {name}={asked} does not divide the "
+                f"{width} features at {site.path!r} into blocks of at least 2; legal near it: "
+                f"{near}. Write {hint}."
+            )
+        terms = self.num_cayley_neumann_terms if self.use_cayley_neumann else 0
+        return Blocks(legal[asked], width // legal[asked], terms, self.eps if self.coft else None)
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether S starts as zero."""
+        return self.init_weights
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OFT:
+        """Return a fresh adapter for the site."""
+        return OFT(self, site, device, dtype)
+
+
+class Blocks(NamedTuple):
+    """How an adapter's vectors become rotations.
+
+    Attributes:
+        size: features b of a block.
+        number: of blocks in the layer; they may share one vector.
+        terms: of the Neumann series; 0: the exact Cayley transform.
+        eps: bound of the norms; None: there is none.
+    """
+
+    size: int
+    number: int
+    terms: int
+    eps: float | None
+
+    def rotations(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return Q, in float64 for a float64 layer, else in float32.
+
+        Args:
+            vectors: `[*lead, number or 1, b (b − 1) / 2]`.
+            dtype: of the layer.
+
+        Returns:
+            `[*lead, 1, number, b, b]`: one factor of a butterfly.
+        """
+        wide = vectors.to(compute_dtype(dtype))
+        Q = recomputed(self._series, wide) if self.terms else cayley(self._skew(wide))
+        return self._all(Q)
+
+    def folded(self, vectors: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the rotations as `[*lead, 1, chunks, width, width]`; see `rotations`.
+
+        `dropout` is the share of blocks that are replaced by the identity.
+        """
+        shared = vectors.shape[-2] < self.number
+        if self.terms or shared:
+            Q = self.rotations(vectors, dtype)
+            return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
+        S = self._all(self._skew(vectors.to(compute_dtype(dtype))))
+        return cayley_fold(S, dropped(S, dropout) if dropout else None)
+
+    def _series(self, vectors: Tensor) -> Tensor:
+        """Return Q `[*lead, number or 1, b, b]`, a Neumann series."""
+        return cayley_neumann(self._skew(vectors), self.terms)
+
+    def _skew(self, vectors: Tensor) -> Tensor:
+        """Return S `[*lead, number or 1, b, b]`."""
+        S = skew(vectors, self.size)
+        return S if self.eps is None else constrained(S, self.eps)
+
+    def _all(self, Q: Tensor) -> Tensor:
+        """Return `Q` `[*lead, number or 1, b, b]` as one factor, `[*lead, 1, number, b, b]`."""
+        return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.number, self.size, self.size)
+
+
+def skew(vectors: Tensor, b: int) -> Tensor:
+    """Return the skew-symmetric matrices with these upper triangles, row by row.
+
+    Args:
+        vectors: `[*lead, b (b − 1) / 2]`.
+        b: rows and columns of each matrix.
+
+    Returns:
+        `[*lead, b, b]`.
+    """
+    row, column = torch.triu_indices(b, b, 1, device=vectors.device)
+    flat = vectors.new_zeros(*vectors.shape[:-1], b * b).index_copy(-1, row * b + column, vectors)
+    upper: Tensor = flat.unflatten(-1, (b, b))  # [*lead, b, b]
+    return upper - upper.mT
+
+
+def constrained(S: Tensor, eps: float) -> Tensor:
+    """Return S with no block's Frobenius norm above eps / √blocks.
+
+    The gradient is that of the constrained S, as if S itself had been set to it.
+
+    Args:
+        S: `[*lead, blocks, b, b]`.
+        eps: bound of the norms of all blocks together.
+    """
+    limit = eps / S.shape[-3] ** 0.5
+    fixed = S.detach()
+    norm = fixed.square().sum((-2, -1), keepdim=True).sqrt()  # [*lead, blocks, 1, 1]
+    inside = norm <= limit
+    scale = torch.where(inside, 1.0, limit / norm.masked_fill(inside, 1.0))
+    # S − fixed is exactly zero: it only passes the gradient on
+    return fixed * scale + (S - fixed)
+
+
+class OFT(Rotating):
+    """y = (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
+
+    Attributes:
+        oft_R: upper triangles of S, row by row, `[r, b (b − 1) / 2]`, with experts in front where
+            the site has them; r = 1 for blocks that share S.
+        blocks: how they become rotations.
+        dropout: share of the blocks that training replaces by the identity.
+        looks_up: whether the layer is an embedding, whose output is rotated.
+    """
+
+    def __init__(
+        self, config: OFTConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: the blocks do not fit the features, or there is nothing to drop.
+        """
+        super().__init__()
+        self.dropout = config.module_dropout
+        self.looks_up = site.kind == "embedding"
+        if self.dropout and site.is_only_read:
+            raise ConfigError(
+                f"OFTConfig(module_dropout={self.dropout}) at {site.path!r}: the module computes "
+                f"with its parameters, merged or not. Write module_dropout=0.0."
+            )
+        self.blocks = config.blocks_at(site)
+        b, rows = self.blocks.size, 1 if config.block_share else self.blocks.number
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+        fresh = constant(0.0) if config.init_weights else normal(0.1, source)
+        shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
+        self.oft_R = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer on rotated features; in an embedding `x` is token numbers `[*batch]`.
+
+        `x` `[*batch, d_in]` → `[*batch, d_out]`.
+        """
+        if self.looks_up:
+            y = base(x)  # [*batch, d_out]
+            # autocast narrows products, and no look-up
+            return rotated(y, self.rotation(y)).to(y.dtype)
+        Q = self.rotation(x)
+        return base(in_layout_of(rotated(x, Q), x, Q))
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether their rotations have one shape, rule, dtype and dropout."""
+        kinds = {(a.oft_R.dtype, a.oft_R.shape, a.dropout, a.blocks) for a in adapters}
+        return len(kinds) == 1 and adapters[0].oft_R.dim() == 2 and not adapters[0].looks_up
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Rotate each row by its adapter. `x` `[rows, *tokens, d_in]`."""
+        if not groups.rows:
+            return base(x)
+        return base(cls.rotated_rows(adapters, groups, x))
+
+    def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the rotations of the blocks, folded where that is faster."""
+        return self.blocks.folded(self.oft_R, dropout, dtype)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight w · Rotᵀ `[d_out, d_in]`, with experts in front.
+
+        In an embedding, whose columns are the tokens, it is Rotᵀ · w.
+        """
+        Q = self.blocks.rotations(self.oft_R, w.dtype)
+        with exactly(w.device):
+            if self.looks_up:
+                return butterfly(w.mT, Q).mT.to(w.dtype)  # [d_out, d_in]
+            return butterfly(w, Q, transposed=True).to(w.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the blocks."""
+        b, number = self.blocks.size, self.blocks.number
+        return f"features={b * number}, blocks={number}, block_size={b}"
+
+
+TERMS = Range(2, 64)
+
+
+_FIELDS = {
+    "r": PeftField(0, Range(0, MAX_WIDTH)),
+    "module_dropout": PeftField(0.0, Share()),
+    "block_share": PeftField(False),
+    "use_cayley_neumann": PeftField(True),
+    "num_cayley_neumann_terms": PeftField(5, TERMS),
+    "coft": PeftField(False),
+    "eps": PeftField(6e-5, Positive()),
+}
+_ARGUMENTS = PeftArguments(
+    class_name="OFTConfig",
+    fields={
+        **TARGETS,
+        **EXCLUDED,
+        **STORED,
+        **bias("oft_only"),
+        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "oft_block_size": ours(32, "oft_block_size"),
+        "init_weights": ours(True, "init_weights"),
+    },
+)
+# the first release of PEFT with today's Neumann series
+_RELEASE = "0.18.0"
+
+
+def _refuse(fields: Mapping[str, Any]) -> str | None:
+    """Return why a config of PEFT's OFT cannot be reproduced."""
+    said = fields.get("peft_version")
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", said) if isinstance(said, str) else None
+    is_old = match is None or (int(match[1]), int(match[2])) < (0, 18)
+    if not is_old or not fields.get("use_cayley_neumann", True):
+        return None
+    return (
+        f"it says use_cayley_neumann=True, and peft_version={str(said)[:40]!r}: before {_RELEASE} "
+        f"PEFT's Neumann series had another last term, so the adapter would compute something "
+        f"else. Merge it with the release that trained it. If that was {_RELEASE} or later, write "
+        f'"peft_version": "{_RELEASE}" there.'
+    )
+
+
+def _block_size(layer: PeftLayer) -> int:
+    """Return the block size that a layer's tensor has.
+
+    Raises:
+        CheckpointError: no size gives such a tensor.
+    """
+    shape, width = list(layer.tensors["oft_R"].shape), rotated_features(layer.site)
+    b = (1 + math.isqrt(1 + 8 * shape[-1])) // 2 if shape else 0
+    rows = 1 if layer.fields["block_share"] else width // max(b, 1)
+    if b < 2 or width % b or shape != [rows, b * (b - 1) // 2]:
+        raise CheckpointError(
+            f"at {layer.name!r} oft_R is {shape}; with block_share="
+            f"{layer.fields['block_share']} it is [{'1' if rows == 1 else 'd / b'}, b (b - 1) / 2] "
+            f"for blocks of b > 1 of the d={width} features. Copy both files again from where "
+            f"they were saved."
+        )
+    return b
+
+
+def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
+    """Return the fields of our config at each layer; the tensors give the blocks."""
+    sizes = [_block_size(layer) for layer in layers]
+    numbers = {rotated_features(layer.site) // b for layer, b in zip(layers, sizes, strict=True)}
+    said = dict(layers[0].fields)
+    by_number = said.pop("r") > 0 and len(numbers) == 1
+    # without their flags they have no effect
+    if not said["use_cayley_neumann"]:
+        del said["num_cayley_neumann_terms"]
+    if not said["coft"]:
+        del said["eps"]
+    r = numbers.pop() if by_number else 0
+    return [{**said, "r": r, "oft_block_size": 0 if by_number else b} for b in sizes]
+
+
+def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
+    placements = [layer.parts[0].placement for layer in layers]
+    configs = [placement.config.to_dict() for placement in placements]
+    widths = [rotated_features(placement.site) for placement in placements]
+    sizes = [
+        c["oft_block_size"] or width // c["r"] for c, width in zip(configs, widths, strict=True)
+    ]
+    numbers = [width // b for width, b in zip(widths, sizes, strict=True)]
+    by_number = len({*numbers}) == 1 and (bool(configs[0]["r"]) or len({*sizes}) > 1)
+    return [
+        {
+            **{name: config[name] for name in _FIELDS},
+            "r": number if by_number else 0,
+            "oft_block_size": 0 if by_number else size,
+            "peft_version": _RELEASE,
+            "init_weights": True,
+            "bias": "none",
+        }
+        for config, size, number in zip(configs, sizes, numbers, strict=True)
+    ]
+
+
+spelled(
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="OFT",
+        beside=frozenset({"bias"}),
+        arguments=_ARGUMENTS,
+        tensors={"oft_R": ("oft_R.weight",)},
+        embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
+        fields=_FIELDS,
+        inert=frozenset(("oft_block_size", "init_weights")),
+        refuse=_refuse,
+        read_layers=_read_layers,
+        unsayable=lambda placement: unsayable(placement, "an OFTConfig", "PEFT has no OFT"),
+        write_layers=_write_layers,
+    )
+)(OFTConfig)

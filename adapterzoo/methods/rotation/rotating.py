@@ -1,0 +1,74 @@
+"""Rotations of blocks of features, which OFT and BOFT share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from adapterzoo.caches import cached
+from adapterzoo.contracts import WeightAdapter, compute_dtype
+from adapterzoo.kernels.butterfly import in_layout_of, rotated
+from adapterzoo.kernels.grouped import Groups
+from adapterzoo.methods._rows import restored, taken
+
+
+class Rotating(WeightAdapter):
+    """Base of the adapters that rotate the layer's input by chunks.
+
+    Attributes:
+        dropout: share of the blocks that training replaces by the identity.
+    """
+
+    dropout: float
+
+    @abstractmethod
+    def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
+        """Return the rotations by chunks, folded into one factor where that is faster.
+
+        Args:
+            dropout: share of the blocks that are replaced by the identity.
+            dtype: of the features.
+
+        Returns:
+            `[*experts, 1 or m, chunks, width, width]`, in float32 or float64.
+        """
+
+    def rotation(self, x: Tensor) -> Tensor:
+        """Return the rotations of features `x` by chunks, see `folded`."""
+        dtype = compute_dtype(x.dtype)
+        make = partial(self.folded, self.dropout if self.training else 0.0, dtype)
+        return cached(self, make, partial(list, self.parameters()), dtype)
+
+    @classmethod
+    def rotated_rows(cls, adapters: Sequence[Self], groups: Groups, x: Tensor) -> Tensor:
+        """Return the rows `[rows, *tokens, d_in]`, each rotated by its adapter, if it has one."""
+        # each row has its own rotation, as each expert has in other layers
+        Q = taken([a.rotation(x) for a in adapters], groups)  # [rows, 1, chunks, width, width]
+        return in_layout_of(restored(rotated(x, Q), x, groups), x, Q)
+
+
+@cache
+def block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
+    """Return the legal sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
+    step = 1 if factors == 1 else 2
+    return tuple(b for b in range(2, d_in + 1, step) if d_in % (b << (factors - 1)) == 0)
+
+
+def nearest(legal: Sequence[int], asked: int) -> list[int]:
+    """Return the two legal values nearest to the one that was asked for, ascending."""
+    return sorted(sorted(legal, key=lambda value: abs(value - asked))[:2])
+
+
+def dropped(Q: Tensor, p: float) -> Tensor:
+    """Draw int(p · blocks) blocks of one factor. Q `[*adapters, m, blocks, b, b]` → bool."""
+    m, blocks = Q.shape[-4:-2]
+    lead = Q.shape[:-4]
+    chosen = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)
+    drawn = torch.randint(m, (*lead, 1, 1), device=Q.device)
+    factor = torch.arange(m, device=Q.device).unsqueeze(-1) == drawn  # [*adapters, m, 1]
+    return factor & chosen  # [*adapters, m, blocks]

@@ -1,0 +1,86 @@
+"""Methods that are unions of others: MAM and UniPELT; in files each is the union of its members.
+
+MAM, the mix-and-match adapter (He et al. 2022, arXiv:2110.04366, §4.6): prefix tuning with a small
+bottleneck at attention, a scaled parallel adapter at the feed-forward part. Differs from the paper:
+prefix_length is 30 in both; the sizes are those of adapters. Differs from adapters: nothing.
+
+UniPELT (Mao et al. 2022, arXiv:2110.07577, §3.2): for each sequence, a gate scales each of prefix
+tuning, a bottleneck and LoRA. Differs from the paper: nothing. Differs from adapters: gates read
+the real tokens of the prompt; `"unipelt[convention='adapterhub']"` computes the same as adapters,
+in which a gate replaces LoRA's alpha / r; alpha / r is 1 here.
+
+Neither is in PEFT. Cost: that of the members, and d_model + 1 parameters for each gate.
+"""
+
+from __future__ import annotations
+
+from adapterzoo.configs import AdapterConfig, ConfigUnion, config_strings
+
+
+@config_strings.register("mam")
+class MAMConfig(ConfigUnion):
+    """`PrefixTuningConfig(bottleneck_size=800)` and `ParBnConfig()`; in files it is their union."""
+
+    def __init__(
+        self, prefix_tuning: AdapterConfig | None = None, adapter: AdapterConfig | None = None
+    ) -> None:
+        """Join the two.
+
+        Args:
+            prefix_tuning: another prefix.
+            adapter: another bottleneck.
+        """
+        super().__init__(
+            prefix_tuning or AdapterConfig.load("prefix_tuning", bottleneck_size=800),
+            adapter or AdapterConfig.load("par_bn"),
+        )
+
+    @property
+    def prefix_tuning(self) -> AdapterConfig:
+        """The prefix."""
+        return self.configs[0]
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        """The bottleneck."""
+        return self.configs[1]
+
+
+@config_strings.register("unipelt")
+class UniPELTConfig(ConfigUnion):
+    """A gated prefix of 10, `SeqBnConfig()` and `LoRAConfig(r=8, alpha=8)`; a union in files."""
+
+    def __init__(
+        self,
+        prefix_tuning: AdapterConfig | None = None,
+        adapter: AdapterConfig | None = None,
+        lora: AdapterConfig | None = None,
+    ) -> None:
+        """Join the three, each with a gate.
+
+        Args:
+            prefix_tuning: another prefix.
+            adapter: another bottleneck.
+            lora: another LoRA, which keeps its scaling alpha / r.
+        """
+        members = (
+            prefix_tuning or AdapterConfig.load("prefix_tuning", prefix_length=10),
+            adapter or AdapterConfig.load("seq_bn"),
+            lora or AdapterConfig.load("lora", r=8, alpha=8),
+        )
+        super().__init__(*(member.replace(use_gating=True) for member in members))
+
+    @property
+    def prefix_tuning(self) -> AdapterConfig:
+        """The prefix."""
+        return self.configs[0]
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        """The bottleneck."""
+        return self.configs[1]
+
+    @property
+    def lora(self) -> AdapterConfig:
+        """The LoRA."""
+        return self.configs[2]
