@@ -35,7 +35,7 @@ from .conversion.converting import Size
 from .heads import copies, embeddings, sharing
 from .heads import files as head_files
 from .heads.named import HeadNames
-from .hf import config_entry, embedding_files, fusion_files, hosts, owned, vocabularies
+from .hf import config_entry, fusion_files, hosts, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
     AdapterState,
@@ -671,7 +671,7 @@ class AdapterModelMixin:
             StateError: the model is sharded.
             UnknownNameError: there are no embeddings of this name.
         """
-        embedding_files.save(self, path, name, tokenizer)
+        vocabularies.save(self, path, name, tokenizer)
 
     def load_embeddings(self, path: str | os.PathLike[str], name: str) -> Any:
         """Load embeddings that `save_embeddings`, here or of `adapters`, wrote, and activate them.
@@ -688,7 +688,7 @@ class AdapterModelMixin:
             DuplicateNameError: the name is taken.
             StateError: as `set_active_embeddings`.
         """
-        return embedding_files.load(self, path, name)
+        return vocabularies.load(self, path, name)
 
     # --- merge ---
 

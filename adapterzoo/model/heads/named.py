@@ -18,7 +18,6 @@ from adapterzoo.composition import (
     parts_of,
 )
 from adapterzoo.errors import (
-    ConfigError,
     StateError,
     listing,
     unknown_name,
@@ -26,7 +25,6 @@ from adapterzoo.errors import (
 from adapterzoo.heads import (
     HeadConfig,
     PredictionHead,
-    head_types,
 )
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.state import heads_of
@@ -68,14 +66,8 @@ def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
     Raises:
         ConfigError: it is not a dict, or a value is not legal.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"the config of a head is a dict or a HeadConfig, not {values!r}. "
-            f"Write {{'head_type': 'classification', 'num_labels': 2}}."
-        )
-    head_type = str(values.get("head_type"))
-    cls = model.custom_heads.get(head_type)
-    return cast("HeadConfig", (cls or head_types.find(head_type)).from_dict(values))
+    kind = values.get("head_type") if isinstance(values, Mapping) else None
+    return cast("HeadConfig", model.custom_heads.get(str(kind), HeadConfig).from_dict(values))
 
 
 # --- activate ---

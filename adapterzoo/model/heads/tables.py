@@ -28,6 +28,7 @@ from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
     modules_of,
+    token_table,
 )
 
 from .copies import LOCATION, tables_of
@@ -209,13 +210,7 @@ def expand(
             f"{DEFAULT_EMBEDDINGS!r}) first."
         )
     listed = entry.get("paths") if isinstance(entry, Mapping) else None
-    try:
-        paths = _embedding_paths(model)
-    except StateError as error:
-        raise CheckpointError(
-            f"the checkpoint has trained embeddings, and this {type(model).__name__} has no table "
-            f"of tokens. Load the model that it was trained on."
-        ) from error
+    paths = () if token_table(model) is None else _embedding_paths(model)
     if not isinstance(entry, Mapping) or listed != list(paths):
         raise CheckpointError(
             f"the checkpoint has trained embeddings at {listed!r}, and those of this "
