@@ -39,7 +39,8 @@ from . import (
 from . import hotswap as hotswapping
 from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
-from .conversion import Certificate, Size
+from .conversion import Size
+from .conversion.certificate import Certificate
 from .heads import copies, embeddings, sharing
 from .heads import files as head_files
 from .heads.named import HeadNames
