@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from _stand_in import BlockDiagonal
 from families import tiny_config, tiny_inputs
 from rounded import as_near, rounding
 from snapshots import refused
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from transformers import AutoModel
 
-from _stand_in import BlockDiagonal
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
 from adapterzoo.kernels.butterfly import folded
+from adapterzoo.kernels.cayley import cayley
 from adapterzoo.testing import report
 
 CPU = torch.device("cpu")
@@ -214,7 +215,7 @@ def test_rotations_stay_orthogonal_over_a_thousand_steps(b, m, dtype, of_adapter
         losses.append(loss.item())
     assert y.dtype is dtype
     assert losses[-1] < losses[0] / 2
-    Q = adapter.rotations(dtype).detach()
+    Q = cayley(adapter.boft_R.float()).detach()
     assert Q.dtype is torch.float32
     Q, eye = Q.double(), torch.eye(b)
     assert (Q - eye).abs().max() > (1.0 if rate == 0.01 else 0.1)
@@ -266,8 +267,8 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(m, p, count, monkeypatc
         used.append(Q.detach())
         return folded(Q)
 
-    monkeypatch.setattr("adapterzoo.kernels.cayley_fold.folded", record)
-    kept, whole = adapter.rotations(torch.float64).detach(), copy.deepcopy(adapter)
+    monkeypatch.setattr("adapterzoo.kernels.cayley.folded", record)
+    kept, whole = cayley(adapter.boft_R.double()).detach(), copy.deepcopy(adapter)
     eye, hits = torch.eye(4, dtype=torch.float64), torch.zeros(m, 8)
     torch.manual_seed(0)
     for _ in range(500):

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.methods._init import constant, drawn, normal, uniform
-
-from .products import Product
+from adapterzoo.methods._parts import Product
 
 
 class HypercomplexProjection(nn.Module):

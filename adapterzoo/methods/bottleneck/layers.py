@@ -9,20 +9,29 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, layer_norm
+from torch.nn.functional import dropout
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
-from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
-from adapterzoo.methods._layers import Affine, Gate, features, gated, restored
+from adapterzoo.methods._parts import (
+    Affine,
+    Gate,
+    Product,
+    by_rows,
+    dense_by_rows,
+    features,
+    gated,
+    normed,
+    restored,
+)
 
 from .compacter import HypercomplexProjection
 from .languages import JOINING, norm_of
-from .products import Product, by_rows, dense_by_rows
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 """A function that replaces a bottleneck's f; None: f itself."""
@@ -491,13 +500,3 @@ class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
         if not base.is_original:
             return base(r + inp)
         return norm(r + inp) if self.original_ln_after else r
-
-
-def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
-    """Normalize each row by its adapter's norm. `x` `[rows, *tokens, d_model]`, same shape."""
-    one = norms[0]
-    wide = x.to(compute_dtype(x.dtype))
-    core = layer_norm(wide, one.normalized_shape, eps=one.eps)
-    weight = features([norm.weight for norm in norms], groups, x.dim())
-    bias = features([norm.bias for norm in norms], groups, x.dim())
-    return torch.addcmul(bias.to(core.dtype), core, weight.to(core.dtype)).to(x.dtype)

@@ -21,10 +21,9 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CompositionError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Share, field
 from adapterzoo.methods._init import DTYPE, dtype_named
-from adapterzoo.methods._named_sites import fields_at
-from adapterzoo.methods._patterns import Patterns, matching
 from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger
-from adapterzoo.methods._targets import TARGETS, TargetedConfig
+from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
+from adapterzoo.patterns import Patterns, matching
 
 DRAWN = "lora", "bert", "gaussian", "orthogonal"
 """The names of initial values that do not depend on the weight."""

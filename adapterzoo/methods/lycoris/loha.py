@@ -31,8 +31,8 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
-from adapterzoo.methods._formats import only_native, row_numbers
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
+from adapterzoo.methods._peft import only_native, row_numbers
 from adapterzoo.spelling import PeftPart, Tensors, spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling
