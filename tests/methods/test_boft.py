@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from _stand_in import BlockDiagonal
 from families import tiny_config, tiny_inputs
+from peft_world import BlockDiagonal
 from rounded import as_near, rounding
 from snapshots import refused
 from torch import Tensor, nn
