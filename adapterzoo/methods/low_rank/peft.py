@@ -554,8 +554,8 @@ def _read_vera(
     if tensors or fields["save_projection"]:
         raise CheckpointError(
             f"the file lacks vera_A or vera_B, with save_projection={fields['save_projection']}. "
-            f"Copy it again, or write 'save_projection': false in adapter_config.json if it was "
-            f"saved without both."
+            f"Copy it again, or write 'save_projection': false in adapter_config.json, to draw "
+            f"them from projection_prng_key={fields['projection_prng_key']}."
         )
     own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
     sites = [layer.site for layer in layers]
