@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import _gpu_kernels
-from _gpu_bench import Bench
-from _gpu_clock import SETS
+from _gpu_bench import SETS, Bench
 from _gpu_gate import GateError, case
 from _gpu_kernels import KERNELS, Kernel, Shape
 from _gpu_layers import TARGET, model_of, runs_alone, steps_of, title_of, up_of

@@ -28,7 +28,7 @@ from adapterzoo.names import FUSION
 from adapterzoo.registry import Registry
 
 from ._init import constant, drawn, normal
-from ._products import Affine
+from ._parts import Affine
 
 # the initial temperature, and the number of steps in which it falls by this amount
 _HOT, _STEPS = 50.0, 1000

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from _stand_in import BlockDiagonal
 from families import tiny_config, tiny_inputs
 from rounded import as_near, rounding
 from snapshots import refused
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from transformers import AutoModel
 
-from _stand_in import BlockDiagonal
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
