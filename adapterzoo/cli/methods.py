@@ -11,13 +11,8 @@ from transformers import AutoModel
 from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.formats.peft.config import TASKS
 from adapterzoo.model import init
-from adapterzoo.model.conversion import (
-    Certificate,
-    Size,
-    add_changes,
-    changes_by_peft,
-    random_inputs,
-)
+from adapterzoo.model.conversion import Size, add_changes, changes_by_peft, random_inputs
+from adapterzoo.model.conversion.certificate import Certificate
 from adapterzoo.model.hf.task_classes import task_class
 from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable

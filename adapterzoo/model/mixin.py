@@ -39,7 +39,8 @@ from . import (
 from . import hotswap as hotswapping
 from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
-from .conversion import Certificate, Size
+from .conversion import Size
+from .conversion.certificate import Certificate
 from .heads import checkpoints as head_files
 from .heads import embeddings, ties
 from .heads.interface import HeadNames, HeadStrategy, LoadOptions
