@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from adapterzoo.errors import CheckpointError
-from adapterzoo.expressions import short_names
 from adapterzoo.formats.peft.config import (
     by_name,
     by_path,
@@ -18,6 +17,7 @@ from adapterzoo.formats.peft.config import (
     most_common,
     values_at,
 )
+from adapterzoo.patterns import short_names
 
 PATHS = [
     f"{stack}.layers.{i}.{part}"

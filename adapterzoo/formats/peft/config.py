@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers.models.auto import modeling_auto
 
-from adapterzoo import peft_only
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.expressions import fault
 from adapterzoo.fields import Check, Text
 from adapterzoo.formats.checkpoint import method_of, short
+from adapterzoo.patterns import fault
+from adapterzoo.peft_arguments import instead
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else peft_only.instead(kind)}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
     )
     for name, reason in spelling.refused.items():
         if metadata.get(name):

@@ -30,11 +30,11 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
-from adapterzoo.expressions import short_names
 from adapterzoo.fields import checks
 from adapterzoo.formats.checkpoint import OWN_OUTPUT, places_of, shared_key, short
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
+from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import (
     Fields,

@@ -15,10 +15,10 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.expressions import short_names
 from adapterzoo.formats.checkpoint import Checkpoint, Place, places_of, shared_tensors
 from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import head_types
+from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
