@@ -28,13 +28,12 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Share, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import (
     Fields,
-    PeftField,
     PeftLayer,
     PeftOutput,
     PeftPart,
@@ -44,8 +43,7 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
-from ._peft_sites import row_numbers, unsayable, whole_width
+from ._peft import EXCLUDED, TARGETS, bias, ours, row_numbers, unsayable, whole_width
 from ._targets import TargetedConfig
 
 FORMS = Choice(True, False, "mini", "bat")
@@ -256,18 +254,15 @@ class Miss(WeightAdapter):
 FORMS = Choice(True, False, "mini", "bat")
 
 
-_FIELDS = {
-    "r": PeftField(64, Range(1, MAX_WIDTH)),
-    "init_weights": PeftField(True, FORMS),
-    "miss_dropout": PeftField(0.0, Share()),
-}
 _ARGUMENTS = PeftArguments(
     class_name="MissConfig",
     fields={
         **TARGETS,
         **EXCLUDED,
         **bias("MiSS_only"),
-        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "r": ours(64, "r", Range(1, MAX_WIDTH)),
+        "init_weights": ours(True, "init_weights", FORMS),
+        "miss_dropout": ours(0.0, "miss_dropout", Share()),
         "mini_r": ours(1, "mini_r"),
     },
 )
@@ -356,8 +351,6 @@ spelled(
         beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"miss_block": ("miss_block",)},
-        fields=_FIELDS,
-        inert=frozenset(("mini_r",)),
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         unsayable=lambda placement: unsayable(placement, "a MissConfig", "PEFT has no MiSS"),
         join=_join,

@@ -10,7 +10,7 @@ from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import named, store
-from adapterzoo.model.hf.info import TaskHeads
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import head_tensors
 
 TASKS = ("SEQUENCE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM", "TOKEN_CLASSIFICATION",
@@ -45,7 +45,7 @@ def error_of(tiny, cls, task):
     pooler = "pooler" in dict(model._backbone.named_children())
     labels = config.label2id
     try:
-        found, own, _ = TaskHeads(model).named(cls.__name__, head_tensors(static), labels, pooler)
+        found, own, _ = ModelInfo(model).named(cls.__name__, head_tensors(static), labels, pooler)
         store.add(model, "x", named.config_from(model, found))
     except (InexpressibleError, ConfigError):
         # left out with a warning

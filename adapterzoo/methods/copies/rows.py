@@ -26,7 +26,7 @@ from adapterzoo.contracts import BaseLayer, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check
 from adapterzoo.methods._init import DTYPES
-from adapterzoo.methods._patterns import matches, names_below
+from adapterzoo.patterns import matches, names_below
 
 from .base import Copy, looked_up
 

@@ -60,11 +60,9 @@ from adapterzoo.kernels.grouped import (
     stacked_up,
 )
 from adapterzoo.kernels.low_rank import low_rank
-from adapterzoo.methods._gate import Gate
 from adapterzoo.methods._init import constant, drawn, generator
-from adapterzoo.methods._named_sites import fields_at
-from adapterzoo.methods._rows import features, gated, restored
-from adapterzoo.methods._targets import TARGETS, TargetedConfig
+from adapterzoo.methods._parts import Gate, features, gated, restored
+from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
 
 from .config import LowRankConfig
 from .factors import LowRank

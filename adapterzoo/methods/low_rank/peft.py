@@ -20,11 +20,19 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.fields import FACTOR, AnyValue, Items, Range, Share
-from adapterzoo.methods._beside import BESIDE
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
-from adapterzoo.methods._peft_sites import row_numbers, whole_width
+from adapterzoo.fields import FACTOR, FLAG, AnyValue, Items, Range, Share
+from adapterzoo.methods._peft import (
+    EXCLUDED,
+    STORED,
+    TARGETS,
+    TOKENS,
+    bias,
+    ours,
+    row_numbers,
+    whole_width,
+)
 from adapterzoo.methods._sizes import RANK
+from adapterzoo.methods.copies.config import COPIES
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,
@@ -68,10 +76,10 @@ _ARGUMENTS = PeftArguments(
         **bias(),
         **TOKENS,
         "target_parameters": ours(None, "target_parameters"),
-        "r": ours(8, "r"),
-        "lora_alpha": ours(8, "alpha"),
-        "lora_dropout": ours(0.0, "dropout"),
-        "use_rslora": ours(False, "use_rslora"),
+        "r": ours(8, "r", RANK),
+        "lora_alpha": ours(8, "alpha", FACTOR),
+        "lora_dropout": ours(0.0, "dropout", Share()),
+        "use_rslora": ours(False, "use_rslora", FLAG),
         "rank_pattern": ours({}, "rank_pattern"),
         "alpha_pattern": ours({}, "alpha_pattern"),
         "init_lora_weights": PeftArgument(
@@ -81,6 +89,7 @@ _ARGUMENTS = PeftArguments(
             "with False A and B start at random, and the model changes. Write "
             "init_lora_weights=True, or init_weights='bert' for normal values of both.",
             passes=True,
+            check=AnyValue(),
         ),
         "megatron_core": PeftArgument("megatron.core"),
         "qalora_group_size": PeftArgument(16),
@@ -163,21 +172,9 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 # VeLoRA's, which only the backward pass of PEFT reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
-_FIELDS = {
-    "r": PeftField(8, RANK),
-    "lora_alpha": PeftField(8.0, FACTOR),
-    "lora_dropout": PeftField(0.0, Share()),
-    "use_rslora": PeftField(False),
-    "init_lora_weights": PeftField(True, AnyValue()),
-}
 # optional ones are those of some methods only
 _SAME = ("use_rslora", "lora_bias", _INVOCATION)
 _PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
-_INERT = frozenset(
-    ("corda_config", "ensure_weight_tying", "eva_config", "loftq_config",
-     "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
-     "velora_config")
-)  # fmt: skip
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
 _REPRODUCED = ("pissa", "olora")
 # initial values that leave the base weights unchanged
@@ -280,7 +277,6 @@ def _of_lora(
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
     """Return the spelling of a method that PEFT calls LORA; `tensors`: besides A and B."""
     chosen: dict[str, Any] = {
-        "fields": _FIELDS,
         "refused": _REFUSED,
         "arguments": _ARGUMENTS,
         "write_layers": _write_layers,
@@ -296,8 +292,8 @@ def _of_lora(
         maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
         patterns=_PATTERNS,
-        beside=BESIDE,
-        inert=_INERT,
+        beside=COPIES,
+        inert=frozenset(("merge_weights", "runtime_config")),
         refuse=_refuse,
         read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
         write=lambda part: _as_parameter(part.placement.site, part.tensors),
@@ -545,11 +541,11 @@ _VERA_ARGUMENTS = PeftArguments(
         **TARGETS,
         **STORED,
         **bias("vera_only"),
-        "r": ours(256, "r"),
-        "projection_prng_key": ours(0, "projection_prng_key"),
-        "save_projection": ours(True, "save_projection"),
-        "vera_dropout": ours(0.0, "dropout"),
-        "d_initial": ours(0.1, "vera_d"),
+        "r": ours(256, "r", RANK),
+        "projection_prng_key": ours(0, "projection_prng_key", Range(0, 2**63 - 1)),
+        "save_projection": ours(True, "save_projection", FLAG),
+        "vera_dropout": ours(0.0, "dropout", Share()),
+        "d_initial": ours(0.1, "vera_d", FACTOR),
         "init_weights": PeftArgument(
             True,
             "init_weights",
@@ -671,7 +667,6 @@ spelled(
     _of_lora(
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
-        fields=_FIELDS | {_INVOCATION: PeftField(None, Invocation())},
         write_layers=_write_invoked_layers,
         refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
         optional={"lora_B_bias": "lora_bias"},
@@ -682,7 +677,7 @@ spelled(
                 **_ARGUMENTS.fields,
                 **_FROM_DATA,
                 "lora_bias": ours(False, "lora_bias"),
-                _INVOCATION: ours(None, _INVOCATION),
+                _INVOCATION: ours(None, _INVOCATION, Invocation()),
             },
             unsayable=_unused_options,
         ),
@@ -725,14 +720,6 @@ spelled(
         arguments=_VERA_ARGUMENTS,
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
-        fields={
-            "r": PeftField(256, RANK),
-            "projection_prng_key": PeftField(0, Range(0, 2**63 - 1)),
-            "vera_dropout": PeftField(0.0, Share()),
-            "d_initial": PeftField(0.1, FACTOR),
-            "save_projection": PeftField(True),
-        },
-        inert=frozenset(("init_weights",)),
         read_layers=_read_vera_layers,
         read_model=_read_vera,
         unsayable=_unsayable_vera,

@@ -33,7 +33,7 @@ from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._peft_sites import row_numbers
+from adapterzoo.methods._peft import row_numbers
 from adapterzoo.spelling import PeftPart, Tensors, spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling

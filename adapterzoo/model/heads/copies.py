@@ -32,19 +32,18 @@ from adapterzoo.anatomy import Site, unwrapped, without_wrappers
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import (
     Composition,
-    Copies,
     Fuse,
+    SiteStep,
     Stack,
-    Step,
-    compile_rows,
+    compile_site,
     fusion_key,
     parts_of,
+    step_of_copies,
 )
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.expressions import short_names
-from adapterzoo.formats.peft.patterns import exactly
+from adapterzoo.formats.peft.config import exactly
 from adapterzoo.inject.building import (
     at_hand,
     layer_at,
@@ -53,7 +52,6 @@ from adapterzoo.inject.building import (
     plain_state,
 )
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods._patterns import matches
 from adapterzoo.methods.copies.rows import ROWS, TokenRows
 from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.state import (
@@ -64,6 +62,7 @@ from adapterzoo.model.state import (
     prefixes_of,
     shareable_of,
 )
+from adapterzoo.patterns import matches, short_names
 from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
@@ -291,7 +290,7 @@ def modules_with(model: AdaptedModel, name: str) -> list[nn.Module]:
 # --- run, save, merge ---
 
 
-def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
+def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, SiteStep]:
     """Return the step of each layer of the head.
 
     Args:
@@ -306,7 +305,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
     return {
-        HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
+        HEAD + path: step_of_copies([o if o and path in copies[o] else None for o in owners])
         for path in paths
     }
 
@@ -521,7 +520,9 @@ def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
     return all(name in _adapters_at(module) for module in held)
 
 
-def row_steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> dict[str, Step]:
+def row_steps(
+    model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]
+) -> dict[str, SiteStep]:
     """Return the steps of the output layers.
 
     Args:
@@ -529,14 +530,14 @@ def row_steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) 
         parts: of a composition, one for each kind of rows.
         acting: names of the adapters that act.
     """
-    found: dict[str, Step] = {}
+    found: dict[str, SiteStep] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
         layer = _module_at(cast("nn.Module", model), path)
         held = {} if layer is None else _adapters_at(layer)
         present = {name: module for name, module in held.items() if name in acting}
-        step = compile_rows(parts, present, present.__getitem__)
+        step = compile_site(parts, present)
         if step is not None:
-            found[HEAD + path] = step
+            found[HEAD + path] = step.by_name()
     return found
 
 

@@ -20,7 +20,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import OWN_OUTPUT, Checkpoint
-from adapterzoo.formats.digest import same_bits
+from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import STATIC, StaticConfig, labels_from
 from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
@@ -28,7 +28,7 @@ from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.hf import documents
 from adapterzoo.model.hf.backbone import refuse_unreadable
 from adapterzoo.model.hf.documents import StrPath
-from adapterzoo.model.hf.info import TaskHeads, info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, LoadOptions, heads_of
@@ -84,7 +84,7 @@ def read(
 ) -> tuple[str, Callable[[], None]]:
     """Read what `load_head` loads and check it; return its name and what enters it."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    stored = formats.read(Path(folder), "head", info_of(model))
+    stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = documents.name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else active_name(model)
     asked, warn = arguments.overwriting(asked, name, head=heads_of(model))
@@ -173,7 +173,7 @@ def _translated(model: Any, record: HeadRecord) -> HeadRecord:
         tensors[key] = output_like(model.heads.values(), document[FIELD])
     given = document.get("label2id")
     saved = document.get(MODEL_CONFIG)
-    translated = TaskHeads(model).read(
+    translated = ModelInfo(model).from_static(
         str(document.get(STATIC)),
         tensors,
         given if isinstance(given, Mapping) else None,
@@ -193,7 +193,7 @@ def _fitting_static(
     tensors = record.tensors
     if STATIC not in record.document:
         cls = class_name(model)
-        tensors = TaskHeads(model).write(cls, record.document, tensors)
+        tensors = ModelInfo(model).to_static(cls, record.document, tensors)
     mine = copies.tensors_of(model, None)
     rest = {key: t for key, t in head_tensors(model).items() if key not in mine}
     if name is None:

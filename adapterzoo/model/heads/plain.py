@@ -15,7 +15,7 @@ from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import unregister
 from adapterzoo.model.adapters import remove_all
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 from adapterzoo.model.state import base_prefix
@@ -92,7 +92,7 @@ def head_to_keep(
             )
         return None, None, {}
     record = records.of_named(model, names[0])
-    info = info_of(model)
+    info = ModelInfo(model)
     try:
         if architecture is not None:
             task_class(architecture)

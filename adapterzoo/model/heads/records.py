@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import OWN_OUTPUT
-from adapterzoo.formats.digest import digest
+from adapterzoo.formats.fit import digest
 from adapterzoo.heads import STATIC, PredictionHead, StaticConfig
 from adapterzoo.model.hf.task_classes import (
     MODEL_CONFIG,

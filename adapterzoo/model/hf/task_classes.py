@@ -19,8 +19,8 @@ from transformers.utils.generic import find_labels
 from adapterzoo.anatomy import input_embeddings_of
 from adapterzoo.config_base import Config
 from adapterzoo.errors import CheckpointError, ConfigError, listing
-from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo
-from adapterzoo.formats.peft.heads import head_for
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.peft.writing import head_for
 from adapterzoo.heads import (
     Backbone,
     HeadConfig,
@@ -174,9 +174,7 @@ class HeadTypes:
         return [*found, *(parsers if tags else ())]
 
 
-def class_for(
-    stored: Checkpoint, info: ModelInfo, own: str | None
-) -> tuple[str, Mapping[str, Tensor]]:
+def class_for(stored: Checkpoint, info: Any, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
     """Return a class that has a head, and the head's tensors by key there.
 
     Args:
@@ -383,12 +381,18 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         # T5's language model holds the parts of the base model, not the base model itself
         if type(model.config) not in MODEL_MAPPING:
             return {}
-        config = copy.deepcopy(model.config)
-        config._attn_implementation = "eager"
-        with torch.device("meta"):
-            inside = {*AutoModel.from_config(config).state_dict()}
+        inside = {*on_meta(AutoModel.from_config, model.config).state_dict()}
         # a quantized layer has more tensors than a plain one
         layers = {key.rpartition(".")[0] for key in inside} - {""}
         inside |= {key for key in own if key.rpartition(".")[0] in layers}
     shared = {id(tensor) for key, tensor in own.items() if key in inside}
     return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
+
+
+def on_meta(cls: Any, config: Any) -> Any:
+    """Return a model of a class of transformers on the meta device."""
+    config = copy.deepcopy(config)
+    # other attention implementations do not support the meta device
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        return cls(config)

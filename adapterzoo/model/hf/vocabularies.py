@@ -20,7 +20,7 @@ from adapterzoo import inject
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
-from adapterzoo.formats import files, folders
+from adapterzoo.formats import files
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods.copies.rows import TokenRows
 from adapterzoo.model.activation import replan
@@ -329,8 +329,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
     """
     folder = Path(folder)
     layer = free_place(model, name)
-    with folders.reading(folder):
-        weight = files.read_tensor(folder / _TABLE)
+    weight = files.read_tensor(folder / _TABLE)
     if weight.dim() != 2 or weight.shape[1] != layer.embedding_dim or not len(weight):
         raise CheckpointError(
             f"{str(folder / _TABLE)!r} holds {list(weight.shape)}, and embeddings of this "
@@ -357,12 +356,11 @@ def _tokenizer(folder: Path) -> Any:
     # importing tokenizers takes time, and most models need none
     from transformers import AutoTokenizer
 
-    with folders.reading(folder):
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except _UNREADABLE as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(
-                f"the tokenizer in {str(folder)!r} cannot be read ({reason}). Delete that folder "
-                f"to load the embeddings alone."
-            ) from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"the tokenizer in {str(folder)!r} cannot be read ({reason}). Delete that folder "
+            f"to load the embeddings alone."
+        ) from error
