@@ -342,7 +342,7 @@ def test_every_kernel_of_the_package_is_in_the_gate():
         "rotate": "butterfly_triton",
     }
     used |= {module for name, module in names.items() if name in kernel_names()}
-    assert modules - {"_tiles_triton"} <= used
+    assert modules - {"tiles_triton"} <= used
 
 
 def test_methods_name_all_kernels_that_they_use():
@@ -441,12 +441,12 @@ def test_seconds_that_are_not_used_go_to_later_sections():
 def test_other_settings_reach_every_tile_and_launch_and_are_taken_back():
     from _gpu_closer import settings
     from _gpu_kernels import KERNELS
-    from adapterzoo.kernels import _tiles_triton, butterfly_triton
+    from adapterzoo.kernels import butterfly_triton, tiles_triton
 
     def found():
         tiles = [of(8192, 16, torch.bfloat16) for kernel in KERNELS for of in kernel.tiles]
-        programs = _tiles_triton._PROGRAMS, butterfly_triton._PROGRAMS
-        return [tile.pipelined for tile in tiles], programs, _tiles_triton.parted.__defaults__
+        programs = tiles_triton._PROGRAMS, butterfly_triton._PROGRAMS
+        return [tile.pipelined for tile in tiles], programs, tiles_triton.parted.__defaults__
 
     before = found()
     with settings(7, 5):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adapterzoo import formats, hub
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.formats import adapterhub, files, folders, native, peft
-from adapterzoo.formats.digest import fingerprint
+from adapterzoo.formats import adapterhub, files, native, peft
+from adapterzoo.formats.fit import fingerprint
 from adapterzoo.heads import STATIC
 from adapterzoo.hub.names import ADAPTER_CONFIG, wanted
 
@@ -113,12 +113,6 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         HubError: it cannot be downloaded.
     """
     folder = hub.resolve(path, revision)
-    # this completes a killed save and waits for a running one
-    with folders.reading(folder):
-        return _opened(path, folder)
-
-
-def _opened(path: str, folder: Path) -> CheckpointFolder:
     found = ((kind, formats.of(folder, kind)) for kind in formats.KINDS)
     kind, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
@@ -174,7 +168,7 @@ def refuse_to_replace(folder: Path, to: str) -> None:
     """
     for kind in formats.KINDS:
         there = formats.of(folder, kind)
-        if there is not None and type(formats.formats[there]) is not type(formats.formats[to]):
+        if there is not None and formats.formats[there].read is not formats.formats[to].read:
             what = "an adapter" if kind == "adapter" else "a head"
             raise CheckpointError(
                 f"the folder {str(folder)!r} holds {what} in the format {there!r}, which would be "

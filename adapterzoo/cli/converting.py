@@ -15,14 +15,12 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.formats.peft.heads import TASKS
+from adapterzoo.formats.peft.config import TASKS
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
+from adapterzoo.model.conversion import Size, add_changes, changes_by_peft, random_inputs
 from adapterzoo.model.conversion.certificate import Certificate
-from adapterzoo.model.conversion.converting import Size, add_changes
-from adapterzoo.model.conversion.outputs import random_inputs
-from adapterzoo.model.conversion.through_peft import changes_by_peft
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
@@ -286,7 +284,7 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
         return _Target(name, lost=f"a {name} has no head. {_HINT}")
     if STATIC in head:
         return _Target(architecture or str(head[STATIC]), head)
-    info = info_of(found.model)
+    info = ModelInfo(found.model)
     if architecture is not None:
         return _Target(name, head, info.to_static(architecture, head, found.stored.head))
     try:

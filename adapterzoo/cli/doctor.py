@@ -15,7 +15,7 @@ from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
-from adapterzoo.kernels import _launch, mode
+from adapterzoo.kernels import ops
 
 from .output import nearest
 
@@ -142,9 +142,9 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 def _kernels(device: torch.device) -> str:
     """Return the implementation of the kernels on a device."""
     x = torch.zeros(1, device=device)
-    if mode.is_reference():
+    if ops.is_reference():
         return "their definitions (mode 'reference')"
-    if not mode.asks_triton(x):
+    if not ops.asks_triton(x):
         return "torch operations"
-    why = _launch.obstacle(x)
+    why = ops.obstacle(x)
     return "Triton" if why is None else f"torch operations ({why})"

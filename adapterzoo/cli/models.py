@@ -20,9 +20,9 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, arg
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
 from adapterzoo.model import init
-from adapterzoo.model.heads.output_layers import FIELD
+from adapterzoo.model.heads.records import FIELD
 from adapterzoo.model.hf.backbone import text_config
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import task_class
 
 from .checkpoints import CheckpointFolder
@@ -202,7 +202,7 @@ def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
 
 
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:
-    stored = formats.read(checkpoint.folder, checkpoint.kind, info_of(model))
+    stored = formats.read(checkpoint.folder, checkpoint.kind, ModelInfo(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
     if name is None and fetched and stored.metadata.get("name") is None:
         # in the cache, folders have the names of commits

@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from adapterzoo.composition import fusions_of
 from adapterzoo.errors import CheckpointError, in_python, listing, names_call
-from adapterzoo.formats import folders, native, setup_files
+from adapterzoo.formats import files, native, setup_files
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
@@ -110,26 +110,24 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
     found: dict[str, bytes] = {}
     for part in parts:
         inner = folder / part
+        there = sorted(file.name for file in inner.glob("*") if file.is_file())
+        names = wanted(there)
+        if not names and (part or setup is None):
+            folder_of = in_python("the folder that save_adapter wrote", "the folder of an adapter")
+            raise CheckpointError(
+                f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. "
+                f"Write {folder_of}."
+            )
+        if part == "":
+            first = folder if setup is None else folder / setup.flatten()[0]
+            shown = None if setup is None else repr(setup)
+            found[CARD] = adapter_card(first, repo_id, revision, text, shown).content.encode()
+        names += [CARD] if part == "" and CARD in there else []
+        names += [SETUP] if part == "" and setup is not None else []
         # another process may save to the folder during the upload
-        with folders.reading(inner):
-            there = sorted(file.name for file in inner.glob("*") if file.is_file())
-            names = wanted(there)
-            if not names and (part or setup is None):
-                folder_of = in_python(
-                    "the folder that save_adapter wrote", "the folder of an adapter"
-                )
-                raise CheckpointError(
-                    f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. "
-                    f"Write {folder_of}."
-                )
-            if part == "":
-                first = folder if setup is None else folder / setup.flatten()[0]
-                shown = None if setup is None else repr(setup)
-                found[CARD] = adapter_card(first, repo_id, revision, text, shown).content.encode()
-            names += [CARD] if part == "" and CARD in there else []
-            names += [SETUP] if part == "" and setup is not None else []
+        with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
-            contents = _with_base_name(inner, contents, text.base_model)
+        contents = _with_base_name(inner, contents, text.base_model)
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
     return found
 

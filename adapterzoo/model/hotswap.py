@@ -27,13 +27,13 @@ from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
-from .adapterhub import arguments, loaders
-from .heads import checkpoints, tables
-from .heads.interface import LoadOptions
+from .adapterhub import arguments
+from .heads import copies, records
+from .heads import files as head_files
 from .hf import documents
 from .hf.hosts import refuse_while_batching
-from .hf.info import info_of
-from .state import AdaptedModel, AdapterRecord, modules_of
+from .hf.info import ModelInfo
+from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
 
 _Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
 
@@ -68,7 +68,7 @@ def load(
         ConfigError: the adapter cannot take these values; nothing has changed.
         UnknownNameError: there is no adapter of this name.
     """
-    stored = formats.read(folder, "adapter", info_of(model, asked.with_head))
+    stored = formats.read(folder, "adapter", ModelInfo(model, asked.with_head))
     name = documents.name_in(asked.load_as, stored, hub_name or folder)
     if or_add and name not in model._adapter_state.records:
         rank = model._adapter_state.slot_rank or 1
@@ -97,7 +97,7 @@ def load(
     if asked.set_active:
         set_active(model, name)
     arguments.report(asked.loading_info)
-    loaders.load(asked, folder, name)
+    arguments.load_weights(asked, folder, name)
     return name, False
 
 
@@ -267,18 +267,18 @@ def _writes_of_head(
         CheckpointError: the head has other sizes, or another config.
         ConfigError: there is none.
     """
-    strategy, record = model._head_strategy, checkpoints.head_in(stored)
+    record = head_files.head_in(stored)
     hint = f"Write {argument('with_head', False, 'load_adapter')}."
-    if name not in strategy.saved_names():
+    if name not in records.saved_names(model):
         raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
     # its checks; what it returns would replace the head
-    strategy.fitting(record, name, dataclasses.replace(asked, overwrite_ok=True))
-    if strategy.is_named and not isinstance(record.document.get("config"), Mapping):
+    head_files.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
+    if model._has_named_heads and not isinstance(record.document.get("config"), Mapping):
         raise ConfigError(
             f"the file holds the head of a task class, and {name!r} has a named one. {hint}"
         )
-    tensors = strategy.completed(name, record.document, record.tensors)
-    own = strategy.record(name)
+    tensors = records.completed(model, name, record.document, record.tensors)
+    own = records.record_of(model, name)
     mine = {} if own is None else own.tensors
     fit.check_fit(type(model).__name__, tensors, mine, asked.dtype)
     return [Write(mine[key], values) for key, values in tensors.items()]
@@ -347,7 +347,7 @@ def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
     config = model._adapter_state.find(name).config.of_rank(rank)
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
-    if tables.table_of(model, name) is not None:
+    if copies.table_of(model, name) is not None:
         raise StateError(_EMBEDDINGS.format(name=name))
     return config
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.arguments import one_of
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import DEFAULT_CHANGE_FORM, AdapterConfig
@@ -23,27 +22,38 @@ from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
+from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
 
-from . import activation, adapters, averaging, checkpointing, fusion, merging, setups, training
+from . import (
+    activation,
+    adapters,
+    averaging,
+    checkpointing,
+    conversion,
+    fusion,
+    merging,
+    setups,
+    training,
+)
 from . import hotswap as hotswapping
-from .adapterhub import arguments, loaders
+from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
-from .conversion import converting
+from .conversion import Size
 from .conversion.certificate import Certificate
-from .conversion.converting import Size
-from .heads import checkpoints as head_files
-from .heads import embeddings, ties
-from .heads.interface import HeadNames, HeadStrategy, LoadOptions
-from .heads.static import StaticHead
-from .hf import config_entry, embedding_files, fusion_files, hosts, owned, vocabularies
+from .heads import copies, embeddings, sharing
+from .heads import files as head_files
+from .heads.named import HeadNames
+from .hf import config_entry, fusion_files, hosts, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
     AdapterState,
+    LoadOptions,
     anatomy_of,
     backbone_of,
     by_location,
     fusion_modules,
+    heads_of,
     modules_of,
 )
 
@@ -62,9 +72,7 @@ class AdapterModelMixin:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    @property
-    def _head_strategy(self) -> HeadStrategy:
-        return StaticHead(self)
+    _has_named_heads = False
 
     @property
     def _backbone(self) -> nn.Module:
@@ -88,7 +96,7 @@ class AdapterModelMixin:
 
     def known_heads(self) -> tuple[str, ...]:
         """Return the names of the model's heads; a model without named heads has none."""
-        return self._head_strategy.names()
+        return tuple(heads_of(self))
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """Return the modules of an adapter with the paths of their layers, in model order.
@@ -305,7 +313,7 @@ class AdapterModelMixin:
                 effect depends on the input; or it is merged. Nothing has changed.
             UnknownNameError: the adapter or the method is unknown.
         """
-        return converting.convert(
+        return conversion.convert(
             self, adapter_name, to, Size(rank, energy), new_name, overwrite_ok, set_active, inputs
         )
 
@@ -390,7 +398,7 @@ class AdapterModelMixin:
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
-        ties.share(self, adapter_names, name, reference_adapter_name)
+        sharing.share(self, adapter_names, name, reference_adapter_name)
 
     def unshare_parameters(
         self, adapter_names: MultiTask | Sequence[str] | str, name: str | None = None
@@ -405,7 +413,7 @@ class AdapterModelMixin:
             StateError: an adapter shares nothing, or not under this name; or as above.
             UnknownNameError: an adapter is unknown.
         """
-        ties.unshare(self, adapter_names, name)
+        sharing.unshare(self, adapter_names, name)
 
     # --- activate ---
 
@@ -672,7 +680,7 @@ class AdapterModelMixin:
             StateError: the model is sharded.
             UnknownNameError: there are no embeddings of this name.
         """
-        embedding_files.save(self, path, name, tokenizer)
+        vocabularies.save(self, path, name, tokenizer)
 
     def load_embeddings(self, path: str | os.PathLike[str], name: str) -> Any:
         """Load embeddings that `save_embeddings`, here or of `adapters`, wrote, and activate them.
@@ -689,7 +697,7 @@ class AdapterModelMixin:
             DuplicateNameError: the name is taken.
             StateError: as `set_active_embeddings`.
         """
-        return embedding_files.load(self, path, name)
+        return vocabularies.load(self, path, name)
 
     # --- merge ---
 
@@ -871,9 +879,9 @@ class AdapterModelMixin:
                 adapter.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        custom = loaders.check(self, custom_weights_loaders)
+        custom = arguments.check_loaders(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
-        loaders.save(custom, save_directory, adapter_name)
+        arguments.save_weights(custom, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -955,13 +963,16 @@ class AdapterModelMixin:
             StateError: the model is sharded, or the adapter of a hotswap merged.
             UnknownNameError: there is no adapter for a hotswap.
         """
+        if not isinstance(hotswap, bool) and hotswap != "auto":
+            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
             load_as=one_of(load_as=load_as, adapter_name=adapter_name),
             with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
-            loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
+            loading_info=loading_info,
+            loaders=arguments.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
         folder, hub_name = checkpointing.found(
@@ -969,10 +980,8 @@ class AdapterModelMixin:
         )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
             name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
-        elif hotswap is False or hotswap == "auto":
-            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         else:
-            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
+            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         if is_trainable or (adapter_name is not None and is_new):
             training.set_trainable(self, name, is_trainable)
         return name
@@ -1135,9 +1144,9 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        custom = loaders.check(self, custom_weights_loaders)
+        custom = arguments.check_loaders(self, custom_weights_loaders)
         fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
-        loaders.save(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
+        arguments.save_weights(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1171,9 +1180,9 @@ class AdapterModelMixin:
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        custom = loaders.check(self, custom_weights_loaders)
+        custom = arguments.check_loaders(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
-        loaders.save(custom, save_directory, setups.names_in(adapter_setup)[-1])
+        arguments.save_weights(custom, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1212,7 +1221,7 @@ class AdapterModelMixin:
         return setups.load(
             self, adapter_setup_name_or_path, version, revision, source,
             hub.checked(hub_kwargs), set_active,
-            loaders.check(self, custom_weights_loaders),
+            arguments.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
 
     def load_adapter_fusion(
@@ -1256,7 +1265,7 @@ class AdapterModelMixin:
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
-            loaders=loaders.check(self, custom_weights_loaders),
+            loaders=arguments.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
         return fusion_files.load(self, adapter_fusion_name_or_path, asked)
 
@@ -1386,7 +1395,7 @@ class AdapterModelMixin:
         """Return the tied parameters of base model, heads and adapters: keys to keys."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
         # transformers calls this in the constructor
-        return {**pairs, **ties.ties(self)} if "_adapter_state" in vars(self) else pairs
+        return {**pairs, **copies.ties(self)} if "_adapter_state" in vars(self) else pairs
 
     def _adjust_bias(self, output_embeddings: nn.Module, input_embeddings: Any) -> None:
         # transformers takes what has a tied parameter for an output layer
@@ -1408,7 +1417,7 @@ class AdapterModelMixin:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the model live on if its base model is still used, whose methods are those here."""
         # a default, since at the end of the process modules lose their globals
-        if not ends() and owned.outlive(cast("Any", self)):
+        if not ends() and owned.keep_alive(cast("Any", self)):
             activation.register(self)
 
     @classmethod
@@ -1421,8 +1430,8 @@ class AdapterModelMixin:
     def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
-        embeddings.arrive(model)
-        ties.after_loading(model)
+        embeddings.activate_saved(model)
+        sharing.after_loading(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.formats.digest import same_bits as same_bits
+from adapterzoo.formats.fit import same_bits as same_bits
 from adapterzoo.inject.building import own_parameters
 from adapterzoo.model import init
 from adapterzoo.registry import Registry

@@ -266,7 +266,7 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(m, p, count, monkeypatc
         used.append(Q.detach())
         return folded(Q)
 
-    monkeypatch.setattr("adapterzoo.kernels.cayley_fold.folded", record)
+    monkeypatch.setattr("adapterzoo.kernels.cayley.folded", record)
     kept, whole = adapter.rotations(torch.float64).detach(), copy.deepcopy(adapter)
     eye, hits = torch.eye(4, dtype=torch.float64), torch.zeros(m, 8)
     torch.manual_seed(0)

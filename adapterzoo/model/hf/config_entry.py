@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,17 +17,15 @@ from torch import nn
 
 from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.formats.native import FORMAT
-from adapterzoo.interface import FILE, AdapterModelInterface
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.adapterhub.config import AdaptersConfig
-from adapterzoo.model.heads import embeddings, tables, ties
+from adapterzoo.model.heads import copies, embeddings, sharing, tables
+from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.heads.embeddings import ADDED
-from adapterzoo.model.heads.ties import tables_of
-from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, is_base
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, heads_of, is_base
 from adapterzoo.names import check_name
 
 
@@ -54,7 +51,7 @@ def entered(model: AdaptedModel, options: dict[str, Any]) -> Iterator[None]:
 def _enter(model: AdaptedModel) -> None:
     """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
-    heads, own = model._head_strategy.names(), plan.heads.setup
+    heads, own = heads_of(model), plan.heads.setup
     vars(model.config).pop("adapters", None)
     others = _embeddings(model)
     nothing = not state.records and not heads and state.interface is None
@@ -127,13 +124,14 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
     for group, names in document.get("sharing", ()):
-        ties.share(model, names, group)
+        sharing.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])
     for name, names, values in document.get("fusions", ()):
         fusion.add(model, names, values, name if name != ",".join(names) else None)
-    model._head_strategy.restore(document.get("static_heads", ()))
+    for owner in document.get("static_heads", ()):
+        copies.put(model, owner, copies.made(model))
     _restore_embeddings(model, document.get("loaded_embeddings"))
     setup, heads = from_json(document["active"]), document["heads"]
     if isinstance(heads, Mapping):
@@ -144,7 +142,7 @@ def _restore(model: AdaptedModel, document: Any) -> None:
 
 def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
     """Return what the config says of embeddings beside the model's own, None without such."""
-    waiting = embeddings.waiting_of(model)
+    inactive = embeddings.inactive_of(model)
     tables = [
         {
             "name": name,
@@ -152,7 +150,7 @@ def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
             "padding_idx": each.padding_idx,
             "biases": {key: list(bias.shape) for key, bias in each.biases().items()},
         }
-        for name, each in waiting.items()
+        for name, each in inactive.items()
     ]
     # a model is saved with its own in place
     active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
@@ -166,7 +164,7 @@ def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
     like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
     for each in document["tables"]:
         table = nn.Parameter(torch.empty(each["shape"], **like), False)
-        made = embeddings.Waiting(table, each["padding_idx"])
+        made = embeddings.InactiveTable(table, each["padding_idx"])
         for key, shape in each["biases"].items():
             bias = torch.empty(shape, **like)
             made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
@@ -224,25 +222,3 @@ def enter_interface(model: Any, interface: AdapterModelInterface | None) -> None
         model.base_model_prefix = interface.base_model
     state = model._adapter_state
     state.interface, state.is_base, state.anatomy = interface, None, None
-
-
-def interface_beside(path: object) -> Interface:
-    """Return the interface in the folder of a saved model, None without one."""
-    if not isinstance(path, (str, os.PathLike)):
-        return None
-    return path if (Path(path) / FILE).is_file() else None
-
-
-def add_all(model: Any, configs: Mapping[str, AdapterConfig]) -> None:
-    """Add adapters and fusions as another model has them, with fresh parameters.
-
-    Args:
-        model: with adapters.
-        configs: `adapters_config` of that model, or names to configs.
-    """
-    for name, config in configs.items():
-        model.add_adapter(name, config)
-    if isinstance(configs, AdaptersConfig):
-        for name in configs.fusions:
-            fused, names = configs.get_fusion(name)
-            model.add_adapter_fusion(names, fused, name)

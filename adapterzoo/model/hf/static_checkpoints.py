@@ -17,10 +17,10 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
-from adapterzoo.model.heads import store
+from adapterzoo.model.heads import named, store
 from adapterzoo.model.state import base_prefix
 
-from .info import TaskHeads
+from .info import ModelInfo
 from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
@@ -63,17 +63,17 @@ def keep_static_head(
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
-    tasks = TaskHeads(model)
+    tasks = ModelInfo(model)
     labels = tasks.config.get("label2id")
     try:
         kind = {k: v for k, v in tasks.config.items() if k == "problem_type" and v is not None}
         head, own, taken = tasks.named(architecture, tensors, labels, has_pooler, kind, True)
-        store.add(model, _DEFAULT_HEAD, store.config_from(model, head))
+        store.add(model, _DEFAULT_HEAD, named.config_from(model, head))
     except (InexpressibleError, ConfigError) as error:
         if is_task(architecture):
             _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
         return
-    made = store.find(model, _DEFAULT_HEAD)
+    made = named.find(model, _DEFAULT_HEAD)
     filled = made.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in own.items():

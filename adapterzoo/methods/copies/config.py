@@ -14,14 +14,14 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import field
 
-from .copies.biases import BiasConfig
-from .copies.layers import Saved, SavedModulesConfig
-from .copies.rows import TokenIds, TokenRowsConfig
+from .biases import BiasConfig
+from .layers import Saved, SavedModulesConfig
+from .rows import TokenIds, TokenRowsConfig
 
 Names: TypeAlias = str | tuple[str, ...] | None
 Tokens: TypeAlias = tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
 
-BESIDE = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
+COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
 """The fields that choose the copies."""
 
 
@@ -29,7 +29,7 @@ def with_copies(config: Any, anatomy: Anatomy) -> list[Placement]:
     """Return the placements of the method, and of the copies.
 
     Args:
-        config: a `BesideConfig`, or another config with these fields; without the field `bias`
+        config: a `ConfigWithCopies`, or another config with these fields; without the field `bias`
             there are no copies of biases.
         anatomy: of the model.
 
@@ -81,7 +81,7 @@ def _rows(config: Any) -> Iterator[TokenRowsConfig]:
 
 
 @config_class
-class BesideConfig(AdapterConfig):
+class ConfigWithCopies(AdapterConfig):
     """Base of the configs whose adapters can have copies of parts of the base model.
 
     Attributes:
