@@ -34,7 +34,9 @@ def config_class(cls: type[_T]) -> type[_T]:
     `@dataclass(frozen=True, kw_only=True)` does the same, and takes twice as long: it also compiles
     `__eq__` and `__repr__` for each class, which `Config` has for all.
     """
-    return dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
+    # `dataclass` refuses to freeze a class with a `__setattr__` of its own, as `Config` has
+    frozen = "__setattr__" not in vars(cls)
+    return dataclass(frozen=frozen, kw_only=True, eq=False, repr=False)(cls)
 
 
 class ConfigType(ABCMeta):
@@ -120,8 +122,7 @@ def _check_names(
         ) from error
 
 
-# `dataclass(frozen=True)` would refuse a class with a `__setattr__` of its own
-@dataclass(kw_only=True, eq=False, repr=False)
+@config_class
 class Config(Mapping[str, Any], metaclass=ConfigType):
     """Base of all configs: of adapters, fusion layers and heads.
 
@@ -226,7 +227,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        return cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
+        made = cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
+        return cast("Self", made)
 
     @classmethod
     def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:

@@ -101,11 +101,11 @@ class AdapterConfig(Config):
         found, fields = peft_arguments.resolved(cls, fields)
         return (found, fields) if found is not cls else _variant(cls, fields)
 
-    @classmethod
-    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
-        if cls in peft_arguments.classes_of_peft:
-            fields = peft_arguments.translated(cls, fields)
-        return super()._made(shown, fields)
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the config with some fields changed, which may have PEFT's names."""
+        if type(self) in peft_arguments.classes_of_peft:
+            changes = peft_arguments.translated(type(self), changes)
+        return super()._changed(shown, changes)
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -295,7 +295,7 @@ def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any
             f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
             f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
         )
-    chosen = max(found, key=lambda c: group[c].strictness)
+    chosen: Any = max(found, key=lambda c: group[c].strictness)
     variant, legal = group[chosen], defaults(chosen)
     # the fields that identify the method have been read
     read = {**variant.fixed, **variant.constants, **(default if chosen is not cls else {})}

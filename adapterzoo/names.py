@@ -1,9 +1,10 @@
-"""The names of adapters and heads: which are legal, and their check."""
+"""Names of adapters and heads, and of arguments that have several."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from typing import Any
 
 from torch import nn
 
@@ -79,3 +80,23 @@ def _legal(name: str) -> str:
     legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
     legal = legal.encode()[:_BYTES].decode(errors="ignore")
     return f"{legal}_task" if legal in _TAKEN else legal
+
+
+def one_of(**given: Any) -> Any:
+    """Return the value of an argument with several names; None if it is not given.
+
+    Args:
+        **given: the names, with the values under each.
+
+    Raises:
+        ConfigError: the values differ.
+    """
+    found = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in found[:-1]:
+        last, other = found[-1]
+        if value is not other and value != other:
+            raise ConfigError(
+                f"{name}={value!r} and {last}={other!r} mean the same thing and differ. Write only "
+                f"{last}={other!r}."
+            )
+    return found[-1][1] if found else None

@@ -1,8 +1,9 @@
-"""The fields of PEFT's config classes as users write them, and ours of the same meaning.
+"""The fields of PEFT's config classes, and ours of the same meaning: one table for each class.
 
-A method declares them once, beside its spelling of PEFT's files. They are read where a user gives
-them to a config class here, `LoRAConfig(lora_alpha=16)`, and from config objects of PEFT. A field
-is never ignored: it has a counterpart, a value that asks for nothing, or an error with a hint.
+A method declares it once. It is read where a user gives the fields to a config class here,
+`LoRAConfig(lora_alpha=16)`, from config objects of PEFT, from its files, and by `adapterzoo.peft`,
+which makes the classes of it. A field is never ignored: it has a counterpart, a value that asks for
+nothing, or an error with a hint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, listing
+from .fields import Check
 
 if TYPE_CHECKING:
     from .anatomy import Site
@@ -24,6 +26,17 @@ TASK_TYPES = (
 
 classes_of_peft: dict[type[Any], PeftArguments] = {}
 """Our config classes → the fields of PEFT's class for the method."""
+
+# each is more than a change of weights
+_INEXPRESSIBLE = {
+    "ADAPTION_PROMPT": "adds a gated prompt inside attention",
+    "BEFT": "adds to the outputs of layers",
+    "LILY": "mixes factors by a router that reads the input",
+    "MULTITASK_PROMPT_TUNING": "has a prompt for each of the task_ids that a call gives",
+    "POLY": "mixes adapters by the task_ids that a call gives",
+    "SHADOW": "runs a second model beside the base model",
+    "XLORA": "mixes adapters by a network that reads the input",
+}
 
 ADAPTED_BIASES = "lora_only"
 """PEFT's value of `bias` for the biases of the layers that a method adapts."""
@@ -42,6 +55,7 @@ class PeftArgument:
         parts: the fields of the config object that the field holds, of which our field has those
             that are not PEFT's defaults; None: it does not hold one.
         part_class: PEFT's name of the class of that object.
+        check: the legal values in a file; None: files are read without the field.
     """
 
     default: Any = None
@@ -51,6 +65,7 @@ class PeftArgument:
     passes: bool = False
     parts: Mapping[str, PeftArgument] | None = None
     part_class: str = ""
+    check: Check | None = None
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""
@@ -227,3 +242,13 @@ def _options(
 
 def _names(cls: type[Any]) -> set[str]:
     return {f.name for f in dataclasses.fields(cls)}
+
+
+def instead(peft_type: object) -> str:
+    """Return what to do with a file of a method that does not exist here."""
+    if (reason := _INEXPRESSIBLE.get(str(peft_type))) is not None:
+        return f"{peft_type} {reason}, so that it cannot become LoRA. Use it with PEFT."
+    return (
+        "If it changes only weights of layers, convert it through an installed PEFT: write "
+        "adapterzoo convert SRC DST --to lora."
+    )

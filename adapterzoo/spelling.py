@@ -1,38 +1,7 @@
-"""How the peers' files spell a method or a head, declared in a file per method.
+"""How the peers' files spell a method, as data that its family declares.
 
-`formats/adapterhub` and `formats/peft` do not name any method; they read these tables. A
-method file registers one spelling per peer, so that deleting the file deletes its formats:
-
-```python
-adapterhub_spellings.register("ia3")(
-    AdapterHubSpelling(
-        config=IA3Config,
-        # (IA)³ is what adapters calls LoRA with this composition_mode
-        architecture=("lora",),
-        fixed={"composition_mode": "scale", "use_dora": False, "vera_b": None, "vera_d": None},
-        fields=same("selfattn_lora", "attn_matrices", "leave_out", "alpha"),
-        containers=(
-            # <layer>.loras.<name>.lora_B [d_out, 1] is our ia3_l [d_out]
-            Container(
-                "loras",
-                "layer",
-                read=lambda tensors, config: {"ia3_l": tensors["lora_B"].squeeze(1)},
-                write=lambda tensors, config: {"lora_B": tensors["ia3_l"].unsqueeze(1)},
-            ),
-        ),
-    )
-)
-peft_spellings.register("ia3")(
-    PeftSpelling(
-        config=IA3Config,
-        peft_type="IA3",
-        tensors={"ia3_l": ("ia3_l",)},
-        read_layers=lambda layers: [{"scales_input": …} for layer in layers],
-    )
-)
-```
-
-`@spelled(adapterhub, peft)` above a config class registers the spellings that these return.
+`formats/adapterhub` and `formats/peft` do not name any method; they read these tables. A family
+registers one spelling per peer with `spelled`, so that deleting the family deletes its formats.
 
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
 tensor: a `KeyError` in `Container.read` leaves the file's names unchanged, and the comparison with
@@ -297,10 +266,10 @@ class PeftSpelling:
         optional: our parameters that exist only with some field of PEFT's.
         forms: the sets of parameters of which a layer has one; empty: all but optional ones.
         fixed: fields whose values identify the method; written unchanged.
-        fields: the fields that are read.
+        fields: the fields that are read, beside those of `arguments` with a check.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
             with the number for all other layers (same name too).
-        inert: other fields that do not change what an adapter computes.
+        inert: fields that are not in `arguments` and do not change what an adapter computes.
         refused: fields that cannot be reproduced unless they are off → the reason.
         derived: fields of ours that map layer names to numbers and that tensors give → the field of
             PEFT with the number for all other layers, and ours.
@@ -416,10 +385,10 @@ _Config = TypeVar("_Config", bound=type[AdapterConfig])
 def spelled(
     *makes: Callable[[type[AdapterConfig]], AdapterHubSpelling | PeftSpelling],
 ) -> Callable[[_Config], _Config]:
-    """Decorate a config class: declare how the peers spell its method.
+    """Return a decorator of a config class that declares how the peers spell its method.
 
     Args:
-        makes: return the spellings for the class.
+        makes: return the spellings for the class, see `docs/adding-a-method.md`.
     """
 
     def declared(config: _Config) -> _Config:
@@ -432,10 +401,18 @@ def spelled(
             elif spelling.becomes:
                 peft_readers.register(spelling.peft_type)(spelling)
             else:
-                peft_spellings.register(config.architecture)(spelling)
                 if (own := spelling.arguments) is not None:
                     own = replace(own, peft_type=spelling.peft_type, fixed=spelling.fixed)
                     classes_of_peft[config] = own
+                    read = {
+                        n: PeftField(a.default, a.check) for n, a in own.fields.items() if a.check
+                    }
+                    spelling = replace(
+                        spelling,
+                        fields={**read, **spelling.fields},
+                        inert=spelling.inert | own.fields.keys(),
+                    )
+                peft_spellings.register(config.architecture)(spelling)
         return config
 
     return declared

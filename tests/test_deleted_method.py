@@ -79,7 +79,7 @@ def test_without_its_folder_a_family_is_not_known(tiny, tmp_path, without_dora):
     said = dict(line.split(" ", 1) for line in ran.stdout.splitlines() if " " in line)
     assert "there is no architecture 'dora'" in said["native"]
     for form, fields in (
-        ("adapterhub", "'lora', use_dora=True"),
+        ("adapterhub", "'lora', composition_mode='add', use_dora=True"),
         ("peft", "'LORA', use_dora=True"),
     ):
         # a long path is cut in the middle of a message

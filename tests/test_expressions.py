@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
-from adapterzoo.expressions import ways
+from adapterzoo.patterns import ways
 
 HOSTILE = [
     "(a*)*", "(.*a){20}", "(x+x+)+y", r"(a)\1", "(?P<a>b)(?P=a)", "a?" * 40 + "a" * 40,

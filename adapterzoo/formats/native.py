@@ -17,50 +17,28 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError
 
-from . import files, folders
-from .checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
-from .digest import fingerprint
+from . import files
+from .checkpoint import Checkpoint, Format, Kind, base_of, formats
+from .fit import fingerprint
 
 FORMAT = "adapterzoo"
 VERSION = 1
+FUSION = "adapter_fusion"
+"""The kind of a folder with the layers of a fusion."""
 # two slashes: not even a site called "head" can have such a key
 _HEAD = "head//"
 _HASH = "sha256"
-# keys in older files
-_OLD_HASHES = ("digest", "digests")
 # in messages: characters of a value, and number of differences
 _WIDTH, _LINES = 60, 3
 
 
-class NativeFormat:
-    """Our format, as `formats` sees it."""
-
-    def recognizes(self, folder: Path, kind: Kind) -> bool:
-        """Return whether the folder has the file, ours or a damaged one."""
-        file = folder / f"{kind}.safetensors"
-        try:
-            return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
-        except CheckpointError:
-            return True
-
-    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """Return what `load` reads."""
-        return load(folder, kind)
-
-    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Return one file with tensors and metadata, and the metadata again for people."""
-        return encode(checkpoint, kind)
-
-    def base(self, folder: Path) -> Base:
-        """Return the model in the metadata."""
-        return base_of(read(folder / "adapter.safetensors")[0], "model_name", "")
-
-    def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Return both files."""
-        return names_of_files(kind)
-
-
-formats.register("native")(NativeFormat())
+def _recognizes(folder: Path, kind: Kind) -> bool:
+    file = folder / f"{kind}.safetensors"
+    try:
+        return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
+    except CheckpointError:
+        # ours may be damaged
+        return True
 
 
 def names_of_files(kind: str) -> tuple[str, str]:
@@ -101,26 +79,25 @@ def load(folder: Path, kind: str) -> Checkpoint:
         CheckpointError: it is missing, damaged, of another format or of a newer version.
     """
     file = folder / f"{kind}.safetensors"
-    with folders.reading(folder):
-        if not file.exists():
-            what = "file" if folder.is_dir() else "folder"
-            raise CheckpointError(
-                f"{str(file if what == 'file' else folder)!r}: there is no such {what}. Write the "
-                f"folder that save_{kind} was given."
-            )
-        metadata, tensors = read(file)
-        version = metadata.get("version")
-        if metadata.get("format") != FORMAT or not isinstance(version, int):
-            raise CheckpointError(
-                f"{str(file)!r} is not in the native format (format={metadata.get('format')!r}). "
-                f"Write a folder that save_{kind} made."
-            )
-        if version > VERSION:
-            raise CheckpointError(
-                f"{str(file)!r} was written in version {version} of the format, and this release "
-                f"reads up to {VERSION}. Write pip install -U adapterzoo."
-            )
-        metadata = _as_written(file, metadata, tensors)
+    if not file.exists():
+        what = "file" if folder.is_dir() else "folder"
+        raise CheckpointError(
+            f"{str(file if what == 'file' else folder)!r}: there is no such {what}. Write the "
+            f"folder that save_{kind} was given."
+        )
+    metadata, tensors = read(file)
+    version = metadata.get("version")
+    if metadata.get("format") != FORMAT or not isinstance(version, int):
+        raise CheckpointError(
+            f"{str(file)!r} is not in the native format (format={metadata.get('format')!r}). "
+            f"Write a folder that save_{kind} made."
+        )
+    if version > VERSION:
+        raise CheckpointError(
+            f"{str(file)!r} was written in version {version} of the format, and this release "
+            f"reads up to {VERSION}. Write pip install -U adapterzoo."
+        )
+    metadata = _as_written(file, metadata, tensors)
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
     return Checkpoint(metadata, adapter, head)
@@ -132,14 +109,13 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is missing or damaged, or another library wrote it.
     """
-    texts, tensors = files.read_safetensors(file)
-    metadata = files.parse_metadata(file, texts, files.NATIVE)
+    metadata = files.read_metadata(file, files.NATIVE)
     if metadata is None:
         raise CheckpointError(
             f"{str(file)!r} has tensors, but no metadata of adapterzoo. Write a folder that "
             f"adapterzoo saved."
         )
-    return metadata, tensors
+    return metadata, files.read_safetensors(file)
 
 
 def _as_written(
@@ -147,11 +123,9 @@ def _as_written(
 ) -> dict[str, Any]:
     """Return the metadata, after checking their hash and comparing them with the JSON copy."""
     expected = metadata.pop(_HASH, None)
-    for old in _OLD_HASHES:
-        metadata.pop(old, None)
     copy = file.with_name(f"{file.stem}_config.json")
     try:
-        if expected is not None and expected != fingerprint(metadata, tensors):
+        if expected != fingerprint(metadata, tensors):
             raise CheckpointError(
                 f"{str(file)!r} is not what was written: metadata or tensors have another SHA-256 "
                 f"than {_short(expected)}; nothing has been loaded. {files.AGAIN}."
@@ -190,3 +164,14 @@ def _text(value: object) -> str:
 def _short(value: object) -> str:
     text = _text(value)
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+formats.register("native")(
+    Format(
+        _recognizes,
+        read=lambda folder, kind, _info: load(folder, kind),
+        encode=lambda checkpoint, kind, _info: encode(checkpoint, kind),
+        base=lambda folder: base_of(read(folder / "adapter.safetensors")[0], "model_name", ""),
+        owned=names_of_files,
+    )
+)

@@ -11,8 +11,8 @@ from adapterzoo.configs import Placement
 from adapterzoo.contracts import upcast
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Range
+from adapterzoo.patterns import check_keys
 
-from ._patterns import check_keys
 from ._targets import TargetedConfig
 
 RANK = Range(1, MAX_WIDTH)

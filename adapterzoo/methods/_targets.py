@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check, Choice, Layers, Maybe, StackLayers, field
+from adapterzoo.patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
+from adapterzoo.spelling import same
 
-from ._beside import BESIDE, Names, Tokens, with_copies
-from ._named_sites import layers_named, names_of, parameters_named, unmatched
-from ._patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
+from .copies.config import COPIES, Names, Tokens, with_copies
 from .copies.layers import Saved
 from .copies.rows import TokenIds
 
@@ -30,7 +30,7 @@ TARGETS = frozenset(
      "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
 """The fields of a config that choose the layers."""
-PLACES = TARGETS | BESIDE
+PLACES = TARGETS | COPIES
 """Those that choose all that is trained."""
 
 # the first number after a name, by PEFT's rule
@@ -68,8 +68,10 @@ class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
-        modules_to_save: as in `BesideConfig`.
-        trainable_token_indices: as in `BesideConfig`.
+        modules_to_save: names of modules of which the adapter has copies of its own, or a regular
+            expression; names of a module's layers, or of one around them.
+        trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
+            itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
         bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
             of the layers that it adapts; "none".
         selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention
@@ -186,7 +188,8 @@ class TargetedConfig(AdapterConfig):
             raise SiteError(
                 f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
                 f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): these "
-                f"exclude every layer that matches. Write fewer of them."
+                f"exclude every layer that matches in blocks 0 to {len(anatomy.blocks) - 1}. Write "
+                f"fewer of them."
             )
         self._warn_of_idle(anatomy)
         return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
@@ -246,3 +249,141 @@ def _number(site: Site) -> int | None:
     """Return the number of a site's block in its stack, as PEFT reads it; None: it has none."""
     found = _NUMBER.match(site.name)
     return None if found is None else int(found[1])
+
+
+# --- the layers and parameters that names select ---
+
+
+def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -> list[Site]:
+    """Return the layers that `target_modules` names.
+
+    Args:
+        config: name of the config's class.
+        wanted: the names.
+        anatomy: of the model.
+
+    Raises:
+        SiteError: a name matches no layer.
+    """
+    if wanted == ALL_LINEAR:
+        return [site for site in anatomy.linears() if site.layer >= 0 and site.is_called]
+    sites = [site for site in anatomy if site.parameter is None and site.is_used]
+    matching = [site for site in sites if matches(site.path, wanted)]
+    missing = unmatched(wanted, sites)
+    if missing or not matching:
+        idle = [site.path for site in anatomy if not site.is_used and matches(site.path, wanted)]
+        why = f" ({listing(idle)} only holds the table of others)" if idle else ""
+        raise SiteError(
+            f"{config}(target_modules={wanted!r}): no layer matches "
+            f"{listing(missing) if matching else repr(wanted)}{why}. Write target_modules="
+            f"'all-linear', or some of these names: {names_of(sites)}."
+        )
+    return matching
+
+
+def parameters_named(
+    config: str, wanted: tuple[str, ...], anatomy: Anatomy, layers: Sequence[Site]
+) -> list[Site]:
+    """Return the sites of the parameters that `target_parameters` names.
+
+    Args:
+        config: name of the config's class.
+        wanted: the names.
+        anatomy: of the model.
+        layers: that `target_modules` names.
+
+    Raises:
+        SiteError: a name matches no parameter, or the weight of one of the layers.
+    """
+    weights = {name: site for name, site in anatomy.weights().items() if site.is_used}
+    call = f"{config}(target_parameters={[*wanted]!r})"
+    missing = [n for n in wanted if not any(matches(name, (n,)) for name in weights)]
+    if missing:
+        known = {".".join(n.split(".")[-2:]) for n, site in weights.items() if site.parameter}
+        raise SiteError(
+            f"{call}: no parameter with two or three dimensions matches {listing(missing)}. Write "
+            f"target_modules=[…] for layers, or some of these: {listing(sorted(known)) or 'none'}."
+        )
+    found = [site for name, site in weights.items() if matches(name, wanted)]
+    if twice := [site.path for site in found if site in layers]:
+        raise SiteError(
+            f"{call}: target_modules has the layer at {twice[0]!r} too. Leave it out of one of "
+            f"them."
+        )
+    return found
+
+
+def fields_at(sites: Iterable[Site]) -> dict[str, Any]:
+    """Return the fields that name whole layers and parameters, parts of layers by their layer."""
+    listed = [*sites]
+    layers = dict.fromkeys(site.path for site in listed if site.parameter is None)
+    parameters = dict.fromkeys(site.name for site in listed if site.parameter is not None)
+    return {"target_modules": tuple(layers), "target_parameters": tuple(parameters) or None}
+
+
+def unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]:
+    """Return the parts of a field that match no layer."""
+    # a string is one pattern, a list holds endings
+    parts = {wanted: wanted} if isinstance(wanted, str) else {name: (name,) for name in wanted}
+    paths = {path for site in sites for path in (site.path, site.name)}
+    return [n for n, part in parts.items() if not any(matches(path, part) for path in paths)]
+
+
+def names_of(sites: Iterable[Site]) -> str:
+    """Return the last names of layers, as a text for messages."""
+    return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30)
+
+
+# --- in AdapterHub's fields: attention matrices and feed-forward layers ---
+
+FLAGS = same("selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out")
+FEED_FORWARD = ("intermediate_lora", "output_lora")
+THEIR_MATRICES: dict[Role, str] = {"query": "q", "key": "k", "value": "v"}
+"""The attention matrices that AdapterHub has."""
+
+
+def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> AdapterConfig:
+    """Return the config with the layers that a file has tensors for.
+
+    In some families `adapters` calls the first layer the output and the last one intermediate, or
+    leaves out cross-attention, and some releases adapt the gate, so the keys decide.
+    """
+    config = cast("TargetedConfig", config)
+    roles = {site.role for site in sites}
+    crossing = {p.site.path for p in config.placements(anatomy) if p.site.cross}
+    if crossing and sites and not any(site.cross for site in sites):
+        config = config.replace(exclude_modules=tuple(sorted(crossing)))
+    first, last = config.intermediate_lora, config.output_lora
+    if first != last and roles & {"mlp_in", "mlp_out"} == {"mlp_out" if first else "mlp_in"}:
+        return config.replace(intermediate_lora=last, output_lora=first)
+    if (first or last) and "mlp_gate" in roles:
+        blocks = {block.layer: f"{block.path}." for block in anatomy.blocks}
+        below = sorted({site.path.removeprefix(blocks[site.layer]) for site in sites})
+        return config.replace(target_modules=tuple(below))
+    return config
+
+
+def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
+    """Return the config with its places in AdapterHub's fields; None if impossible."""
+    config = cast("TargetedConfig", config)
+    given = (config.target_modules, config.exclude_modules, config.layers_to_transform)
+    if given == (None, None, None):
+        return config
+    sites = [placement.site for placement in config.placements(anatomy)]
+    roles = {site.role for site in sites}
+    if not roles & {*THEIR_MATRICES, "mlp_in", "mlp_out"}:
+        return None
+    matrices = tuple(letter for role, letter in THEIR_MATRICES.items() if role in roles)
+    layers = {site.layer for site in sites}
+    candidate = config.replace(
+        selfattn_lora=bool(matrices),
+        attn_matrices=matrices or ("q", "v"),
+        intermediate_lora="mlp_in" in roles,
+        output_lora="mlp_out" in roles,
+        leave_out=tuple(b.layer for b in anatomy.blocks if b.layer not in layers),
+        target_modules=None,
+        exclude_modules=None,
+        layers_to_transform=None,
+    )
+    found = {(p.site.path, p.site.role) for p in candidate.placements(anatomy)}
+    return candidate if found == {(site.path, site.role) for site in sites} else None

@@ -23,12 +23,12 @@ from torch.nn.functional import dropout
 from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Contained
 from adapterzoo.fields import Choice, Maybe, Share, field
-from adapterzoo.kernels.exact import is_autocast
+from adapterzoo.kernels.ops import is_autocast
 from adapterzoo.names import FUSION
 from adapterzoo.registry import Registry
 
 from ._init import constant, drawn, normal
-from ._products import Affine
+from ._parts import Affine
 
 # the initial temperature, and the number of steps in which it falls by this amount
 _HOT, _STEPS = 50.0, 1000

@@ -25,12 +25,11 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
 from adapterzoo.fields import FACTOR, SEED, Choice, Maybe, field
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
-    AdapterHubFile,
     AdapterHubSpelling,
     Container,
-    Fields,
     PeftLayer,
     PeftPart,
     PeftSpelling,
@@ -40,12 +39,9 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._layer_flags import FEED_FORWARD, FLAGS, as_flags, place
-from ._patterns import Targets, matches
-from ._peft_arguments import EXCLUDED, STORED, TARGETS, ours
-from ._peft_sites import row_numbers, whole_width
-from ._rows import features, restored
-from ._targets import TargetedConfig
+from ._parts import features, restored
+from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
+from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 
 
 @architectures.register("ia3")
@@ -246,14 +242,9 @@ def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
         containers=(Container("loras", "layer", read=_read, write=_write),),
         feed_forward=FEED_FORWARD,
-        read_fields=_read_fields,
         place=place,
         as_flags=as_flags,
     )  # fmt: skip
-
-
-def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
-    return fields | {"leave_out": fields.get("leave_out") or ()}
 
 
 def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
@@ -279,7 +270,6 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         arguments=_ARGUMENTS,
         tensors={"ia3_l": ("ia3_l",)},
         subsets={"feedforward_modules": _scales_input},
-        inert=frozenset(("init_ia3_weights",)),
         read=_from_peft,
         unsayable=_unsayable,
         write=lambda part: _join([part], lambda: None),

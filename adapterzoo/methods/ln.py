@@ -11,27 +11,27 @@ Cost: the parameters of the norms for each adapter, nothing in the forward.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import ClassVar
 
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.fields import Layers, field
+from adapterzoo.patterns import Excluded, Modules, matches
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._beside import BesideConfig
-from ._patterns import Excluded, Modules, matches
-from ._peft_arguments import EXCLUDED, TARGETS
+from ._peft import EXCLUDED, TARGETS
+from ._targets import names_of, unmatched
+from .copies.config import ConfigWithCopies
 from .copies.layers import CopyConfig
 
 
 @architectures.register("ln_tuning")
 @config_strings.register("ln_tuning")
 @config_class
-class LNTuningConfig(BesideConfig, CopyConfig):
+class LNTuningConfig(ConfigWithCopies, CopyConfig):
     """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
 
     Attributes:
@@ -63,37 +63,29 @@ class LNTuningConfig(BesideConfig, CopyConfig):
             UserWarning: a name in `exclude_modules` matches no norm.
         """
         norms = [site for site in anatomy.others if site.kind == "norm"]
-        wanted = self.target_modules
-        parts = wanted if isinstance(wanted, tuple) else ()
-        missing = [name for name in parts if not any(matches(s.path, (name,)) for s in norms)]
+        wanted, out = self.target_modules, self.exclude_modules
         found = [s for s in norms if wanted is None or matches(s.path, wanted)]
+        missing = unmatched(wanted or (), norms)
         if missing or not found:
             raise SiteError(
                 f"LNTuningConfig(target_modules={wanted!r}): no norm matches "
-                f"{listing(missing) if missing else repr(wanted)}. Write some of {_names(norms)}."
+                f"{listing(missing) if missing else repr(wanted)}. Write some of "
+                f"{names_of(norms) or 'none'}."
             )
-        out = self.exclude_modules
-        names = {out: out} if isinstance(out, str) else {name: (name,) for name in out or ()}
-        idle = [n for n, part in names.items() if not any(matches(s.path, part) for s in norms)]
-        if idle:
+        if idle := unmatched(out or (), norms):
             warnings.warn(
                 f"LNTuningConfig(exclude_modules={out!r}): no norm matches {listing(idle)}. Write "
-                f"some of "
-                f"{_names(norms)}, or leave it out.",
+                f"some of {names_of(norms)}, or leave it out.",
                 stacklevel=2,
             )
-        kept = [s for s in found if out is None or not matches(s.path, out)]
-        kept = [s for s in kept if s.layer not in self.leave_out]
+        kept = [s for s in found if s.layer not in self.leave_out]
+        kept = [s for s in kept if out is None or not matches(s.path, out)]
         if not kept:
             raise SiteError(
                 f"LNTuningConfig(exclude_modules={out!r}, leave_out={[*self.leave_out]!r}): these "
                 f"exclude every norm. Write fewer."
             )
         return [Placement(site, self, "norm") for site in kept]
-
-
-def _names(sites: Iterable[Site]) -> str:
-    return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30) or "none"
 
 
 def _peft(config: type[AdapterConfig]) -> PeftSpelling:

@@ -26,15 +26,14 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
-from adapterzoo.errors import CheckpointError, ConfigError, argument
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Share, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import (
     Fields,
-    PeftField,
     PeftLayer,
     PeftOutput,
     PeftPart,
@@ -44,8 +43,16 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft_arguments import EXCLUDED, TARGETS, bias, ours
-from ._peft_sites import row_numbers, unsayable, whole_width
+from ._peft import (
+    EXCLUDED,
+    TARGETS,
+    bias,
+    only_native,
+    ours,
+    row_numbers,
+    unsayable,
+    whole_width,
+)
 from ._targets import TargetedConfig
 
 FORMS = Choice(True, False, "mini", "bat")
@@ -256,18 +263,15 @@ class Miss(WeightAdapter):
 FORMS = Choice(True, False, "mini", "bat")
 
 
-_FIELDS = {
-    "r": PeftField(64, Range(1, MAX_WIDTH)),
-    "init_weights": PeftField(True, FORMS),
-    "miss_dropout": PeftField(0.0, Share()),
-}
 _ARGUMENTS = PeftArguments(
     class_name="MissConfig",
     fields={
         **TARGETS,
         **EXCLUDED,
         **bias("MiSS_only"),
-        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "r": ours(64, "r", Range(1, MAX_WIDTH)),
+        "init_weights": ours(True, "init_weights", FORMS),
+        "miss_dropout": ours(0.0, "miss_dropout", Share()),
         "mini_r": ours(1, "mini_r"),
     },
 )
@@ -289,8 +293,7 @@ def _read_layer(layer: PeftLayer) -> Fields:
         words = {"bat": "[d_out / r, r, r]", "mini": "[r, a divisor of d_out]"}
         raise CheckpointError(
             f"at {layer.name!r} miss_block is {shape}; with r={r} and init_weights={form!r} it is "
-            f"{words.get(form, '[r, d_out]')} for d_in={d_in} and d_out={d_out}. Copy both files "
-            f"again from where they were saved."
+            f"{words.get(form, '[r, d_out]')}, d_in={d_in}, d_out={d_out}. Copy both files again."
         )
     return {
         "r": r,
@@ -312,10 +315,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     d_out = whole_width(site)
     blocks = [part.tensors["miss_block"] for part in parts]
     if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
-        raise CheckpointError(
-            f"the adapters at {site.path!r} differ in r, or have init_weights='bat', and PEFT has "
-            f"one matrix of r rows per layer. Write {argument('format', 'native')}."
-        )
+        raise only_native(f"the adapters at {site.path!r} differ in r, or are of the form 'bat'")
     joined = blocks[0].new_zeros(blocks[0].shape[0], d_out)
     for part, block in zip(parts, blocks, strict=True):
         own = part.placement.site.output_slice
@@ -334,10 +334,8 @@ def _write_layer(layer: PeftOutput) -> Fields:
     configs = [part.placement.config.to_dict() for part in layer.parts]
     block, one = layer.tensors["miss_block"], configs[0]
     if len({config["miss_dropout"] for config in configs}) > 1:
-        raise CheckpointError(
-            f"the adapters at {layer.parts[0].placement.site.path!r} differ in miss_dropout, and "
-            f"PEFT has one for each layer. Write {argument('format', 'native')}."
-        )
+        path = layer.parts[0].placement.site.path
+        raise only_native(f"the adapters at {path!r} differ in miss_dropout")
     is_joined = len(configs) > 1 or layer.parts[0].placement.site.output_slice is not None
     form = one["init_weights"] if one["init_weights"] in ("mini", "bat") and not is_joined else True
     return {
@@ -356,8 +354,6 @@ spelled(
         beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"miss_block": ("miss_block",)},
-        fields=_FIELDS,
-        inert=frozenset(("mini_r",)),
         read_layers=lambda layers: [_read_layer(layer) for layer in layers],
         unsayable=lambda placement: unsayable(placement, "a MissConfig", "PEFT has no MiSS"),
         join=_join,

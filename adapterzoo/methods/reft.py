@@ -47,9 +47,9 @@ from adapterzoo.spelling import (
     spelled,
 )
 
-from ._beside import BesideConfig
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
-from ._products import Affine
+from ._parts import Affine
+from .copies.config import ConfigWithCopies
 
 _New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 
@@ -58,7 +58,7 @@ _COUNT = Range(0, 65_536)
 
 @architectures.register("reft")
 @config_class
-class ReftConfig(BesideConfig):
+class ReftConfig(ConfigWithCopies):
     """Config of ReFT; the fields are those of adapters.
 
     Attributes:

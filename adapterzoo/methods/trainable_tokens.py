@@ -21,11 +21,11 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement, architectures
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
+from adapterzoo.patterns import Modules
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
-from ._patterns import Modules
-from ._peft_arguments import TARGETS
+from ._peft import TARGETS
 from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
 
 
@@ -44,7 +44,6 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         config=config,
         peft_type="TRAINABLE_TOKENS",
         rows_field="token_indices",
-        inert=frozenset({"init_weights"}),
         arguments=PeftArguments(
             class_name="TrainableTokensConfig",
             fields={

@@ -22,7 +22,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
-from adapterzoo.methods._gate import Gate
+from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from adapterzoo.caches import values_kept
 from adapterzoo.composition import Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
-from adapterzoo.formats.digest import digests, fingerprint
+from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies.table import Table

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from adapterzoo.errors import CheckpointError
-from adapterzoo.expressions import short_names
-from adapterzoo.formats.peft.patterns import (
+from adapterzoo.formats.peft.config import (
     by_name,
     by_path,
     exactly,
     most_common,
     values_at,
 )
+from adapterzoo.patterns import short_names
 
 PATHS = [
     f"{stack}.layers.{i}.{part}"

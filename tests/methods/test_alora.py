@@ -544,7 +544,7 @@ def many(model, ids):
 UNKNOWN = {
     embedded: r"inputs_embeds.*Pass input_ids",
     embedded_generate: r"inputs_embeds.*Pass input_ids",
-    later: r"rows 0, 1, 2, 3, 4,.*Write model\.generate",
+    later: r"rows 0, 1, 2, 3, 4.*Write model\.generate",
     packed: r"several sequences \(position_ids.*one sequence in each row",
     guided: r"outside of the sequence.*Leave out guidance_scale",
     many: r"continuous batching packs.*Write generate",

@@ -407,7 +407,7 @@ EMBEDDING = {"target_modules": ["word_embeddings"]}
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"target_modules": ["no_such"]}, ["'no_such'", "'query'", "Write some of them"]),
+        ({"target_modules": ["no_such"]}, ["'no_such'", "'query'", "some of these names"]),
         ({"target_modules": ["query", "vlaue"]}, ["no layer matches 'vlaue'", "'value'"]),
         ({"target_modules": r"layers\.\d+\.q"}, [r"layers\\.\\d+\\.q", "'query'"]),
         ({"leave_out": [0, 1]}, ["leave_out", "blocks"]),

@@ -12,7 +12,7 @@ from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.errors import StateError
 from adapterzoo.inject.layers import LayerCall
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.methods._gate import Gate
+from adapterzoo.methods._parts import Gate
 
 CPU = torch.device("cpu")
 D = 32

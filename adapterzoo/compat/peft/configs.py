@@ -13,16 +13,14 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.expressions import fault
 from adapterzoo.fields import FLAG
-from adapterzoo.formats.peft.heads import task_of
-from adapterzoo.formats.peft.patterns import exactly
+from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
-from adapterzoo.methods._patterns import Targets, is_named
 from adapterzoo.model.heads.naming import names_of
 from adapterzoo.model.hf.backbone import split_experts
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
+from adapterzoo.patterns import Targets, fault, is_named
 from adapterzoo.peft_arguments import COMMON, PeftArguments, classes_of_peft, translated
 from adapterzoo.spelling import PeftSpelling, peft_spellings
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from adapterzoo.arguments import one_of
 from adapterzoo.compat.adapters import AdaptersMethods
 from adapterzoo.composition import Stack
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
@@ -21,6 +20,7 @@ from adapterzoo.model import AdapterModelMixin, adapters, hotswap, merging, trai
 from adapterzoo.model.activation import make_plan, set_active
 from adapterzoo.model.sharding import size_of
 from adapterzoo.model.state import AdaptedModel, parameters_of
+from adapterzoo.names import one_of
 
 from . import configs, tensors
 

@@ -31,7 +31,7 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import config_strings
 from adapterzoo.spelling import spelled
 
-from .config import BnConfig
+from .config import BnConfig as BnConfig
 from .formats import adapterhub
 from .languages import NoLanguageAdaptersConfig as NoLanguageAdaptersConfig
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.methods._init import constant, drawn, normal, uniform
-from adapterzoo.methods._products import Product
+from adapterzoo.methods._parts import Product
 
 
 class HypercomplexProjection(nn.Module):

@@ -34,8 +34,8 @@ from adapterzoo.fields import (
     declared,
     field,
 )
-from adapterzoo.methods._beside import BesideConfig
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
+from adapterzoo.methods.copies.config import ConfigWithCopies
 
 from .compacter import HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock
@@ -90,7 +90,7 @@ class Reduction(Check):
 
 @architectures.register("bottleneck")
 @config_class
-class BnConfig(BesideConfig):
+class BnConfig(ConfigWithCopies):
     """Config of a bottleneck; two configs with equal fields are equal.
 
     h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that

@@ -10,7 +10,7 @@ import torch
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
-from adapterzoo.methods._gate import UNSAYABLE
+from adapterzoo.methods._parts import UNSAYABLE
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
 from .config import HYPERCOMPLEX, BnConfig
@@ -43,7 +43,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     # in old files task adapters name invertible adapters that they do not have
     if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
         fields |= dict.fromkeys(_NESTED)
-    without_effect = []
+    without_effect: list[str] = []
     if not fields.get("phm_layer"):
         without_effect += HYPERCOMPLEX
     elif not fields.get("factorized_phm_W"):
@@ -61,7 +61,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
         fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)
     if fields.get("use_gating"):
         fields["convention"] = "adapterhub"
-    return fields | {"leave_out": fields.get("leave_out") or ()}
+    return fields
 
 
 # --- tensors: AdapterHub saves the norm before a bottleneck under two names ---

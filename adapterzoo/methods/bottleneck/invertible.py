@@ -34,7 +34,7 @@ from adapterzoo.activations import activation
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, normal
-from adapterzoo.methods._products import Affine
+from adapterzoo.methods._parts import Affine
 
 
 class NiceBlock(nn.Module):

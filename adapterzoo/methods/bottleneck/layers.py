@@ -17,10 +17,18 @@ from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.methods._gate import Gate
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
-from adapterzoo.methods._products import Affine, Product, by_rows, dense_by_rows
-from adapterzoo.methods._rows import features, gated, normed, restored
+from adapterzoo.methods._parts import (
+    Affine,
+    Gate,
+    Product,
+    by_rows,
+    dense_by_rows,
+    features,
+    gated,
+    normed,
+    restored,
+)
 
 from .compacter import HypercomplexProjection
 from .languages import JOINING, norm_of

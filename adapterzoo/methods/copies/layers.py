@@ -24,7 +24,7 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, CopyAdapter, replaced
 from adapterzoo.errors import SiteError, listing
-from adapterzoo.methods._patterns import Modules, matches
+from adapterzoo.patterns import Modules, matches
 
 
 @config_class
@@ -157,7 +157,8 @@ class SavedModulesConfig(CopyConfig):
                 names = [name for name in known if not name.isdecimal()]
                 raise SiteError(
                     f"modules_to_save={self.names!r}: no module of the base model matches "
-                    f"{name!r}; heads need no copy. Write some of {listing(names, limit=30)}."
+                    f"{name!r}. Names of modules: {listing(names, limit=30)}. Write some of "
+                    f"these; a head needs no copy."
                 )
         found = [site for path, site in sites.items() if _is_in(path, self.names)]
         for site in found:

@@ -27,7 +27,7 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check
 from adapterzoo.methods._init import DTYPES
-from adapterzoo.methods._patterns import matches, names_below
+from adapterzoo.patterns import matches, names_below
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.methods import _gate, _layer_flags
+from adapterzoo.methods import _parts, _targets
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -25,7 +25,7 @@ from .mtl_lora import MTLLoRAConfig
 from .vera import DvoRAConfig, VeraConfig
 
 # the fields of AdapterHub's LoRAConfig, without those that select another method
-_FIELDS = _layer_flags.FLAGS | same(
+_FIELDS = _targets.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
 _VERA_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
@@ -50,17 +50,17 @@ def _as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
     config = cast("LowRankConfig", config)
     if config.use_rslora:
         config = config.replace(alpha=config.scaling_at("") * config.r, use_rslora=False)
-    return _layer_flags.as_flags(config, anatomy)
+    return _targets.as_flags(config, anatomy)
 
 
 def _unsayable(config: AdapterConfig) -> str | None:
     """Return why AdapterHub's format cannot express the config."""
     values = config.to_dict()
-    unknown = [m for m in values["attn_matrices"] if m not in _layer_flags.MATRICES.values()]
+    unknown = [m for m in values["attn_matrices"] if m not in _targets.THEIR_MATRICES.values()]
     if unknown:
         return f"adapters has no attn_matrices={unknown!r}"
     if values.get("use_gating") and values["convention"] == "paper":
-        return _gate.UNSAYABLE
+        return _parts.UNSAYABLE
     if values.get("use_gating") and values["alpha"] != values["r"]:
         return (
             f"adapters does not scale a gated update, and this one is scaled by alpha / r = "
@@ -117,9 +117,9 @@ def _of_lora(
     chosen: dict[str, Any] = {
         "architecture": ("lora",),
         "fields": _FIELDS,
-        "feed_forward": _layer_flags.FEED_FORWARD,
+        "feed_forward": _targets.FEED_FORWARD,
         "read_fields": _read_fields,
-        "place": _layer_flags.place,
+        "place": _targets.place,
         "unsayable": _unsayable,
         "as_flags": _as_flags,
         **more,
@@ -148,7 +148,7 @@ def _of_vera(
         constants={"init_weights": "vera"},
         required=("vera_d", "vera_b"),
         implied={"convention": "adapterhub"},
-        fields=_layer_flags.FLAGS
+        fields=_targets.FLAGS
         | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
         omitted=("projection_prng_key",),
         containers=(
@@ -156,10 +156,10 @@ def _of_vera(
             Container("shared_parameters", "model"),
         ),
         fused=f"adapters cannot run {name} in a fused layer",
-        feed_forward=_layer_flags.FEED_FORWARD,
+        feed_forward=_targets.FEED_FORWARD,
         read_fields=lambda fields, _: fields | {"leave_out": fields.get("leave_out") or ()},
-        place=_layer_flags.place,
-        as_flags=_layer_flags.as_flags,
+        place=_targets.place,
+        as_flags=_targets.as_flags,
     )
 
 

@@ -21,10 +21,9 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CompositionError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Share, field
 from adapterzoo.methods._init import DTYPE, dtype_named
-from adapterzoo.methods._named_sites import fields_at
-from adapterzoo.methods._patterns import Patterns, matching
 from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger
-from adapterzoo.methods._targets import TARGETS, TargetedConfig
+from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
+from adapterzoo.patterns import Patterns, matching
 
 DRAWN = "lora", "bert", "gaussian", "orthogonal"
 """The names of initial values that do not depend on the weight."""
@@ -149,7 +148,8 @@ class LowRankConfig(TargetedConfig):
             first = _at_all(first, placed, anatomy)
         else:
             parts = [{(p.site.name, p.site.role) for p in placements} for placements in placed]
-            alike = TARGETS if all(own == parts[0] for own in parts) else frozenset[str]()
+            same_parts = all(each == parts[0] for each in parts)
+            alike = TARGETS if same_parts else frozenset[str]()
             strategy.refuse_differing(dicts, trained | _SCALING | alike)
         sized = first.of_ranks(combined)
         # a scaling of 0 has no inverse

@@ -49,7 +49,7 @@ from adapterzoo.kernels.grouped import (
     stacked_up,
 )
 from adapterzoo.methods._init import constant, drawn
-from adapterzoo.methods._rows import features, restored
+from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._targets import PLACES
 
 from .config import LowRankConfig

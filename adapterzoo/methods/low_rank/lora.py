@@ -60,11 +60,9 @@ from adapterzoo.kernels.grouped import (
     stacked_up,
 )
 from adapterzoo.kernels.low_rank import low_rank
-from adapterzoo.methods._gate import Gate
 from adapterzoo.methods._init import constant, drawn, generator
-from adapterzoo.methods._named_sites import fields_at
-from adapterzoo.methods._rows import features, gated, restored
-from adapterzoo.methods._targets import TARGETS, TargetedConfig
+from adapterzoo.methods._parts import Gate, features, gated, restored
+from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
 
 from .config import LowRankConfig
 from .factors import LowRank
@@ -277,8 +275,7 @@ def _check_model(shown: str, tokens: Sequence[int], anatomy: Anatomy) -> None:
     if outside := [token for token in tokens if token >= size]:
         raise SiteError(
             f"{shown}: the model has the tokens 0 to {size - 1}, not {listing(outside)}. Write "
-            f"the ids of its own tokenizer, or model.resize_token_embeddings({max(outside) + 1}) "
-            f"first if they are new."
+            f"ids of its tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
         )
 
 

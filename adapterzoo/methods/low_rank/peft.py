@@ -20,11 +20,20 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.fields import FACTOR, AnyValue, Items, Range, Share
-from adapterzoo.methods._beside import BESIDE
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, TOKENS, bias, ours
-from adapterzoo.methods._peft_sites import row_numbers, whole_width
+from adapterzoo.fields import FACTOR, FLAG, AnyValue, Items, Range, Share
+from adapterzoo.methods._peft import (
+    EXCLUDED,
+    STORED,
+    TARGETS,
+    TOKENS,
+    bias,
+    only_native,
+    ours,
+    row_numbers,
+    whole_width,
+)
 from adapterzoo.methods._sizes import RANK
+from adapterzoo.methods.copies.config import COPIES
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,
@@ -68,10 +77,10 @@ _ARGUMENTS = PeftArguments(
         **bias(),
         **TOKENS,
         "target_parameters": ours(None, "target_parameters"),
-        "r": ours(8, "r"),
-        "lora_alpha": ours(8, "alpha"),
-        "lora_dropout": ours(0.0, "dropout"),
-        "use_rslora": ours(False, "use_rslora"),
+        "r": ours(8, "r", RANK),
+        "lora_alpha": ours(8, "alpha", FACTOR),
+        "lora_dropout": ours(0.0, "dropout", Share()),
+        "use_rslora": ours(False, "use_rslora", FLAG),
         "rank_pattern": ours({}, "rank_pattern"),
         "alpha_pattern": ours({}, "alpha_pattern"),
         "init_lora_weights": PeftArgument(
@@ -81,19 +90,15 @@ _ARGUMENTS = PeftArguments(
             "with False A and B start at random, and the model changes. Write "
             "init_lora_weights=True, or init_weights='bert' for normal values of both.",
             passes=True,
+            check=AnyValue(),
         ),
         "megatron_core": PeftArgument("megatron.core"),
         "qalora_group_size": PeftArgument(16),
-        **{
-            name: PeftArgument(hint="this method has no initial values from data. Leave it out.")
-            for name in ("corda_config", "eva_config")
-        },
-        **{
-            name: PeftArgument(hint="it belongs to initial values that are not here. Leave it out.")
-            for name in ("loftq_config", "lora_ga_config")
-        },
+        **dict.fromkeys(
+            ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config"),
+            PeftArgument(),
+        ),
         "ensure_weight_tying": PeftArgument(False),
-        "velora_config": PeftArgument(hint="it compresses activations. Leave it out."),
         **{
             name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
             for name, reason in _REFUSED.items()
@@ -119,15 +124,11 @@ _FROM_DATA: Mapping[str, PeftArgument] = {
         part_class="CordaConfig",
         parts={
             **{name: ours(default, name) for name, (default, _) in OPTIONS["corda"].items()},
-            "cache_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
-            "covariance_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
-            "verbose": PeftArgument(False, hint="there is no progress to print. Leave it out."),
-            "use_float16_for_covariance": PeftArgument(
-                False, hint="covariances are never in half precision. Leave it out."
-            ),
-            "prune_temporary_fields": PeftArgument(
-                True, hint="there are no temporary fields. Leave it out."
-            ),
+            "cache_file": PeftArgument(),
+            "covariance_file": PeftArgument(),
+            "verbose": PeftArgument(False),
+            "use_float16_for_covariance": PeftArgument(False),
+            "prune_temporary_fields": PeftArgument(True),
         },
     ),
     "loftq_config": PeftArgument(
@@ -163,21 +164,9 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 # VeLoRA's, which only the backward pass of PEFT reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
-_FIELDS = {
-    "r": PeftField(8, RANK),
-    "lora_alpha": PeftField(8.0, FACTOR),
-    "lora_dropout": PeftField(0.0, Share()),
-    "use_rslora": PeftField(False),
-    "init_lora_weights": PeftField(True, AnyValue()),
-}
 # optional ones are those of some methods only
 _SAME = ("use_rslora", "lora_bias", _INVOCATION)
 _PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
-_INERT = frozenset(
-    ("corda_config", "ensure_weight_tying", "eva_config", "loftq_config",
-     "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
-     "velora_config")
-)  # fmt: skip
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
 _REPRODUCED = ("pissa", "olora")
 # initial values that leave the base weights unchanged
@@ -208,16 +197,14 @@ def _read_layer(layer: PeftLayer) -> Fields:
     if not fits or not a.shape[0] or a.shape[0] % count:
         each = f"; the rank counts for each of {count} experts" if count > 1 else ""
         raise CheckpointError(
-            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}; one adapter "
-            f"has [rank, d_in] and [d_out, rank]{each}. Copy the file again from where it was "
-            f"saved."
+            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}, not "
+            f"[rank, d_in] and [d_out, rank]{each}. Copy the file again."
         )
     rank = a.shape[0] // count
     if rank != fields["r"]:
         raise CheckpointError(
             f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
-            f"rank {rank}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
-            f"in adapter_config.json."
+            f"rank {rank}. Correct 'r' or 'rank_pattern' in adapter_config.json."
         )
     init, site = fields["init_lora_weights"], layer.site
     drops = site.is_called and site.kind != "embedding"
@@ -249,11 +236,8 @@ def _write_layer(layer: PeftOutput) -> Fields:
     one = configs[0]
     said = {(c.scaling_at(site.name), c.use_rslora, c.dropout) for c in configs}
     if len(said) > 1:
-        raise CheckpointError(
-            f"the adapters at {site.name!r} differ in scaling or dropout (scaling, use_rslora, "
-            f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
-            f"{argument('format', 'native')}."
-        )
+        what = f"scaling or dropout (scaling, use_rslora, dropout: {listing(sorted(said))})"
+        raise only_native(f"the adapters at {site.name!r} differ in {what}")
     _check_parameter(layer, one)
     alpha = one.alpha_at(site.name)
     if len(parts) > 1:
@@ -280,7 +264,6 @@ def _of_lora(
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
     """Return the spelling of a method that PEFT calls LORA; `tensors`: besides A and B."""
     chosen: dict[str, Any] = {
-        "fields": _FIELDS,
         "refused": _REFUSED,
         "arguments": _ARGUMENTS,
         "write_layers": _write_layers,
@@ -296,8 +279,8 @@ def _of_lora(
         maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
         patterns=_PATTERNS,
-        beside=BESIDE,
-        inert=_INERT,
+        beside=COPIES,
+        inert=frozenset(("merge_weights", "runtime_config")),
         refuse=_refuse,
         read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
         write=lambda part: _as_parameter(part.placement.site, part.tensors),
@@ -357,9 +340,8 @@ def _read(layer: PeftLayer) -> Tensors:
     init, site = layer.fields["init_lora_weights"], layer.site
     if init in _REPRODUCED:
         raise CheckpointError(
-            f"adapter_config.json says init_lora_weights={init!r} with target_parameters: that "
-            f"initialization changed the weight of {layer.name!r}. Merge the adapter with PEFT, "
-            f"and load the merged model."
+            f"init_lora_weights={init!r} with target_parameters changed the weight of "
+            f"{layer.name!r}. Merge the adapter with PEFT, and load the merged model."
         )
     a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], _experts_of(site)
     a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
@@ -398,11 +380,8 @@ def _check_parameter(layer: PeftOutput, config: LowRankConfig) -> None:
     """
     site = layer.parts[0].placement.site
     if layer.is_parameter and (config.dropout or "lora_B_bias" in layer.tensors):
-        raise CheckpointError(
-            f"the adapter at {site.name!r} has dropout={config.dropout} or a bias of B, and PEFT "
-            f"can adapt the layer only as a parameter (target_parameters), which has neither. "
-            f"Write {argument('format', 'native')}."
-        )
+        has = f"dropout={config.dropout} or a bias of B, which a parameter cannot have"
+        raise only_native(f"the adapter at {site.name!r} has {has}")
 
 
 def _is_flipped(site: Site) -> bool:
@@ -424,9 +403,8 @@ def _read_start(layer: PeftLayer) -> Tensors:
     w = layer.weight()
     if w is None:
         raise CheckpointError(
-            f"adapter_config.json says init_lora_weights={init!r}: PEFT has subtracted a part of "
-            f"the weight of {layer.name!r}, and here it is quantized or has no values, so that "
-            f"the part is unknown. Load the adapter into the model in the dtype of its training."
+            f"init_lora_weights={init!r}: PEFT has subtracted a part of the weight of "
+            f"{layer.name!r}, which is quantized here. Load it in the dtype of its training."
         )
     rank = layer.tensors["lora_A"].shape[0]
     s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
@@ -450,11 +428,8 @@ def _write_invoked_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
         return written
     for layer, found in zip(layers, own, strict=True):
         if len(found) > 1:
-            raise CheckpointError(
-                f"the adapters at {layer.parts[0].placement.site.path!r} differ in {_INVOCATION} "
-                f"({listing(sorted(found))}), and PEFT has one adapter per layer. Write "
-                f"{argument('format', 'native')}."
-            )
+            path, given = layer.parts[0].placement.site.path, listing(sorted(found))
+            raise only_native(f"the adapters at {path!r} differ in {_INVOCATION} ({given})")
     # an empty value is compared with those of other layers, None is not
     pairs = zip(written, own, strict=True)
     return [{**fields, _INVOCATION: next(iter(found))} for fields, found in pairs]
@@ -476,8 +451,7 @@ def _read_adalora_fields(layer: PeftLayer) -> Fields:
     if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or e.shape != (rank, 1):
         raise CheckpointError(
             f"at {layer.name!r} lora_A is {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
-            f"{list(e.shape)}; one adapter has [rank, d_in], [d_out, rank] and [rank, 1]. Copy the "
-            f"file again from where it was saved."
+            f"{list(e.shape)}, not [rank, d_in], [d_out, rank] and [rank, 1]. Copy the file again."
         )
     scaled = fields["lora_alpha"] if fields["lora_alpha"] > 0 else rank
     r = max(rank, 1)
@@ -512,12 +486,7 @@ def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -
     slices = [part.placement.site.output_slice for part in parts]
     rows = [n for own in slices if own is not None for n in row_numbers(own).tolist()]
     if None in slices or len(set(rows)) < len(rows):
-        raise CheckpointError(
-            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT's one "
-            f"adapter for the whole layer cannot compute the same. Write "
-            f"{argument('format', 'native')}, or train "
-            f"with target_modules={[site.path.rpartition('.')[2]]!r}."
-        )
+        raise only_native(f"at {site.path!r} {len(parts)} adapters with magnitudes share rows")
     joined = _join(parts, weight)
     if len(rows) < len(joined["m"]):
         joined["m"] = _with_norms(joined["m"], torch.tensor(rows), site, weight())
@@ -528,11 +497,8 @@ def _with_norms(m: Tensor, covered: Tensor, site: Site, weight: Tensor | None) -
     # a part of a sharded weight has no norm of its own
     plain = type(weight) in (Tensor, torch.nn.Parameter)
     if weight is None or not plain or weight.dim() != 2 or not weight.is_floating_point():
-        raise CheckpointError(
-            f"at {site.path!r} only some rows of a fused layer are adapted, and the norms of the "
-            f"others cannot be computed from a quantized or sharded weight. Write "
-            f"{argument('format', 'native')}."
-        )
+        why = "only some rows are adapted, and the others have no norm (quantized or sharded)"
+        raise only_native(f"at {site.path!r} {why}")
     rows = weight.detach().to(m).T if site.transposed else weight.detach().to(m)  # [d_out, d_in]
     whole: Tensor = torch.linalg.vector_norm(rows, dim=1)  # [d_out]
     whole[covered] = m[covered]
@@ -545,11 +511,11 @@ _VERA_ARGUMENTS = PeftArguments(
         **TARGETS,
         **STORED,
         **bias("vera_only"),
-        "r": ours(256, "r"),
-        "projection_prng_key": ours(0, "projection_prng_key"),
-        "save_projection": ours(True, "save_projection"),
-        "vera_dropout": ours(0.0, "dropout"),
-        "d_initial": ours(0.1, "vera_d"),
+        "r": ours(256, "r", RANK),
+        "projection_prng_key": ours(0, "projection_prng_key", Range(0, 2**63 - 1)),
+        "save_projection": ours(True, "save_projection", FLAG),
+        "vera_dropout": ours(0.0, "dropout", Share()),
+        "d_initial": ours(0.1, "vera_d", FACTOR),
         "init_weights": PeftArgument(
             True,
             "init_weights",
@@ -587,10 +553,9 @@ def _read_vera(
         return said, tensors
     if tensors or fields["save_projection"]:
         raise CheckpointError(
-            f"the file lacks vera_A or vera_B, and adapter_config.json says save_projection="
-            f"{fields['save_projection']}. Copy the file again from where it was saved; or, if it "
-            f"was saved without both, write 'save_projection': false there, to draw them again "
-            f"from projection_prng_key={fields['projection_prng_key']}."
+            f"the file lacks vera_A or vera_B, with save_projection={fields['save_projection']}. "
+            f"Copy it again, or write 'save_projection': false in adapter_config.json if it was "
+            f"saved without both."
         )
     own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
     sites = [layer.site for layer in layers]
@@ -671,7 +636,6 @@ spelled(
     _of_lora(
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
-        fields=_FIELDS | {_INVOCATION: PeftField(None, Invocation())},
         write_layers=_write_invoked_layers,
         refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
         optional={"lora_B_bias": "lora_bias"},
@@ -682,7 +646,7 @@ spelled(
                 **_ARGUMENTS.fields,
                 **_FROM_DATA,
                 "lora_bias": ours(False, "lora_bias"),
-                _INVOCATION: ours(None, _INVOCATION),
+                _INVOCATION: ours(None, _INVOCATION, Invocation()),
             },
             unsayable=_unused_options,
         ),
@@ -725,14 +689,6 @@ spelled(
         arguments=_VERA_ARGUMENTS,
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
-        fields={
-            "r": PeftField(256, RANK),
-            "projection_prng_key": PeftField(0, Range(0, 2**63 - 1)),
-            "vera_dropout": PeftField(0.0, Share()),
-            "d_initial": PeftField(0.1, FACTOR),
-            "save_projection": PeftField(True),
-        },
-        inert=frozenset(("init_weights",)),
         read_layers=_read_vera_layers,
         read_model=_read_vera,
         unsayable=_unsayable_vera,

@@ -31,11 +31,12 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.fields import MAX_WIDTH, Choice, Either, Range, field
+from adapterzoo.fields import FLAG, MAX_WIDTH, Choice, Either, Range, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._rows import features, restored, taken
-from adapterzoo.spelling import PeftField, spelled
+from adapterzoo.methods._parts import features, restored, taken
+from adapterzoo.methods._peft import ours
+from adapterzoo.spelling import spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling
 
@@ -259,9 +260,9 @@ spelled(
         "LoKrConfig",
         [name for side in _FORMS for form in side for name in form],
         {
-            "decompose_both": PeftField(False),
-            "decompose_factor": PeftField(-1, Range(-1, MAX_WIDTH)),
-            "rank_dropout_scale": PeftField(False),
+            "decompose_both": ours(False, "decompose_both", FLAG),
+            "decompose_factor": ours(-1, "decompose_factor", Range(-1, MAX_WIDTH)),
+            "rank_dropout_scale": ours(False, "rank_dropout_scale", FLAG),
         },
         forms=tuple(frozenset((*w1, *w2)) for w1 in _FORMS[0] for w2 in _FORMS[1]),
     )

@@ -20,15 +20,14 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, SEED, Check, Share, field
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
-from adapterzoo.methods._patterns import Patterns, matching
-from adapterzoo.methods._peft_arguments import EXCLUDED, TARGETS, ours
-from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
 from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled
 from adapterzoo.methods._targets import TargetedConfig
-from adapterzoo.peft_arguments import PeftArguments
-from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
+from adapterzoo.patterns import Patterns, matching
+from adapterzoo.peft_arguments import PeftArgument, PeftArguments
+from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling
 
 
 class _Off(Check):
@@ -179,10 +178,10 @@ class Lycoris(WeightAdapter):
 
 
 FIELDS = {
-    "r": PeftField(8, RANK),
-    "alpha": PeftField(8.0, FACTOR),
-    "rank_dropout": PeftField(0.0, Share()),
-    "module_dropout": PeftField(0.0, Share()),
+    "r": ours(8, "r", RANK),
+    "alpha": ours(8.0, "alpha", FACTOR),
+    "rank_dropout": ours(0.0, "rank_dropout", Share()),
+    "module_dropout": ours(0.0, "module_dropout", Share()),
 }
 
 
@@ -190,7 +189,7 @@ def peft_spelling(
     peft_type: str,
     class_name: str,
     names: Sequence[str],
-    extra: Mapping[str, PeftField],
+    extra: Mapping[str, PeftArgument],
     **more: Any,
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
     """Return how PEFT spells LoHa or LoKr.
@@ -202,7 +201,7 @@ def peft_spelling(
         extra: fields that the other method does not have.
         **more: other arguments of `PeftSpelling`.
     """
-    fields = FIELDS | extra
+    fields = {**FIELDS, **extra}
 
     def read(layers: Sequence[PeftLayer]) -> list[Fields]:
         return [{name: layer.fields[name] for name in fields} for layer in layers]
@@ -213,7 +212,7 @@ def peft_spelling(
     arguments = {
         **TARGETS,
         **EXCLUDED,
-        **{name: ours(field.default, name) for name, field in fields.items()},
+        **fields,
         "rank_pattern": ours({}, "rank_pattern"),
         "alpha_pattern": ours({}, "alpha_pattern"),
         "use_effective_conv2d": ours(False, "use_effective_conv2d"),
@@ -224,10 +223,7 @@ def peft_spelling(
         peft_type=peft_type,
         arguments=PeftArguments(class_name=class_name, fields=arguments),
         tensors={name: (name,) for name in names},
-        fields=fields,
         patterns={"rank_pattern": ("r", "r"), "alpha_pattern": ("alpha", "alpha")},
-        # of convolutions, which are refused by their tensors
-        inert=frozenset(("init_weights", "use_effective_conv2d")),
         read_layers=read,
         unsayable=lambda placement: unsayable(
             placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"

@@ -14,7 +14,7 @@ from adapterzoo.anatomy import Anatomy, Site, usual_joins
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range
-from adapterzoo.methods._peft_arguments import PROMPT, ours
+from adapterzoo.methods._peft import PROMPT, ours
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubSpelling,
@@ -152,8 +152,6 @@ def prefix_peft(config: type[AdapterConfig]) -> PeftSpelling:
             # 0: not in the file
             **{name: PeftField(0, Range(0, MAX_WIDTH)) for name in sizes},
         },
-        # with a projection, the file holds its result
-        inert=frozenset(("encoder_hidden_size", "init_weights", "prefix_projection")),
         read_model=_from_peft,
         unsayable=_unsayable,
         write_model=_to_peft,
@@ -170,7 +168,8 @@ def cartridge(config: type[AdapterConfig]) -> PeftSpelling:
         plain,
         peft_type="CARTRIDGE",
         becomes="a prefix that computes the same; training changes its frozen tokens too",
-        inert=plain.inert | {"num_frozen_tokens"},
+        arguments=None,
+        inert=frozenset({*_PREFIX_ARGUMENTS.fields, "num_frozen_tokens"}),
     )
 
 
@@ -317,8 +316,7 @@ def prompt_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 def prompt_peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells prompt tuning: rows that join the table's output."""
-    inert = "prompt_tuning_init prompt_tuning_init_text tokenizer_kwargs"
-    rows = _rows(config, "PROMPT_TUNING", inert)
+    rows = _rows(config, "PROMPT_TUNING", "")
     return replace(rows, write_model=_write_model, arguments=_PROMPT_ARGUMENTS)
 
 

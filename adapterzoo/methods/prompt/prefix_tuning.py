@@ -43,10 +43,9 @@ from adapterzoo.contracts import (
 )
 from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
-from adapterzoo.methods._beside import BesideConfig
-from adapterzoo.methods._gate import Gate
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, kaiming, normal, uniform
-from adapterzoo.methods._products import Affine
+from adapterzoo.methods._parts import Affine, Gate
+from adapterzoo.methods.copies.config import ConfigWithCopies
 from adapterzoo.spelling import spelled
 
 from .formats import SELF, TIED, cartridge, prefix_adapterhub, prefix_peft
@@ -56,7 +55,7 @@ from .formats import SELF, TIED, cartridge, prefix_adapterhub, prefix_peft
 @config_strings.register("prefix_tuning")
 @spelled(prefix_adapterhub, prefix_peft, cartridge)
 @config_class
-class PrefixTuningConfig(BesideConfig):
+class PrefixTuningConfig(ConfigWithCopies):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
 
     Attributes:

@@ -31,8 +31,8 @@ from adapterzoo.configs import AdapterConfig, Placement, architectures, config_s
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
-from adapterzoo.methods._beside import BesideConfig
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, uniform
+from adapterzoo.methods.copies.config import ConfigWithCopies
 from adapterzoo.spelling import spelled
 
 from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft
@@ -44,7 +44,7 @@ _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 @config_strings.register("prompt_tuning")
 @spelled(prompt_adapterhub, prompt_peft, p_tuning, cpt)
 @config_class
-class PromptTuningConfig(BesideConfig):
+class PromptTuningConfig(ConfigWithCopies):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.
 
     Attributes:

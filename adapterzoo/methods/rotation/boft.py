@@ -27,18 +27,16 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.fields import MAX_WIDTH, SEED, Range, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
-from adapterzoo.kernels.cayley import cayley
-from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.cayley import cayley, cayley_fold
 from adapterzoo.kernels.compose import compose, compose_reference
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
-from adapterzoo.methods._peft_sites import unsayable
-from adapterzoo.methods._rows import features, restored
+from adapterzoo.methods._parts import features, restored
+from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.peft_arguments import PeftArguments
-from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling, spelled
+from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
 from .rotating import Rotating, block_sizes, dropped, nearest
 
@@ -205,11 +203,6 @@ class BOFT(Rotating):
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
 
 
-_FIELDS = {
-    "boft_dropout": PeftField(0.0, Share()),
-    "boft_n_butterfly_factor": PeftField(1, Range(1, 30)),
-    "boft_block_num": PeftField(0, Range(0, MAX_WIDTH)),
-}
 _ARGUMENTS = PeftArguments(
     class_name="BOFTConfig",
     fields={
@@ -218,9 +211,9 @@ _ARGUMENTS = PeftArguments(
         **STORED,
         **bias("boft_only"),
         "boft_block_size": ours(4, "boft_block_size"),
-        "boft_block_num": ours(0, "boft_block_num"),
-        "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor"),
-        "boft_dropout": ours(0.0, "boft_dropout"),
+        "boft_block_num": ours(0, "boft_block_num", Range(0, MAX_WIDTH)),
+        "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor", Range(1, 30)),
+        "boft_dropout": ours(0.0, "boft_dropout", Share()),
         "init_weights": ours(True, "init_weights"),
     },
 )
@@ -236,8 +229,8 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
         shape = list(layer.tensors["boft_R"].shape)
         if len(shape) != 4 or shape[2] != shape[3]:
             raise CheckpointError(
-                f"at {layer.name!r} boft_R is {shape}; it is [factors, blocks, size, size]. Copy "
-                f"the file again from where it was saved."
+                f"at {layer.name!r} boft_R is {shape}, not [factors, blocks, size, size]. Copy the "
+                f"file again."
             )
     fields = layers[0].fields
     shapes = [layer.tensors["boft_R"].shape for layer in layers]
@@ -288,8 +281,6 @@ spelled(
         beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
-        fields=_FIELDS,
-        inert=frozenset(("boft_block_size", "init_weights")),
         read_layers=_read_layers,
         unsayable=lambda placement: unsayable(placement, "a BOFTConfig", "PEFT has no BOFT"),
         write_layers=_write_layers,

@@ -29,19 +29,16 @@ from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.fields import MAX_WIDTH, SEED, Positive, Range, Share, field
-from adapterzoo.kernels._recomputed import recomputed
+from adapterzoo.fields import FLAG, MAX_WIDTH, SEED, Positive, Range, Share, field
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
-from adapterzoo.kernels.cayley import cayley, cayley_neumann
-from adapterzoo.kernels.cayley_fold import cayley_fold
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from adapterzoo.methods._peft_arguments import EXCLUDED, STORED, TARGETS, bias, ours
-from adapterzoo.methods._peft_sites import unsayable
+from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.peft_arguments import PeftArguments
-from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling, spelled
+from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
 from .rotating import Rotating, block_sizes, dropped, nearest
 
@@ -332,15 +329,6 @@ class OFT(Rotating):
 TERMS = Range(2, 64)
 
 
-_FIELDS = {
-    "r": PeftField(0, Range(0, MAX_WIDTH)),
-    "module_dropout": PeftField(0.0, Share()),
-    "block_share": PeftField(False),
-    "use_cayley_neumann": PeftField(True),
-    "num_cayley_neumann_terms": PeftField(5, TERMS),
-    "coft": PeftField(False),
-    "eps": PeftField(6e-5, Positive()),
-}
 _ARGUMENTS = PeftArguments(
     class_name="OFTConfig",
     fields={
@@ -348,7 +336,13 @@ _ARGUMENTS = PeftArguments(
         **EXCLUDED,
         **STORED,
         **bias("oft_only"),
-        **{name: ours(field.default, name) for name, field in _FIELDS.items()},
+        "r": ours(0, "r", Range(0, MAX_WIDTH)),
+        "module_dropout": ours(0.0, "module_dropout", Share()),
+        "block_share": ours(False, "block_share", FLAG),
+        "use_cayley_neumann": ours(True, "use_cayley_neumann", FLAG),
+        "num_cayley_neumann_terms": ours(5, "num_cayley_neumann_terms", TERMS),
+        "coft": ours(False, "coft", FLAG),
+        "eps": ours(6e-5, "eps", Positive()),
         "oft_block_size": ours(32, "oft_block_size"),
         "init_weights": ours(True, "init_weights"),
     },
@@ -385,8 +379,7 @@ def _block_size(layer: PeftLayer) -> int:
         raise CheckpointError(
             f"at {layer.name!r} oft_R is {shape}; with block_share="
             f"{layer.fields['block_share']} it is [{'1' if rows == 1 else 'd / b'}, b (b - 1) / 2] "
-            f"for blocks of b > 1 of the d={width} features. Copy both files again from where "
-            f"they were saved."
+            f"for blocks of b > 1 of the d={width} features. Copy both files again."
         )
     return b
 
@@ -418,7 +411,7 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
     by_number = len({*numbers}) == 1 and (bool(configs[0]["r"]) or len({*sizes}) > 1)
     return [
         {
-            **{name: config[name] for name in _FIELDS},
+            **{name: config[name] for name, a in _ARGUMENTS.fields.items() if a.check},
             "r": number if by_number else 0,
             "oft_block_size": 0 if by_number else size,
             "peft_version": _RELEASE,
@@ -437,8 +430,6 @@ spelled(
         arguments=_ARGUMENTS,
         tensors={"oft_R": ("oft_R.weight",)},
         embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
-        fields=_FIELDS,
-        inert=frozenset(("oft_block_size", "init_weights")),
         refuse=_refuse,
         read_layers=_read_layers,
         unsayable=lambda placement: unsayable(placement, "an OFTConfig", "PEFT has no OFT"),

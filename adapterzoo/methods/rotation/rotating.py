@@ -14,7 +14,7 @@ from adapterzoo.caches import cached
 from adapterzoo.contracts import WeightAdapter, compute_dtype
 from adapterzoo.kernels.butterfly import in_layout_of, rotated
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.methods._rows import restored, taken
+from adapterzoo.methods._parts import restored, taken
 
 
 class Rotating(WeightAdapter):

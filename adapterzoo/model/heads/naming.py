@@ -13,11 +13,10 @@ from torch import nn
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.expressions import short_names
-from adapterzoo.formats.peft.patterns import exactly
+from adapterzoo.formats.peft.config import exactly
 from adapterzoo.inject.building import layer_at, plain_modules
-from adapterzoo.methods._patterns import matches
 from adapterzoo.model.state import AdaptedModel, base_prefix
+from adapterzoo.patterns import matches, short_names
 
 from .copies import output_path, outside
 

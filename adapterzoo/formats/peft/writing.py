@@ -1,0 +1,521 @@
+"""Write an adapter as PEFT's config and tensors, exactly or not at all.
+
+`reading` says how PEFT keeps what is trained besides an adapter, and adapters of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, StateError, argument, listing
+from adapterzoo.formats.checkpoint import Checkpoint, Place, places_of, shared_tensors
+from adapterzoo.formats.fit import same_bits
+from adapterzoo.heads import head_types
+from adapterzoo.patterns import short_names
+from adapterzoo.peft_arguments import ADAPTED_BIASES
+from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
+
+from .config import TASKS, TOKENS, Task, by_path, classes_for, most_common, task_of
+from .reading import (
+    DELTA,
+    FIELD_AT,
+    WRAPPED,
+    base_tensor,
+    fields_for_extras,
+    parameter_of,
+    start_of_rows,
+)
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
+# names that layers of heads have too: as ends of paths they would match these
+_IN_HEADS = """
+    classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
+    summary vocab_projector vocab_transform
+"""
+
+_HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+
+
+def encode_adapter(
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return PEFT's config, and all tensors by PEFT's keys.
+
+    Args:
+        checkpoint: the adapter.
+        head: tensors of its head by key in the task class.
+        task: the class into which PEFT will load it.
+        info: of the model.
+
+    Raises:
+        CheckpointError: PEFT has no such adapter, or its config has one value for a field that
+            differs between layers.
+    """
+    config = AdapterConfig.from_dict(checkpoint.metadata["config"])
+    spelling, parts, more = _parts(config, checkpoint.adapter, info)
+    modules = info.modules(task.model_class)
+    fields, shared = _of_model(spelling, config, checkpoint.adapter, info)
+    tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
+    fields |= _task_fields(head, modules, task, info)
+    head_modules = tuple(fields["modules_to_save"] or ())
+    tensors |= {
+        f"{spelling.prefix}{key}": tensor
+        for key, tensor in head.items()
+        if any(key.startswith(f"{path}.") for path in head_modules)
+    }
+    if not spelling.has_layers:
+        _check_task(spelling, head, task)
+        parts = {}
+    layers = {name: _output(name, here, spelling, info) for name, here in parts.items()}
+    sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
+    owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
+    paths = {
+        name: f"{owners[name]}.{parameter_of(sites[name])}" if each.is_parameter
+        else owners[name]
+        for name, each in layers.items()
+    }  # fmt: skip
+    if spelling.has_layers:
+        fields |= _target_fields(spelling, layers, paths, modules)
+    fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
+    around = wrapper_depths(sites.values(), [*info.anatomy.weights()])
+    for name, layer in layers.items():
+        table = dict(spelling.tensors)
+        if sites[name].kind == "embedding":
+            table |= spelling.embedding_tensors
+        owner = wrapped(owners[name], around.get(name, 0))
+        for own, tensor in layer.tensors.items():
+            tensors[f"{spelling.prefix}{owner}.{table[own][0]}"] = tensor
+    found, also = _write_extras(
+        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
+    )
+    saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
+    tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
+    fields |= {**found, "modules_to_save": saved or None}
+    if spelling.rows_field:
+        # not a field of this class; PEFT loads the tensors of a head without it
+        del fields["modules_to_save"]
+    return fields, tensors
+
+
+def _of_model(
+    spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return the fields and tensors of the whole model."""
+    if spelling.shared and len(config.members) > 1:
+        raise CheckpointError(
+            f"the adapter is a union of {len(config.members)} {spelling.peft_type} adapters, and a "
+            f"file of PEFT has one. Write {argument('format', 'native')}."
+        )
+    fields, shared = spelling.write_model(config.members[0], shared_tensors(tensors), info.anatomy)
+    return {"peft_type": spelling.peft_type, **spelling.fixed, **fields}, shared
+
+
+def _parts(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
+    """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
+    more: list[tuple[Place, Mapping[str, Tensor]]] = []
+    by_name: dict[str, list[PeftPart]] = {}
+    at: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        at.setdefault(key.partition("/")[0], {})[key] = tensor
+    methods: dict[str, PeftSpelling] = {}
+    for place in places_of(config, info.anatomy):
+        member = place.placement.config
+        start = place.key("")
+        here = at.get(place.path, {}).items()
+        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
+        if place.placement.location in FIELD_AT:
+            more.append((place, own))
+            continue
+        name = type(member).__name__
+        spelling = peft_spellings.get(member.architecture)
+        reason: str | None = f"a {name}, which is not a method of PEFT"
+        if spelling is not None:
+            reason = spelling.unsayable(place.placement)
+            methods[member.architecture] = spelling
+        if reason is not None or spelling is None:
+            raise CheckpointError(
+                f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
+                f"Write {argument('format', 'native')}."
+            )
+        by_name.setdefault(place.placement.site.name, []).append(PeftPart(place.placement, own))
+    if not methods:
+        first = config.members[0].architecture
+        methods = {first: peft_spellings[first]}
+    if len(methods) > 1:
+        raise CheckpointError(
+            f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
+            f"PEFT has one. Write {argument('format', 'native')}."
+        )
+    return next(iter(methods.values())), by_name, more
+
+
+def _output(
+    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
+) -> PeftOutput:
+    """Return the adapters of a layer as one adapter of the whole layer."""
+    site = parts[0].placement.site
+    is_parameter = is_written(site, spelling, info)
+    if len(parts) == 1 and site.output_slice is None:
+        return PeftOutput(parts, spelling.write(parts[0]), is_parameter)
+    if spelling.join is None:
+        roles = listing([str(part.placement.site.role) for part in parts])
+        raise CheckpointError(
+            f"at {name!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
+            f"one for the whole layer, which cannot compute the same. Write "
+            f"{argument('format', 'native')}, or "
+            f"train with target_modules={[name.rpartition('.')[2]]!r}."
+        )
+    key = f"{info.prefix}.{name}.weight".removeprefix(".")
+
+    def weight() -> Tensor | None:
+        found = info.tensor(key)
+        if found is not None and found.is_meta:
+            raise StateError(
+                f"the format needs the values of {key!r}, which is on the meta device. "
+                f"Load the model with its weights."
+            )
+        return found
+
+    return PeftOutput(parts, spelling.join(parts, weight), is_parameter)
+
+
+def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:
+    """Return the fields of PEFT's config that depend on the layers.
+
+    Args:
+        spelling: of the method.
+        layers: by path in the task class.
+    """
+    found: Fields = {}
+    if not layers:
+        return found
+    for parameter, flag in spelling.optional.items():
+        have = {parameter in layer.tensors for layer in layers.values()}
+        found[flag] = _same(flag, have)
+    written = spelling.write_layers([*layers.values()])
+    patterns = {base: (name, ours) for name, (base, ours) in spelling.patterns.items()}
+    first = next(iter(layers.values())).parts[0].placement.config.to_dict()
+    for name in written[0]:
+        values = {path: own[name] for path, own in zip(layers, written, strict=True)}
+        said = {path: value for path, value in values.items() if value is not None}
+        if not said:
+            found[name] = spelling.fields[name].default
+        elif name in patterns:
+            pattern, ours = patterns[name]
+            found[name] = most_common(said, first[ours])
+            found[pattern] = by_path(said, found[name])
+        else:
+            found[name] = _same(name, {*said.values()})
+    return found
+
+
+def _same(name: str, values: set[Any]) -> Any:
+    if len(values) > 1:
+        raise CheckpointError(
+            f"parts of the adapter differ in {name} ({listing(sorted(values))}), and PEFT's config "
+            f"has one value for all parts. Write {argument('format', 'native')}."
+        )
+    return next(iter(values))
+
+
+def _target_fields(
+    spelling: PeftSpelling,
+    layers: Mapping[str, PeftOutput],
+    paths: Mapping[str, str],
+    modules: Mapping[str, tuple[str, ...]],
+) -> Fields:
+    """Return the fields that select the adapted layers."""
+    weights = [paths[name] for name, layer in layers.items() if layer.is_parameter]
+    paths = {name: path for name, path in paths.items() if path not in weights}
+    # only whole paths match nothing else
+    whole = tuple(sorted(paths.values()))
+    targets = short_names(paths.values(), modules)
+    if targets is None or any(name in _IN_HEADS.split() for name in targets):
+        targets = whole
+    chosen = {
+        field: {paths[name] for name in paths if among(layers[name].tensors)}
+        for field, among in spelling.subsets.items()
+    }
+    # PEFT compares the names of a subset with the ends of paths, even within words
+    ends = [{path for path in whole if path.endswith(name)} for name in targets]
+    if any(found & own and found - own for found in ends for own in chosen.values()):
+        targets = whole
+    subsets = {
+        field: [name for name in targets if any(path.endswith(name) for path in own)]
+        for field, own in chosen.items()
+    }
+    # not a field of all methods
+    found: Fields = {**subsets, "target_modules": list(targets)}
+    if any(layers[name].parts[0].placement.site.transposed for name in paths):
+        found["fan_in_fan_out"] = True
+    if weights:
+        every = [f"{path}.{name}" for path, own in modules.items() for name in own]
+        found["target_parameters"] = [*(short_names(weights, every) or sorted(weights))]
+    return found
+
+
+def _task_fields(
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
+) -> Fields:
+    """Return the fields that name the model and the task."""
+    # PEFT requires the heads of these tasks in the file
+    task_type = None if not head and task.task_type in _HEADED else task.task_type
+    fields: Fields = {
+        "auto_mapping": None,
+        "base_model_name_or_path": info.model_name,
+        "inference_mode": True,
+        "modules_to_save": _whole_modules(head, modules, info) or None,
+        "revision": None,
+        "task_type": task_type,
+    }
+    if task_type is None:
+        library = getattr(getattr(transformers, task.model_class, None), "__module__", None)
+        fields["auto_mapping"] = {"base_model_class": task.model_class, "parent_library": library}
+    return fields
+
+
+def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
+    """Raise if PEFT would ignore the adapter: without a task, PEFT only adapts layers."""
+    if task.task_type is None:
+        raise CheckpointError(
+            f"PEFT's {spelling.peft_type} works only in models of its tasks ({listing(TASKS)}), "
+            f"and {task.model_class} is not one. Write {argument('format', 'native')}."
+        )
+    if task.task_type in _HEADED and not head:
+        raise CheckpointError(
+            f"PEFT loads a {spelling.peft_type} for {task.model_class} only with its head. Write "
+            f"{argument('with_head', True)}, or {argument('format', 'native')}."
+        )
+
+
+def _path_in_task(
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
+) -> str:
+    """Return the path in the task class of a layer that is at a path in the base model."""
+    found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
+    if found is None:
+        raise CheckpointError(
+            f"a {task.model_class}, for which PEFT would load the adapter, has no layer {path!r}. "
+            f"Write {argument('format', 'native')}, or "
+            f"{argument('with_head', False)} for the base model."
+        )
+    return found
+
+
+def _whole_modules(
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
+) -> list[str]:
+    """Return the paths of the modules that a head consists of, each as far up as it is whole.
+
+    Tensors of the head in none of them must be the model's own, which a file need not have.
+
+    Raises:
+        CheckpointError: a tensor is in no whole module, and differs from the model's.
+    """
+    below: dict[str, set[str]] = {}
+    for key in head:
+        parts = key.split(".")
+        below |= {".".join(parts[:end]): set() for end in range(1, len(parts))}
+    for path, own in modules.items():
+        parts = path.split(".")
+        for start in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & below.keys():
+            below[start] |= {f"{path}.{name}" for name in own}
+    whole = [path for path in sorted(below) if path in modules and below[path] <= head.keys()]
+    found = [path for path in whole if not any(path.startswith(f"{other}.") for other in whole)]
+    written = {key for path in found for key in below[path]}
+    rest = {key: tensor for key, tensor in head.items() if key not in written}
+    if wrong := sorted(key for key, tensor in rest.items() if not _is_own(key, tensor, info)):
+        raise CheckpointError(
+            f"PEFT saves the modules of a head whole, and {listing(wrong)} do not belong to this "
+            f"head alone. Write {argument('with_head', False)}."
+        )
+    return found
+
+
+def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
+    """Return whether a model has a tensor of the same values under this key."""
+    own = info.tensor(key)
+    return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))
+
+
+def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
+    """Return whether an adapter is written as that of a parameter.
+
+    So is that of a layer whose name PEFT would take for a former layer of experts.
+
+    Raises:
+        CheckpointError: it must be, and PEFT has no such adapter of the method.
+    """
+    if site.parameter is not None:
+        return True
+    name = site.path.rpartition(".")[2]
+    related = {s.peft_type for s in peft_spellings.values() if s.of_parameters}
+    if name not in info.split_experts or spelling.peft_type not in related:
+        return False
+    if not spelling.of_parameters:
+        raise CheckpointError(
+            f"the adapter is at {site.path!r}, and in a {info.model_class} PEFT takes the name "
+            f"{name!r} for a layer of experts. Write {argument('format', 'native')}."
+        )
+    return True
+
+
+def wrapper_depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int]:
+    """Return how many wrappers are around that of each adapted parameter, by `Site.name`.
+
+    Args:
+        sites: adapted ones.
+        order: the parameters of the model, in its order.
+    """
+    place = {name: number for number, name in enumerate(order)}
+    by_module: dict[str, list[str]] = {}
+    own = {site.name: site.path for site in sites if site.parameter is not None}
+    for name in sorted(own, key=place.__getitem__, reverse=True):
+        by_module.setdefault(own[name], []).append(name)
+    return {name: depth for names in by_module.values() for depth, name in enumerate(names)}
+
+
+def wrapped(path: str, depth: int) -> str:
+    """Return the path of a module below this many wrappers."""
+    return ".".join((path, *(WRAPPED,) * depth))
+
+
+def _write_extras(
+    places: Sequence[tuple[Place, Mapping[str, Tensor]]],
+    spelling: PeftSpelling,
+    adapted: Mapping[str, str],
+    modules: Mapping[str, tuple[str, ...]],
+    path_in_task: Callable[[str], str],
+    info: ModelInfo,
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return PEFT's fields and its tensors without the prefix.
+
+    Args:
+        places: what is trained besides the adapters, with its tensors by parameter.
+        spelling: of the method.
+        adapted: paths of the adapted layers, here and in the task class.
+        modules: of the task class.
+        path_in_task: path here → path in the task class.
+        info: of the model.
+
+    Raises:
+        CheckpointError: PEFT's method has no such field.
+    """
+    fields: Fields = {}
+    tensors: dict[str, Tensor] = {}
+    saved: list[str] = []
+    tokens: dict[int, tuple[str | None, str, list[int]]] = {}
+    for place, values in places:
+        path, config = path_in_task(place.path), place.placement.config.to_dict()
+        kind = FIELD_AT[place.placement.location]
+        if kind not in fields_for_extras(spelling):
+            raise CheckpointError(
+                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} has no "
+                f"such field. Write {argument('format', 'native')}."
+            )
+        if kind == "modules_to_save":
+            saved.append(path)
+            start = f"{path}."
+            tensors |= {start + n.removeprefix("layer."): t for n, t in values.items()}
+        elif kind == "bias":
+            inside = ".base_layer" if place.path in adapted else ""
+            tensors[f"{path}{inside}.bias"] = values["own"]
+            # a config for all biases lists no layers
+            fields["bias"] = "all" if config["paths"] is None else ADAPTED_BIASES
+        elif (key := id(place.placement.config)) not in tokens:
+            tokens[key] = config["table"], path, list(config["tokens"])
+            tensors[path + start_of_rows(spelling) + DELTA] = values["rows"]
+            for layer in _sharing(place.path, modules, info) if spelling.rows_field else ():
+                # each has a tensor of its own in the file
+                tensors.setdefault(f"{layer}.{DELTA}", values["rows"].clone())
+    if saved:
+        names = short_names(saved, modules)
+        # PEFT compares ends even within words
+        others = [path for path in modules if path not in saved]
+        if names is None or any(path.endswith(names) for path in others):
+            names = tuple(sorted(saved))
+        fields["modules_to_save"] = list(names)
+    if tokens and spelling.rows_field:
+        fields |= _rows_alone(spelling, list(tokens.values()))
+    elif tokens:
+        found = list(tokens.values())
+        alone = len(found) == 1 and found[0][0] is None
+        listed = {path: ids for _, path, ids in found}
+        fields[TOKENS] = found[0][2] if alone else listed
+    return fields, tensors
+
+
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
+    """Return the paths in the task class of all modules with the table at a path."""
+    own = base_tensor(path, "weight", info)
+    weights = [name for name, tensors in modules.items() if "weight" in tensors]
+    return [name for name in weights if info.tensor(f"{name}.weight") is own]
+
+
+def _rows_alone(
+    spelling: PeftSpelling, found: Sequence[tuple[str | None, str, list[int]]]
+) -> Fields:
+    """Return the fields of a method that only trains rows, which are the same in each table."""
+    lists = [ids for _, _, ids in found]
+    if lists != [lists[0]] * len(lists):
+        raise CheckpointError(
+            f"the tables have rows of different tokens, and PEFT's {spelling.peft_type} has one "
+            f"list for all. Write {argument('format', 'native')}."
+        )
+    return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
+
+
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
+    """Return the task class that an adapter is written for, and its head's tensors by key there.
+
+    Raises:
+        CheckpointError: PEFT has no such head.
+    """
+    metadata = checkpoint.metadata.get("head")
+    if not info.named_heads:
+        return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
+    if metadata is None:
+        return _without_head(info), {}
+    config = dict(metadata.get("config") or {})
+    if (own := config.get("model_class")) is not None:
+        return Task(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
+    head_type = config.get("head_type")
+    known = head_types.get(str(head_type))
+    task_type = None if known is None else known.peft_task
+    mapping = TASKS.get(str(task_type), {})
+    if known is not None and known.peft_classes is not None:
+        mapping = getattr(modeling_auto, known.peft_classes)
+    model_class = next(iter(classes_for(mapping, info)), None)
+    if model_class is None:
+        raise CheckpointError(
+            f"transformers has no class with a {head_type!r} head for "
+            f"{info.model_type!r} that PEFT could load this one into. Write "
+            f"{argument('with_head', False)}."
+        )
+    return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
+
+
+def _without_head(info: ModelInfo) -> Task:
+    """Return the class for adapters without a head: one that generates, else the base model."""
+    encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
+        ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
+        # PEFT's task_type would require `input_ids`
+        (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+        ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
+        (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
+    )
+    found = [Task(c, task) for task, mapping in generating for c in classes_for(mapping, info)]
+    return found[0] if found else Task(info.model_class, None)

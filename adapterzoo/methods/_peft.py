@@ -1,0 +1,100 @@
+"""What PEFT's config classes and files have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import OutputSlice, Site
+from adapterzoo.configs import Placement
+from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.fields import Check
+from adapterzoo.peft_arguments import PeftArgument
+
+# --- fields that many of PEFT's config classes have; each method adds those of its class ---
+
+TARGETS: Mapping[str, PeftArgument] = {
+    "target_modules": PeftArgument(ours="target_modules"),
+    "layers_to_transform": PeftArgument(ours="layers_to_transform"),
+    "layers_pattern": PeftArgument(
+        hint="layers of one stack are named by an expression for whole paths in target_modules. "
+        "Leave it out."
+    ),
+    "modules_to_save": PeftArgument(ours="modules_to_save"),
+}
+EXCLUDED: Mapping[str, PeftArgument] = {"exclude_modules": PeftArgument(ours="exclude_modules")}
+# PEFT sets it by the class of each layer, whatever is given
+STORED: Mapping[str, PeftArgument] = {
+    "fan_in_fan_out": PeftArgument(default=False, values={True: None, False: None})
+}
+TOKENS: Mapping[str, PeftArgument] = {
+    "trainable_token_indices": PeftArgument(ours="trainable_token_indices")
+}
+PROMPT: Mapping[str, PeftArgument] = {
+    name: PeftArgument(hint="the model has this number. Leave it out.")
+    for name in ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
+} | {"modules_to_save": PeftArgument(ours="modules_to_save")}
+
+
+def bias(adapted: str | None = None) -> Mapping[str, PeftArgument]:
+    """Return the field `bias`.
+
+    Args:
+        adapted: the value for the biases of the adapted layers, which PEFT names by the method;
+            None: that of LoRA, as here.
+    """
+    values = {} if adapted is None else {adapted: "lora_only"}
+    return {"bias": PeftArgument("none", "bias", values=values, passes=True)}
+
+
+def ours(default: object, name: str, check: Check | None = None) -> PeftArgument:
+    """Return a field of PEFT with a counterpart here.
+
+    Args:
+        default: PEFT's.
+        name: of our field.
+        check: the legal values in a file; None: files are read without the field.
+    """
+    return PeftArgument(default, name, check=check)
+
+
+# --- the sites of adapters that change a weight ---
+
+
+def unsayable(placement: Placement, config: str, why: str) -> str | None:
+    """Return why PEFT's format cannot express an adapter; None: it can.
+
+    Args:
+        placement: of the adapter.
+        config: its config with an article, such as "a BOFTConfig".
+        why: what PEFT lacks at a Conv1D, such as "PEFT has no BOFT".
+    """
+    site = placement.site
+    if not site.is_called:
+        return f"an adapter at {site.path!r}, and PEFT's would not act: no module there is called"
+    if site.parameter is not None:
+        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
+    if site.transposed:
+        return f"{config} at {site.path!r}, a Conv1D, where {why}"
+    return None
+
+
+def only_native(why: str) -> CheckpointError:
+    """Return the error of what PEFT's one adapter for a layer cannot express."""
+    return CheckpointError(
+        f"{why}, and PEFT has one adapter for a layer. Write {argument('format', 'native')}."
+    )
+
+
+def whole_width(site: Site) -> int:
+    """Return the output width of the layer to which a part belongs, or of the layer itself."""
+    rows = site.output_slice
+    return site.d_out if rows is None else rows.groups * rows.width
+
+
+def row_numbers(rows: OutputSlice) -> Tensor:
+    """Return the indices of a part's output features."""
+    every = torch.arange(rows.groups * rows.width)
+    return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)  # [size]

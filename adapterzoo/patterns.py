@@ -1,0 +1,385 @@
+"""Names and regular expressions of layers in configs: their checks, and how they match layers.
+
+Expressions may come from untrusted files. Python's `re` backtracks and cannot be stopped: "(a+)+b"
+takes years on forty letters. An expression is refused before it runs if the number of ways to match
+has no known bound, or too high a one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from .anatomy import Anatomy
+from .errors import ConfigError, SiteError, listing
+from .fields import Check
+
+_T = TypeVar("_T")
+ALL_LINEAR = "all-linear"
+# keys for whole paths below the base model, as `Patterns.below` writes them
+_EXACT = re.compile(r"\^\(\?:.*\)\$")
+
+
+class Modules(Check):
+    """Names of layers, one regular expression, or None."""
+
+    legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
+
+    def convert(self, value: object) -> object:
+        """Return a tuple of names, a string or None."""
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            return value
+        # PEFT keeps names as a set, which has no order
+        return tuple(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
+
+    def fits(self, value: object) -> bool:
+        """Return whether no name is empty."""
+        names = value if isinstance(value, tuple) else (value,)
+        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return two names."""
+        return ["query", "value"]
+
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return what can be named, by paths below the base model."""
+        sites = (*anatomy, *anatomy.others, *anatomy.parameters)
+        return [*dict.fromkeys(path for site in sites for path in (site.path, site.name))]
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return names of the same layers; see `Check.below`."""
+        if value is None or value == ALL_LINEAR:
+            return value
+        if isinstance(value, tuple):
+            return names_below(value, prefix, self.paths(anatomy), self.fits_in_peft)
+        found = names_below((value,), prefix, self.paths(anatomy), matches, matches)
+        return value if found == (value,) else found
+
+    @staticmethod
+    def fits_in_peft(path: str, name: str) -> bool:
+        """Return whether a name in a list is that of a path in the whole model, by PEFT's rule."""
+        return is_named(path, name)
+
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
+        """Return the value to keep.
+
+        Raises:
+            ConfigError: it is not legal, or the expression could search for hours.
+        """
+        kept = super().__call__(config, name, value, default)
+        check_patterns(config, name, [kept] if isinstance(kept, str) else (), self.nearest("", ""))
+        return kept
+
+
+class Excluded(Modules):
+    """The same, for layers to leave out."""
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return names of the same layers; see `Check.below`.
+
+        Raises:
+            ConfigError: a text is the name of layers, and no expression for their whole paths.
+        """
+        paths = self.paths(anatomy) if isinstance(value, str) else []
+        whole = [path for path in paths if re.fullmatch(value, f"{prefix}{path}")]
+        if not whole and (others := [path for path in paths if matches(path, value)]):
+            names = [value] if is_named(others[0], value) else [f"{prefix}{others[0]}"]
+            raise ConfigError(
+                f"exclude_modules={value!r}: as a text it is an expression for whole paths, and "
+                f"leaves out nothing. Write names or whole paths: exclude_modules={names!r}."
+            )
+        return super().below(value, prefix, anatomy)
+
+
+class Targets(Modules):
+    """The same, and an empty list, for no layer, as PEFT writes it."""
+
+    def fits(self, value: object) -> bool:
+        """Return whether no name is empty."""
+        return value == () or super().fits(value)
+
+
+class Parameters(Modules):
+    """Names of parameters, or None."""
+
+    legal = "a list of names of parameters, such as 'experts.down_proj'"
+
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return the names of all weight matrices."""
+        return [*anatomy.weights()]
+
+    def convert(self, value: object) -> object:
+        """Return a tuple of names or None; an empty list asks for none."""
+        return super().convert(value) or None if not isinstance(value, str) else value
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a list, and none is empty."""
+        return not isinstance(value, str) and super().fits(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return a list of the name, or two names."""
+        return [value] if isinstance(value, str) and value else ["gate_up_proj", "down_proj"]
+
+
+class Patterns(Check):
+    """Layer names or regular expressions → values that are legal for another field."""
+
+    legal = "a mapping from layer names or regular expressions to numbers"
+
+    def __init__(self, name: str, check: Check, default: object) -> None:
+        """Describe the other field by its name, check and default."""
+        self.name, self.check, self.default = name, check, default
+
+    def convert(self, value: object) -> object:
+        """Return a copy: the caller's dict may change later."""
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a mapping with strings as keys."""
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return an example."""
+        return {"query": 4}
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return keys for the same layers; see `Check.below`.
+
+        Raises:
+            ConfigError: a key is an expression for paths below the base model.
+        """
+        paths = [site.name for site in (*anatomy, *anatomy.others, *anatomy.parameters)]
+        found = {}
+        for key, number in value.items():
+            chosen = [path for path in paths if fits_end(key, f"{prefix}{path}")]
+            short = [path for path in paths if fits_end(key, path)]
+            if short and not chosen and not _EXACT.fullmatch(key):
+                raise ConfigError(
+                    f"{key!r} is a key for {self.name}, and matches no whole path such as "
+                    f"{f'{prefix}{short[0]}'!r}. Write an expression for its end or all of it."
+                )
+            names = "|".join(map(re.escape, dict.fromkeys(chosen)))
+            found[key if chosen == short or not chosen else f"^(?:{names})$"] = number
+        return value if found == value else found
+
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
+        """Return the value to keep.
+
+        Raises:
+            ConfigError: it is not legal, or the expressions could search for hours.
+        """
+        kept = cast("dict[str, object]", super().__call__(config, name, value, default))
+        check_patterns(config, name, kept, self.nearest(value, default))
+        for number in kept.values():
+            self.check(config, self.name, number, self.default)
+        return kept
+
+
+def check_patterns(config: str, name: str, patterns: Iterable[str], names: object) -> None:
+    """Check that a field holds regular expressions with a bounded search.
+
+    Args:
+        config: name of the config's class.
+        name: of the field.
+        patterns: the expressions.
+        names: the suggestion.
+
+    Raises:
+        ConfigError: one does not compile, or they could search for hours.
+    """
+    if (found := fault(patterns)) is not None:
+        pattern, reason = found
+        raise ConfigError(
+            f"{config}({name}={pattern[:80]!r}): {reason}. Write names of layers instead: "
+            f"{name}={names!r}."
+        )
+
+
+def check_keys(config: str, name: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Check that each key of a field with patterns matches a layer.
+
+    Args:
+        config: name of the config's class.
+        name: of the field.
+        patterns: its keys.
+        paths: of the layers.
+
+    Raises:
+        SiteError: a key matches none.
+    """
+    for key in patterns:
+        if not any(fits_end(key, path) for path in paths):
+            ends = sorted({path.rpartition(".")[2] for path in paths})
+            raise SiteError(
+                f"{config}({name}={{{key!r}: …}}): no adapted layer matches {key!r}. Adapted are "
+                f"layers named {listing(ends)}. Write one of these names, or leave the key out."
+            )
+
+
+def matches(path: str, wanted: str | Iterable[str]) -> bool:
+    """Return whether a layer matches, by PEFT's rule.
+
+    Args:
+        path: of the layer.
+        wanted: a regular expression for the whole path, or the last name of the path; or a list of
+            ends of paths, and of whole paths that begin with "^".
+    """
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
+    return any(is_named(path, name) for name in wanted)
+
+
+def is_named(path: str, name: str) -> bool:
+    """Return whether a name in a list is that of a layer."""
+    return path == name or path.endswith(f".{name}") or name == f"^{path}"
+
+
+def names_below(
+    names: Iterable[str],
+    prefix: str,
+    paths: Sequence[str],
+    in_peft: Callable[[str, str], bool],
+    fits: Callable[[str, str], bool] = is_named,
+) -> tuple[str, ...]:
+    """Return names or expressions that have the same meaning for paths below the base model.
+
+    Args:
+        names: for paths in the whole model.
+        prefix: what precedes the paths of the base model.
+        paths: all that can be named, below the base model.
+        in_peft: whether a path in the whole model has a name, by PEFT's rule.
+        fits: whether a path below the base model has it.
+
+    Returns:
+        Those that have the same meaning as they are, or none in the whole model; names of the
+        same paths for the others.
+    """
+    found: list[str] = []
+    for name in names:
+        chosen = [path for path in paths if in_peft(f"{prefix}{path}", name)]
+        if not chosen or chosen == [path for path in paths if fits(path, name)]:
+            found.append(name)
+            continue
+        short = short_names(chosen, paths) or ()
+        again = [p for p in paths if any(in_peft(f"{prefix}{p}", each) for each in short)]
+        found += short if again == chosen else [f"^{path}" for path in chosen]
+    return tuple(dict.fromkeys(found))
+
+
+def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
+    """Return the value of the first pattern that fits a path; `otherwise` if none does."""
+    for pattern, value in patterns.items():
+        if fits_end(pattern, path):
+            return value
+    return otherwise
+
+
+def fits_end(pattern: str, path: str) -> bool:
+    """Return whether a key of patterns matches a path: an expression for its end, as in PEFT."""
+    # match from each name on, because a prefix would displace `(?i)` and renumber groups
+    expression, starts = re.compile(pattern), [0, *(i + 1 for i, c in enumerate(path) if c == ".")]
+    return any(expression.fullmatch(path, start) is not None for start in starts)
+
+
+# --- a bound on regular expressions ---
+
+# about a second for one layer with a path of this length
+_MAX_WAYS = 2e8
+_PATH = 64
+
+# an escaped character, or one of a class, counts as a letter
+_LETTER = re.compile(r"\\[^1-9]|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+# repeated groups, references to groups, named groups and conditions; in verbose expressions
+# blanks may hide a repeat
+_UNBOUNDED = re.compile(r"\)[*+{]|\\|\(\?(?:[P(]|[a-zA-Z-]*x)")
+
+
+def fault(patterns: Iterable[str], length: int = _PATH, texts: int = 1) -> tuple[str, str] | None:
+    """Return the first expression that is not legal and the reason; None if all are legal.
+
+    Args:
+        patterns: expressions that are tried on each text.
+        length: of a text.
+        texts: how many texts there are.
+    """
+    total = 0.0
+    for pattern in patterns:
+        total += ways(pattern, length) * texts
+        if total > _MAX_WAYS:
+            return pattern, (
+                "the expression could search for hours: it repeats a group, refers to one, or has "
+                "too many of '*', '+' and '?'"
+            )
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            return pattern, f"not a regular expression ({error})"
+    return None
+
+
+def ways(pattern: str, length: int) -> float:
+    """Return a bound on the ways that a regular expression tries on a text.
+
+    Args:
+        pattern: a regular expression, which need not be legal.
+        length: of the text.
+
+    Returns:
+        Infinity if no bound is known.
+    """
+    plain = _LETTER.sub("a", pattern)
+    if _UNBOUNDED.search(plain):
+        return math.inf
+    repeats = len(re.findall(r"[*+{]", plain))
+    # a question mark after a bracket opens a kind of group, after a repeat it makes that one lazy
+    maybes = len(re.findall(r"(?<![(*+}])\?", plain))
+    found, bars = 2.0 ** min(maybes, 999), [0]
+    for sign in re.findall(r"[(|)]", plain):
+        if sign == "(":
+            bars.append(0)
+        elif sign == "|":
+            bars[-1] += 1
+        elif len(bars) > 1:
+            found *= bars.pop() + 1
+    found *= math.prod(count + 1.0 for count in bars)
+    # the ways to divide the text among the repeats: a binomial, in floats to avoid overflow
+    for i in range(repeats):
+        found *= (length + 1 + i) / (i + 1)
+    return max(found, float(len(pattern)))
+
+
+def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the shortest ends of paths that name the chosen ones and nothing else.
+
+    Args:
+        chosen: some of the paths.
+        everything: all paths that an end could name.
+
+    Returns:
+        Sorted; None if a chosen path is itself the end of another one.
+    """
+    counts: dict[str, int] = {}
+    for path in everything:
+        for end in _ends(path):
+            counts[end] = counts.get(end, 0) + 1
+    mine: dict[str, int] = {}
+    for path in chosen:
+        for end in _ends(path):
+            mine[end] = mine.get(end, 0) + 1
+    names = set()
+    for path in chosen:
+        own = [end for end in _ends(path) if mine[end] == counts.get(end)]
+        if not own:
+            return None
+        names.add(own[0])
+    return tuple(sorted(names))
+
+
+def _ends(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    for start in range(len(parts) - 1, -1, -1):
+        # an end that begins with a block number is hard to read
+        if not start or not parts[start].isdigit():
+            yield ".".join(parts[start:])
