@@ -362,7 +362,7 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
     if made != now:
         raise StateError(
             f"the manager was made with {made.setup!r} active; now {now.setup!r} is, or its "
-            "adapters or heads have changed. Write "
+            "adapters or heads have changed. Write manager.destroy() or "
             "model.destroy_cached_continuous_batching_manager()."
         )
 
