@@ -29,9 +29,10 @@ from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
 from adapterzoo.inject.layers import take_slice
 from adapterzoo.methods import undrawn
-from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
+from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken, replan
 from adapterzoo.model.adapters import bring_in, make
-from adapterzoo.model.heads.ties import tables_of
+from adapterzoo.model.heads import copies
+from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
@@ -153,9 +154,11 @@ def convert(
     config = form.at_sites_of(record.config, model.anatomy)
     made, layers = _made(model, config, lambda: _changes_of(model, name), size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
-    own_head = model._head_strategy.combined([name], [1.0])
+    own_head = copies.combined(model, [name], [1.0])
     bring_in(model, target, made, active)
-    model._head_strategy.give(target, own_head)
+    if own_head:
+        copies.put(model, target, own_head)
+        replan(model)
     after = outputs(model, target, head, given)
     return Certificate(
         target, record.config.architecture, to, tuple(layers),
