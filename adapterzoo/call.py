@@ -11,7 +11,6 @@ of the layer, separates.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
@@ -25,126 +24,6 @@ from .token_ids import found_in_all, grid, last_start, no_ids, padded, without_p
 
 Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
-
-
-class StackCall(ABC):
-    """Facts about the running call of a stack of blocks.
-
-    Outside of `generate` all tokens of a call belong to the *prompt*, unless the cache held tokens
-    before. In `generate` the prompt is what `generate` was given: neither the new tokens nor the
-    candidates of assisted decoding belong to it.
-    """
-
-    @abstractmethod
-    def real(self, x: Tensor) -> Tensor | None:
-        """Return which tokens are real, `[rows, tokens]` bool; None if all are.
-
-        Args:
-            x: the input of a layer of the stack, `[rows, tokens, …]`.
-
-        Raises:
-            StateError: the mask does not determine it, or a row has no real token.
-        """
-
-    @abstractmethod
-    def prompt(self, x: Tensor) -> Tensor:
-        """Return which tokens are real tokens of the prompt, `[rows, tokens]` bool.
-
-        Args:
-            x: as for `real`.
-
-        Raises:
-            StateError: as for `real`, or the call has only a part of the prompt.
-        """
-
-    def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Return where the first and the last real tokens of each prompt are.
-
-        Args:
-            x: as for `real`.
-            first: number of tokens at the start of a prompt.
-            last: number at its end; a token in both counts as one of these.
-
-        Returns:
-            `[sequences, first + last]`, indices into the concatenated tokens of all sequences; the
-            number of all tokens where a prompt is too short.
-
-        Raises:
-            StateError: as for `real`, or the call does not show the end of the prompt.
-        """
-        prompt = self.prompt(x)
-        return _ends(prompt, 0, prompt.shape[1], first, last)
-
-    @abstractmethod
-    def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
-        """Return which tokens are at or after the last occurrence of a sequence of tokens.
-
-        In `generate` only the prompt is searched, so that all new tokens are after the sequence.
-
-        Args:
-            tokens: the sequence.
-            x: the input of a layer of the stack, `[rows, tokens, …]`, or `[rows · tokens, d]`.
-
-        Returns:
-            Bool, with the dimensions of x without its features; false in rows without the sequence.
-
-        Raises:
-            StateError: the ids of the call are unknown, or do not tell.
-        """
-
-    @abstractmethod
-    def has_prompt(self, x: Tensor) -> bool:
-        """Return whether any token of the call belongs to the prompt.
-
-        Args:
-            x: as for `real`.
-        """
-
-    @abstractmethod
-    def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that depends only on the prompt; the same in each step of `generate`.
-
-        Args:
-            owner: the tensor's owner; it is computed once per owner and `generate`.
-            compute: computes the tensor in a call that includes the prompt.
-        """
-
-    def added(self, key: object, x: Tensor) -> Tensor | None:
-        """Return the places `[rows, length]` of the tokens that an adapter adds.
-
-        Args:
-            key: `Adapter.shared_key` of the adapter.
-            x: the input of the layer that they join.
-
-        Returns:
-            None if the call has no room for them, at a token after the prompt or if a model calls
-            the layer on something other than its tokens.
-        """
-        return None
-
-    @abstractmethod
-    def of_encoder(self) -> StackCall:
-        """Return the call for layers that read the encoder's output.
-
-        In a decoder these make the keys and values of cross-attention.
-        """
-
-    @abstractmethod
-    def of_queries(self) -> StackCall:
-        """Return the call for a layer that reads the decoder's states beside the encoder's.
-
-        The mask among its own arguments is the encoder's.
-        """
-
-    def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
-        """Return the call restricted to some of its rows or tokens.
-
-        Args:
-            x: the input of the layer, with all rows and tokens.
-            take: returns the part of a tensor `[rows, tokens, …]`.
-            key: identifies the part within the call.
-        """
-        return _PartOfCall(self, x, take, key)
 
 
 class Generation:
@@ -428,8 +307,13 @@ class RecordedCall:
         return 0 if embeds is None else embeds.shape[:-1].numel()
 
 
-class LayerStackCall(StackCall):
-    """The call of a stack together with the arguments of one layer."""
+class StackCall:
+    """Facts about the running call of a stack of blocks.
+
+    Outside of `generate` all tokens of a call belong to the *prompt*, unless the cache held tokens
+    before. In `generate` the prompt is what `generate` was given: neither the new tokens nor the
+    candidates of assisted decoding belong to it.
+    """
 
     def __init__(self, stack: RecordedCall, own: Mapping[str, Any]) -> None:
         """Join a call and a layer's arguments.
@@ -442,7 +326,14 @@ class LayerStackCall(StackCall):
         self._own = own
 
     def real(self, x: Tensor) -> Tensor | None:
-        """Return which tokens are real; see `StackCall.real`."""
+        """Return which tokens are real, `[rows, tokens]` bool; None if all are.
+
+        Args:
+            x: the input of a layer of the stack, `[rows, tokens, …]`.
+
+        Raises:
+            StateError: the mask does not determine it, or a row has no real token.
+        """
         rows, tokens = self._sizes(x)
         stack = self._stack
         mask, own = stack.mask, self._own.get("attention_mask")
@@ -487,12 +378,34 @@ class LayerStackCall(StackCall):
             )
 
     def added(self, key: object, x: Tensor) -> Tensor | None:
-        """Return the places of an adapter's tokens; see `StackCall.added`."""
+        """Return the places `[rows, length]` of the tokens that an adapter adds.
+
+        Args:
+            key: `Adapter.shared_key` of the adapter.
+            x: the input of the layer that they join.
+
+        Returns:
+            None if the call has no room for them, at a token after the prompt or if a model calls
+            the layer on something other than its tokens.
+        """
         places = self._stack.places
         return None if places is None else places(key, x)
 
     def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
-        """Return which tokens follow a sequence of tokens; see `StackCall.after`."""
+        """Return which tokens are at or after the last occurrence of a sequence of tokens.
+
+        In `generate` only the prompt is searched, so that all new tokens are after the sequence.
+
+        Args:
+            tokens: the sequence.
+            x: the input of a layer of the stack, `[rows, tokens, …]`, or `[rows · tokens, d]`.
+
+        Returns:
+            Bool, with the dimensions of x without its features; false in rows without the sequence.
+
+        Raises:
+            StateError: the ids of the call are unknown, or do not tell.
+        """
         lead = x.shape[:-1] if x.is_floating_point() else x.shape
         found = self._stack.after(tokens, lead[0], math.prod(lead[1:]))  # [rows, tokens]
         if lead != found.shape and lead != (found.numel(),):
@@ -504,11 +417,22 @@ class LayerStackCall(StackCall):
         return found.to(x.device).view(lead)
 
     def has_prompt(self, x: Tensor) -> bool:
-        """Return whether the call has tokens of the prompt; see `StackCall.has_prompt`."""
+        """Return whether any token of the call belongs to the prompt.
+
+        Args:
+            x: as for `real`.
+        """
         return self._prompt_tokens(x) > 0
 
     def prompt(self, x: Tensor) -> Tensor:
-        """Return which tokens are real tokens of the prompt; see `StackCall.prompt`."""
+        """Return which tokens are real tokens of the prompt, `[rows, tokens]` bool.
+
+        Args:
+            x: as for `real`.
+
+        Raises:
+            StateError: as for `real`, or the call has only a part of the prompt.
+        """
         prompt = self._prompt_here(x)
         self._check_whole()
         if self._stack.cached and self.has_prompt(x):
@@ -523,16 +447,35 @@ class LayerStackCall(StackCall):
         return inside.expand(rows, tokens) if real is None else real & inside
 
     def of_encoder(self) -> StackCall:
-        """Return the call for layers that read the encoder's output."""
+        """Return the call for layers that read the encoder's output.
+
+        In a decoder these make the keys and values of cross-attention.
+        """
         given = {"attention_mask": self._stack.encoder_mask}
-        return LayerStackCall(RecordedCall(self._stack.path, given, None), {})
+        return StackCall(RecordedCall(self._stack.path, given, None), {})
 
     def of_queries(self) -> StackCall:
-        """Return the call without the layer's own arguments; see `StackCall.of_queries`."""
-        return LayerStackCall(self._stack, {})
+        """Return the call for a layer that reads the decoder's states beside the encoder's.
+
+        The mask among its own arguments is the encoder's.
+        """
+        return StackCall(self._stack, {})
 
     def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Return the ends of each prompt; see `StackCall.prompt_ends`."""
+        """Return where the first and the last real tokens of each prompt are.
+
+        Args:
+            x: as for `real`.
+            first: number of tokens at the start of a prompt.
+            last: number at its end; a token in both counts as one of these.
+
+        Returns:
+            `[sequences, first + last]`, indices into the concatenated tokens of all sequences; the
+            number of all tokens where a prompt is too short.
+
+        Raises:
+            StateError: as for `real`, or the call does not show the end of the prompt.
+        """
         stack = self._stack
         bounds = self._bounds(x)
         if bounds is not None:
@@ -593,7 +536,12 @@ class LayerStackCall(StackCall):
         return max(tokens - self._stack.later(tokens), 0)
 
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor of the prompt; see `StackCall.remembered`."""
+        """Return a tensor that depends only on the prompt; the same in each step of `generate`.
+
+        Args:
+            owner: the tensor's owner; it is computed once per owner and `generate`.
+            compute: computes the tensor in a call that includes the prompt.
+        """
         if self._stack.generation is None:
             return compute()
         self._stack.check_sequence()
@@ -601,6 +549,16 @@ class LayerStackCall(StackCall):
         if owner not in kept:
             kept[owner] = compute()
         return kept[owner]
+
+    def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
+        """Return the call restricted to some of its rows or tokens.
+
+        Args:
+            x: the input of the layer, with all rows and tokens.
+            take: returns the part of a tensor `[rows, tokens, …]`.
+            key: identifies the part within the call.
+        """
+        return _PartOfCall(self, x, take, key)
 
 
 def _ends(prompt: Tensor, cached: int, tokens: int, first: int, last: int) -> Tensor:
@@ -654,6 +612,11 @@ class _PartOfCall(StackCall):
     def prompt(self, x: Tensor) -> Tensor:
         """Return which tokens of the part are real tokens of the prompt."""
         return self._take(self._whole.prompt(self._x))
+
+    def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Return the ends of the prompts of the part."""
+        prompt = self.prompt(x)
+        return _ends(prompt, 0, prompt.shape[1], first, last)
 
     def after(self, tokens: tuple[int, ...], x: Tensor) -> Tensor:
         """Return which tokens of the part follow a sequence of tokens."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError, ConfigError, names_call
-from .formats import files, fit, folders
+from .formats import files, fit
 from .model.adapterhub.arguments import report
 
 __all__ = ["WeightsLoader"]
@@ -144,9 +144,8 @@ class WeightsLoader(ABC):
                 been loaded.
         """
         folder = Path(save_directory)
-        with folders.reading(folder):
-            saved_as = str(files.read_json(folder / self.config_name).get("name"))
-            tensors = files.read_tensors(self._file_in(folder))
+        saved_as = str(files.read_json(folder / self.config_name).get("name"))
+        tensors = files.read_tensors(self._file_in(folder))
         name = load_as or saved_as
         rename = self.rename_func(saved_as, name) if load_as else str
         renamed = {rename(key): tensor for key, tensor in tensors.items()}

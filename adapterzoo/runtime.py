@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import ActiveHeads, BoundStep, Composition, Joined, Prompts, RowMap, fusions_of
+from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, SiteStep, fusions_of
 from .contracts import Prefix, SharedKey
 from .errors import StateError
 
@@ -57,7 +57,7 @@ class Plan:
 
     setup: Composition | None = None
     heads: ActiveHeads = field(default_factory=ActiveHeads)
-    sites: Mapping[str, BoundStep] = field(default_factory=dict)
+    sites: Mapping[str, SiteStep] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None

@@ -21,7 +21,7 @@ from .anatomy import unwrapped, without_wrappers
 from .composition import Fuse, fusion_key, fusions_of
 from .configs import AdapterConfig
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
-from .formats import files, fit, fusions, native
+from .formats import files, fit, native
 from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
@@ -504,10 +504,10 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
     for kind, names in (
         ("adapter", list(state.records)),
         ("head", [_folder_of(name) for name in apart]),
-        (fusions.KIND, list(state.fusions)),
+        (native.FUSION, list(state.fusions)),
     ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{kind}.safetensors"))
-        kinds = "fusions" if kind == fusions.KIND else f"{kind}s"
+        kinds = "fusions" if kind == native.FUSION else f"{kind}s"
         if there != sorted(names):
             raise CheckpointError(
                 f"the checkpoint has the {kinds} {listing(there)}, the model "
@@ -536,7 +536,7 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
     for name in apart:
         yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))
     for name, fusion in state.fusions.items():
-        stored = native.load(folder / name, fusions.KIND)
+        stored = native.load(folder / name, native.FUSION)
         fused = stored.metadata["adapter_names"], stored.metadata["config"]
         mine = list(fusion.adapters), fusion.config.to_dict()
         fit.check_same(f"fusion {name!r}", fused, mine)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from .formats import adapterhub, fusions, native
-from .formats.adapterhub.hashes import get_adapter_config_hash
+from .formats import adapterhub, native
+from .formats.adapterhub.adapters import get_adapter_config_hash
 from .formats.setup_files import SETUP as SETUP_CONFIG_NAME
 from .hub import AdapterInfo, adapter_info, list_adapters
 from .interface import FILE as INTERFACE_CONFIG_NAME
@@ -36,7 +36,7 @@ __all__ = [
 
 WEIGHTS_NAME, CONFIG_NAME = native.names_of_files("adapter")
 HEAD_WEIGHTS_NAME, HEAD_CONFIG_NAME = native.names_of_files("head")
-ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_CONFIG_NAME = native.names_of_files(fusions.KIND)
+ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_CONFIG_NAME = native.names_of_files(native.FUSION)
 
 SAFE_WEIGHTS_NAME = adapterhub.names_of_files("adapter")[1]
 SAFE_HEAD_WEIGHTS_NAME = adapterhub.names_of_files("head")[1]

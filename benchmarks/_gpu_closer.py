@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import _gpu_kernels
-from _gpu_bench import Bench
-from _gpu_clock import SETS
+from _gpu_bench import SETS, Bench
 from _gpu_gate import GateError, case
 from _gpu_kernels import KERNELS, Kernel, Shape
 from _gpu_layers import TARGET, model_of, runs_alone, steps_of, title_of, up_of
@@ -28,8 +27,8 @@ from _gpu_models import captured
 from _gpu_report import DRY, Cell, Goal, Row
 from adapterzoo import kernels
 from adapterzoo.errors import KernelError
-from adapterzoo.kernels import _tiles_triton
 from adapterzoo.kernels import low_rank as low_rank_kernel
+from adapterzoo.kernels import tiles_triton
 
 HERE = Path(__file__).resolve().parent
 # seconds for one tool over all kernels; it makes a process some fifty times slower
@@ -230,9 +229,9 @@ def settings(programs: int, stages: int) -> Iterator[None]:
             if name.startswith("adapterzoo.kernels.") and hasattr(module, "_PROGRAMS"):
                 put(module, "_PROGRAMS", programs)
         # a default was read when the function was defined
-        if _tiles_triton.parted.__defaults__:
-            put(_tiles_triton.parted, "__defaults__", (programs,))
-        put(_tiles_triton.Tile, "stages", property(lambda tile: stages))
+        if tiles_triton.parted.__defaults__:
+            put(tiles_triton.parted, "__defaults__", (programs,))
+        put(tiles_triton.Tile, "stages", property(lambda tile: stages))
         yield
     finally:
         for place, name, value in reversed(changed):

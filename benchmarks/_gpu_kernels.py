@@ -15,14 +15,11 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from adapterzoo.kernels import (
-    _dropout,
-    _tiles_triton,
     bottleneck,
     bottleneck_triton,
     butterfly,
     butterfly_triton,
     cayley,
-    cayley_fold,
     cayley_fold_triton,
     compose,
     compose_triton,
@@ -31,8 +28,9 @@ from adapterzoo.kernels import (
     low_rank,
     low_rank_triton,
     row_norm_triton,
+    tiles_triton,
 )
-from adapterzoo.kernels._groups import Groups, chunk_rows
+from adapterzoo.kernels.grouped import Groups, chunk_rows
 
 S = 0.7
 P = 0.1
@@ -152,7 +150,7 @@ class Kernel:
 def _mask(x: Tensor) -> Tensor:
     """What dropout multiplies `x` by, from torch's seed of this moment: Philox 4x32-7."""
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    seed = _dropout.seed(x)
+    seed = low_rank.dropout_seed(x)
     low = 0xFFFFFFFF
     keys = [seed & low, seed >> 32]
     # eight draws of 16 bits come from one counter
@@ -173,8 +171,8 @@ def _mask(x: Tensor) -> Tensor:
         keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
     halves = [words[i] >> shift & 0xFFFF for i in (0, 2, 1, 3) for shift in (0, 16)]
     drawn = torch.stack(halves, -1).flatten(1)[:, :width]  # [rows, width]
-    kept = (drawn >= _dropout.threshold(P)).double().view(x.shape)  # [*rows, width]
-    return kept * _dropout.kept_scale(P)
+    kept = (drawn >= low_rank.dropout_threshold(P)).double().view(x.shape)  # [*rows, width]
+    return kept * low_rank.dropout_scale(P)
 
 
 def _compose_sizes(s: Shape) -> dict[str, tuple[int, ...]]:
@@ -442,7 +440,7 @@ KERNELS = [
     Kernel(
         "cayley_fold",
         _turns,
-        lambda v: cayley_fold.cayley_fold(v["r"]).squeeze(-4),
+        lambda v: cayley.cayley_fold(v["r"]).squeeze(-4),
         lambda v: butterfly.fold(cayley.cayley_reference(v["r"]), 1),
         ("r",),
         ("r",),
@@ -488,7 +486,7 @@ KERNELS = [
             lambda rows, rank, dtype: low_rank_triton.chunk_tile(
                 chunk_rows(_tokens(rows)), rank, dtype
             ),
-            lambda rows, rank, dtype: _tiles_triton.update_tile(
+            lambda rows, rank, dtype: tiles_triton.update_tile(
                 chunk_rows(_tokens(rows)), rank, dtype
             ),
             lambda rows, rank, dtype: low_rank_triton.outer_tile(rank, dtype, True),

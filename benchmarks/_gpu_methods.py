@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import adapterzoo
-from _stand_in import stand_in
+from _models import stand_in
 
 # title of the column to whether PEFT casts its adapters to float32
 PEERS = {"PEFT bf16": False, "PEFT default": True}

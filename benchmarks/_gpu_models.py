@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import adapterzoo
-from _gpu_bench import Bench, Body
-from _gpu_clock import SETS, Runs, Times
+from _gpu_bench import SETS, Bench, Body, Runs, Times
 from _gpu_methods import PEERS, Method, boft, has_peft, low_rank, parameters_of, stirred, twin
 from _gpu_report import Cell, Goal, Row, at_least, at_most
 from _measure import Ratio

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from xml.sax.saxutils import escape
 
-from _compare_labels import Box, width
-from _svg import marker, opening
+from _svg import Box, marker, opening, width
 
 _COLUMNS, _SIZE = 2, 13
 _WIDTH, _TOP, _ROW = 960, 84, 230

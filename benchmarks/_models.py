@@ -108,3 +108,35 @@ _MAKERS: dict[str, Callable[[], Any]] = {
         vocab_size=1000, hidden_size=64, intermediate_size=256, num_attention_heads=4
     ),
 }
+
+
+# --- pEFT's BOFT without its CUDA extension ---
+
+
+class BlockDiagonal:
+    """What the extension computes, in plain torch: one copy for all blocks."""
+
+    @staticmethod
+    def forward(blocks: Tensor) -> list[Tensor]:
+        """`[m, blocks, b, b]` → `[m, blocks · b, blocks · b]`."""
+        m, n, b, _ = blocks.shape
+        dense = blocks.new_zeros(m, n, b, n, b)
+        dense.diagonal(dim1=1, dim2=3).copy_(blocks.permute(0, 2, 3, 1))  # [m, b, b, n]
+        return [dense.view(m, n * b, n * b)]  # [m, n · b, n · b]
+
+    @staticmethod
+    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
+        """The blocks' part of `grad` `[m, blocks · b, blocks · b]`."""
+        m, n, b, _ = blocks.shape
+        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
+        return [parts.permute(0, 3, 1, 2).contiguous()]  # [m, n, b, b]
+
+
+def stand_in() -> None:
+    """Give PEFT's BOFT the plain version of its extension, in this process.
+
+    PEFT asks for it in each layer that it makes, and in each forward.
+    """
+    from peft.tuners.boft import layer
+
+    layer.get_fbd_cuda = lambda: BlockDiagonal

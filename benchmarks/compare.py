@@ -32,12 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
 
 from _baselines import device_of, encoder_of  # noqa: E402
-from _compare_costs import costs  # noqa: E402
-from _compare_plot import plot  # noqa: E402
-from _compare_report import PLOT, page, report, table  # noqa: E402
+from _compare_report import PLOT, page, plot, report, table  # noqa: E402
 from _compare_rows import Row, rows  # noqa: E402
 from _compare_runs import Log, first_index, recipe_of, run_row  # noqa: E402
-from _compare_train import Setting  # noqa: E402
+from _compare_train import Setting, costs  # noqa: E402
 from _data import SNIPPETS, DataError  # noqa: E402
 from _measure import processor  # noqa: E402
 

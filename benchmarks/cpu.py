@@ -28,9 +28,8 @@ import adapterzoo
 from _formulas import formulas
 from _measure import Ratio, operators, ratios, saved_bytes, setting, settled
 from _methods import METHODS, Method
-from _models import BERT, LLAMA, SHALLOW, TINY, Shape, twin
+from _models import BERT, LLAMA, SHALLOW, TINY, Shape, stand_in, twin
 from _report import Figure, Section, write
-from _stand_in import stand_in
 from _uses import importing, injecting, loading, merging, mixing
 
 # the largest relative difference of a loss or gradient between the libraries, in float32

@@ -27,7 +27,7 @@ from adapterzoo.anatomy import Anatomy, find
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.testing import TinyModel
-from adapterzoo.testing._models import Inputs, flat, seeded
+from adapterzoo.testing._case import Inputs, flat, seeded
 
 PAGE = Path(__file__).parents[1] / "docs" / "merged-sites.md"
 RIGHT, REFUSED, ABSENT, WRONG = "right", "refused", "–", "wrong"

@@ -62,11 +62,8 @@ def check_plan(model: Any) -> None:
         if site.adapters is None:
             continue
         held = inject.adapters_of(inject.below_wrappers(model._backbone.get_submodule(path)))
-        assert all(any(a is b for b in held.values()) for a in site.adapters.values()), path
-        if isinstance(site.step, tuple):
-            assert all(
-                site.adapters[a] is held[b] for a, b in zip(site.step, site.named, strict=True)
-            )
+        for name, adapter in zip(site.names, site.adapters, strict=True):
+            assert adapter is held[name], path
 
 
 def state(model: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ TABLE = {
     "KernelError": [
         ("kernels.use('cuda')", r"Write (use\('auto'\))", "kernels.{0}"),
         ("with no_gpu(): kernels.use('triton')", r"write (use\('auto'\))", "with no_gpu(): kernels.{0}; model(**inputs)"),
-        ("kernels.mode._mode = 'triton'; kernels.mode.takes_triton('shrink', y)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; assert not kernels.mode.takes_triton('shrink', y)"),
+        ("kernels.ops._mode = 'triton'; kernels.ops.takes_triton('shrink', y)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; assert not kernels.ops.takes_triton('shrink', y)"),
         ("from adapterzoo.kernels import low_rank_triton\nwith no_gpu(): low_rank_triton.shrink(torch.ones(5, 40), torch.ones(8, 40), 0.0, None)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; from adapterzoo.kernels.low_rank import low_rank; low_rank(torch.ones(5, 8), torch.ones(5, 40), torch.ones(8, 40), torch.ones(8, 8), 1.0)"),
         ("Groups.of([0, -2])", r"Write (Groups.of\(\[.*\]\))", "{0}"),
         ("Groups.of(torch.zeros(2))", r"Write (Groups.of\(\[.*\]\))", "{0}"),
@@ -154,7 +154,7 @@ def no_gpu():
     """What torch and Triton are on a machine without a GPU."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),
-        mock.patch.object(kernels._launch, "INTERPRETED", False),
+        mock.patch.object(kernels.ops, "INTERPRETED", False),
     ):
         yield
 

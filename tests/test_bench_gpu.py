@@ -97,7 +97,7 @@ sys.path[:0] = ["benchmarks", "."]
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from _gpu_bench import DRY, Bench
-from _gpu_clock import Clock
+from _gpu_bench import Clock
 from _gpu_kernels import KERNELS, KINDS, Shape
 from _gpu_layers import TARGET, model_of, steps_of, up_of
 from _gpu_methods import boft, low_rank, parameters_of
@@ -342,7 +342,7 @@ def test_every_kernel_of_the_package_is_in_the_gate():
         "rotate": "butterfly_triton",
     }
     used |= {module for name, module in names.items() if name in kernel_names()}
-    assert modules - {"_tiles_triton"} <= used
+    assert modules - {"tiles_triton"} <= used
 
 
 def test_methods_name_all_kernels_that_they_use():
@@ -355,8 +355,7 @@ def test_methods_name_all_kernels_that_they_use():
 
 
 def test_what_there_is_no_time_for_is_listed():
-    from _gpu_bench import DRY, Bench
-    from _gpu_clock import Clock
+    from _gpu_bench import DRY, Bench, Clock
     from _gpu_layers import layers
     from _gpu_report import Part
 
@@ -392,7 +391,7 @@ def test_a_report_shows_figures_and_whether_their_goals_are_met(tmp_path):
 
 
 def test_calls_take_turns_and_failures_of_peers_are_cells():
-    from _gpu_clock import Clock
+    from _gpu_bench import Clock
 
     log: list[str] = []
 
@@ -442,12 +441,12 @@ def test_seconds_that_are_not_used_go_to_later_sections():
 def test_other_settings_reach_every_tile_and_launch_and_are_taken_back():
     from _gpu_closer import settings
     from _gpu_kernels import KERNELS
-    from adapterzoo.kernels import _tiles_triton, butterfly_triton
+    from adapterzoo.kernels import butterfly_triton, tiles_triton
 
     def found():
         tiles = [of(8192, 16, torch.bfloat16) for kernel in KERNELS for of in kernel.tiles]
-        programs = _tiles_triton._PROGRAMS, butterfly_triton._PROGRAMS
-        return [tile.pipelined for tile in tiles], programs, _tiles_triton.parted.__defaults__
+        programs = tiles_triton._PROGRAMS, butterfly_triton._PROGRAMS
+        return [tile.pipelined for tile in tiles], programs, tiles_triton.parted.__defaults__
 
     before = found()
     with settings(7, 5):
@@ -459,8 +458,8 @@ def test_other_settings_reach_every_tile_and_launch_and_are_taken_back():
 
 
 def test_the_verdict_is_what_the_figures_say():
+    from _gpu_gate import faster, judged
     from _gpu_report import Part, Row
-    from _gpu_verdict import faster, judged
 
     def row(name, rank, **times):
         facts = {"kernel": name, "passes": 1, "rank": rank, "milliseconds": times}

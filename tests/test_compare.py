@@ -18,13 +18,12 @@ import pytest
 
 import compare
 from _baselines import mean_by_group
-from _compare_labels import Box, placed, width
-from _compare_plot import FAMILIES, plot
-from _compare_report import UNMEASURED, is_near_best, page, table
+from _compare_report import FAMILIES, UNMEASURED, is_near_best, page, plot, table
 from _compare_rows import LEFT_OUT, OPTIONS, Row, named_configs, rows
 from _compare_runs import Log, climb, first_index, guessed, rate_of
 from _compare_train import divided
 from _data import Rows
+from _svg import Box, placed, width
 from adapterzoo.configs import config_strings
 
 ROOT = Path(__file__).parents[1]

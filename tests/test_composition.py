@@ -17,9 +17,9 @@ from adapterzoo.composition import (
     MultiTask,
     Parallel,
     RowMap,
+    SiteStep,
     Split,
     Stack,
-    compile_rows,
     compile_site,
     evaluate,
     from_json,
@@ -100,9 +100,18 @@ X = torch.tensor([[1.0], [-4.0], [0.5]])
 
 
 def at_site(*names: str, present: list[str] | None = None) -> Tensor:
-    step = compile_site(Stack(*names), present or list(ADAPTERS), ADAPTERS.__getitem__)
+    step = compile_site([Stack(*names)], there(present))
     assert step is not None
-    return evaluate(step, ADAPTERS, X, Affine())
+    return run(step, X, Affine())
+
+
+def there(names: list[str] | None) -> dict[str, Adapter]:
+    """The adapters at a site; None: all."""
+    return ADAPTERS if names is None else {name: ADAPTERS[name] for name in names}
+
+
+def run(site: SiteStep, x: Tensor, base: BaseLayer, rows: RowMap | None = None) -> Tensor:
+    return evaluate(site.step, site.adapters, x, base, rows)
 
 
 # --- what is a composition ---
@@ -171,13 +180,13 @@ def test_deltas_add_in_any_order():
 def test_a_site_keeps_what_is_present_there():
     assert torch.equal(at_site("o1", "o2", present=["o2"]), at_site("o2"))
     assert torch.equal(at_site("i1", "i2", present=["i2", "o1"]), at_site("i2"))
-    assert compile_site(Stack("o1"), ["o2"], ADAPTERS.__getitem__) is None
-    assert compile_site(Stack("o1"), [], ADAPTERS.__getitem__) is None
+    assert compile_site([Stack("o1")], there(["o2"])) is None
+    assert compile_site([Stack("o1")], {}) is None
 
 
 def test_the_innermost_of_a_step_is_first():
-    step = compile_site(Stack("i1", "o1", "i2", "o2"), list(ADAPTERS), ADAPTERS.__getitem__)
-    assert step == ("o1", "o2", "i2", "i1")
+    step = compile_site([Stack("i1", "o1", "i2", "o2")], ADAPTERS)
+    assert [step.names[number] for number in step.step] == ["o1", "o2", "i2", "i1"]
 
 
 # --- compositions of compositions ---
@@ -405,10 +414,10 @@ def test_a_composition_without_names(setup, gone, left):
 
 def site(setup, x: Tensor = X, present: list[str] | None = None, rows=None) -> Tensor:
     parts, index = ((setup,), None) if rows is None else numbered(rows)
-    step = compile_rows(parts, present or list(ADAPTERS), ADAPTERS.__getitem__)
+    step = compile_site(parts, there(present))
     assert step is not None
     held = None if index is None else RowMap(index)
-    return evaluate(step, ADAPTERS, x, Affine(), held)
+    return run(step, x, Affine(), held)
 
 
 def test_an_average_is_an_average():
@@ -431,22 +440,22 @@ def test_an_average_of_inputs_is_taken_before_the_layer():
             calls.append(x)
             return 2 * x + 1
 
-    step = compile_site(Average("i1", "i2"), list(ADAPTERS), ADAPTERS.__getitem__)
-    found = evaluate(step, ADAPTERS, X, Counted())
+    step = compile_site([Average("i1", "i2")], ADAPTERS)
+    found = run(step, X, Counted())
     torch.testing.assert_close(found, 2 * ((7 * X + 1) + (11 * X - 3)) / 2 + 1)
     assert len(calls) == 1
 
 
 def test_a_split_divides_the_sequence():
     x = torch.arange(10.0).reshape(2, 5, 1)
-    step = compile_site(Split("o1", Stack("i1", "o2"), splits=[2, 3]), [*ADAPTERS], ADAPTERS.get)
-    found = evaluate(step, ADAPTERS, x, Ninths(x))
+    step = compile_site([Split("o1", Stack("i1", "o2"), splits=[2, 3])], ADAPTERS)
+    found = run(step, x, Ninths(x))
     first, second = x[:, :2], x[:, 2:]
     torch.testing.assert_close(found[:, :2], 3 * (2 * first + 1) + 1)
     torch.testing.assert_close(found[:, 2:], 5 * (2 * (7 * second + 1) + 1) - 2)
     for wrong in (x[:, :4], x[:, 0]):
         with pytest.raises(CompositionError, match="5 tokens"):
-            evaluate(step, ADAPTERS, wrong, Affine())
+            run(step, wrong, Affine())
 
 
 class Ninths(Affine):
@@ -465,35 +474,35 @@ def test_rows_take_their_own_steps(count):
     x = torch.arange(float(count)).unsqueeze(-1)
     names = ["o1", None, Stack("i1", "o2"), "o1"]
     parts, index = numbered(names)
-    step = compile_rows(parts, list(ADAPTERS), ADAPTERS.__getitem__)
+    step = compile_site(parts, ADAPTERS)
     rows = RowMap(index).enter(4, together=True)
-    found = evaluate(step, ADAPTERS, x, Affine(), rows)
+    found = run(step, x, Affine(), rows)
     each = count // 4
     for i, name in enumerate(names):
         part = x[i * each : (i + 1) * each]
         expected = 2 * part + 1
         if name is not None:
-            alone = compile_site(name, list(ADAPTERS), ADAPTERS.__getitem__)
-            expected = evaluate(alone, ADAPTERS, part, Affine())
+            alone = compile_site([name], ADAPTERS)
+            expected = run(alone, part, Affine())
         torch.testing.assert_close(found[i * each : (i + 1) * each], expected)
 
 
 def test_rows_that_cannot_be_told_are_refused():
     parts, index = numbered(["o1", None])
-    step = compile_rows(parts, list(ADAPTERS), ADAPTERS.__getitem__)
+    step = compile_site(parts, ADAPTERS)
     with pytest.raises(CompositionError, match="got 4 rows, and the composition has 2"):
-        evaluate(step, ADAPTERS, torch.zeros(4, 1), Affine(), RowMap(index))
+        run(step, torch.zeros(4, 1), Affine(), RowMap(index))
     entered = RowMap(index).enter(2, together=True)
     with pytest.raises(CompositionError, match="got 3 rows"):
-        evaluate(step, ADAPTERS, torch.zeros(3, 1), Affine(), entered)
+        run(step, torch.zeros(3, 1), Affine(), entered)
     with pytest.raises(StateError, match="Call model"):
-        evaluate(step, ADAPTERS, torch.zeros(2, 1), Affine(), RowMap(index, repeats=2))
+        run(step, torch.zeros(2, 1), Affine(), RowMap(index, repeats=2))
 
 
 def test_a_step_that_all_rows_take_is_that_step():
     parts = numbered([Stack("o1", "d1"), Stack("o1", "d2"), "o1"])[0]
-    assert compile_rows(parts, ["o1"], ADAPTERS.__getitem__) == ("o1",)
-    assert compile_rows(parts, ["o2"], ADAPTERS.__getitem__) is None
+    assert compile_site(parts, there(["o1"])) == SiteStep((0,), ("o1",))
+    assert compile_site(parts, there(["o2"])) is None
 
 
 def test_the_residual_of_a_part_is_its_own():
@@ -508,8 +517,8 @@ def test_the_residual_of_a_part_is_its_own():
 
     adapters = {"r1": Reads(0, 0), "r2": Reads(0, 0)}
     parts, index = numbered(["r1", None, "r2", "r1"])
-    step = compile_rows(parts, list(adapters), adapters.__getitem__)
-    found = evaluate(step, adapters, x, Ninths(x), RowMap(index))
+    step = compile_site(parts, adapters)
+    found = run(step, x, Ninths(x), RowMap(index))
     expected = 2 * x + 1 + 9 * x
     expected[1] = 2 * x[1] + 1
     torch.testing.assert_close(found, expected)
@@ -555,8 +564,8 @@ FUSED = 1 + 0.25 * 2 - 0.75 * 6
 
 
 def nested(setup: object, x: Tensor) -> Tensor:
-    step = compile_site(setup, list(NESTED), NESTED.__getitem__)
-    return evaluate(step, NESTED, x, Ninths(x))
+    step = compile_site([setup], NESTED)
+    return run(step, x, Ninths(x))
 
 
 def test_what_holds_a_fusion_holds_what_the_fusion_gives():

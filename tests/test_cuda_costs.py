@@ -13,7 +13,7 @@ from _measure import saved_bytes
 from _models import BERT, LLAMA, twin
 from adapterzoo import kernels
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.kernels import _launch, mode
+from adapterzoo.kernels import ops
 
 METHODS = {
     "LoRA": "lora[r=8]",
@@ -33,8 +33,8 @@ MOST[BERT]["BOFT b=8 m=2"] = 1.69
 
 @pytest.fixture
 def as_cuda(monkeypatch):
-    monkeypatch.setattr(_launch, "INTERPRETED", True)
-    monkeypatch.setattr(mode, "takes_triton", lambda *args, **options: False)
+    monkeypatch.setattr(ops, "INTERPRETED", True)
+    monkeypatch.setattr(ops, "takes_triton", lambda *args, **options: False)
     with kernels.use("triton"):
         yield
 

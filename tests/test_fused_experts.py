@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adapterzoo import inject
-from adapterzoo.composition import Stack, by_name
+from adapterzoo.composition import SiteStep, Stack
 from adapterzoo.contracts import WeightAdapter
 from adapterzoo.runtime import ActiveState, Default, Plan
 
@@ -80,7 +80,7 @@ def adapted(**factors):
 
 
 def plan(*names):
-    return Plan(Stack(*names), sites={"at": by_name(names)})
+    return Plan(Stack(*names), sites={"at": SiteStep(tuple(range(len(names))), tuple(names))})
 
 
 def test_all_reads_of_a_call_get_one_weight_and_the_next_call_a_new_one():

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from adapterzoo import inject
 from adapterzoo.anatomy import OutputSlice
-from adapterzoo.composition import Stack, by_name
+from adapterzoo.composition import SiteStep, Stack
 from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter
 from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.inject import ExpertAdapters, FusedAdapters
@@ -67,7 +67,9 @@ def layer(kind: str = "linear") -> nn.Module:
 
 
 def plan(*names: str, path: str = "at", **taps: tuple[str, ...]) -> Plan:
-    return Plan(Stack(*names), sites={path: by_name(names)}, captures=taps)
+    return Plan(
+        Stack(*names), sites={path: SiteStep(tuple(range(len(names))), tuple(names))}, captures=taps
+    )
 
 
 def active(*names: str) -> ActiveState:
@@ -290,7 +292,9 @@ def test_taps_reach_their_reader_in_a_replica():
     block, selection = nn.Sequential(nn.LayerNorm(4), nn.Identity()), ActiveState(Default())
     inject.capture_input(block[0], "1", "a", selection, "0")
     inject.put(block[1], "a", AddsResidual(), selection, "1")
-    selection.default.plan = Plan(Stack("a"), sites={"1": by_name(("a",))}, captures={"0": ("1",)})
+    selection.default.plan = Plan(
+        Stack("a"), sites={"1": SiteStep((0,), ("a",))}, captures={"0": ("1",)}
+    )
     replica = replica_of(block)
     assert torch.equal(in_thread(lambda: replica(X)), block(X))
 

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 import adapterzoo
 from adapterzoo import LoRAConfig
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.testing._models import seeded
+from adapterzoo.testing._case import seeded
 
 PAGE = tables.PAGE.read_text(encoding="utf-8")
 COMMITTED = tables.read(PAGE)

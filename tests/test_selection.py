@@ -9,12 +9,12 @@ import threading
 import pytest
 import torch
 
-from adapterzoo.composition import Stack, by_name
+from adapterzoo.composition import SiteStep, Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.runtime import ActiveState, Default, Plan
 from adapterzoo.testing import Case
 
-A, B, C = (Plan(Stack(name), sites={"at": by_name((name,))}) for name in "abc")
+A, B, C = (Plan(Stack(name), sites={"at": SiteStep((0,), (name,))}) for name in "abc")
 
 
 def in_threads(*runs) -> list:

@@ -29,7 +29,7 @@ _COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_heads_p
 _LINEAR = re.compile(r"DeltaNet|DeltaAttention|Linear\w*Attention|LightningAttention|Rwkv|[mx]LSTM")
 # classes that repeat keys before the function gets them → the attribute with the number of times
 _REPEATED = {"JetMoeAttention": "top_k"}
-# classes that compute their scores themselves, in operations that `inject.inline` follows
+# classes that compute their scores themselves, in operations that `inject.attention` follows
 INLINE = frozenset(
     (
         "BarkSelfAttention", "BloomAttention",
@@ -194,7 +194,9 @@ def positions_of(
         takes = _takes_numbers(cast("Any", type(module)))
         if module._modules or not (takes or leaf(path) in _TABLES):
             continue
-        stack = _stack_of(path, stacks)
+        near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
+        # several may share it
+        stack = near[0] if len(near) == 1 else None
         if takes and _ROTARY in type(module).__name__:
             # several stacks may share one, or each attention has its own
             rotary |= {s for s in stacks if below(s, parent(path)) or below(path, s)}
@@ -205,7 +207,9 @@ def positions_of(
             continue
         found.append(Site(path, "other", -1, stack, "positions", d_in=0, d_out=0))
     for stack in stacks:
-        if not any(site.stack == stack for site in found) and not _is_relative(tree, stack):
+        inside = [module for _, module in tree.branch(stack).modules]
+        relative = any(hasattr(m, RELATIVE_BIAS) or type(m).__name__ in ALIBI for m in inside)
+        if not relative and not any(site.stack == stack for site in found):
             unmovable.setdefault(stack, "no module is known that takes position numbers")
     return tuple(found), unmovable, frozenset(rotary)
 
@@ -213,14 +217,3 @@ def positions_of(
 @functools.cache
 def _takes_numbers(cls: Any) -> bool:
     return _NUMBERS in inspect.signature(cls.forward).parameters
-
-
-def _stack_of(path: str, stacks: list[str]) -> str | None:
-    """Return the only stack that a module of positions can belong to; None if several can be."""
-    near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
-    return near[0] if len(near) == 1 else None
-
-
-def _is_relative(tree: Tree, stack: str) -> bool:
-    modules = [module for _, module in tree.branch(stack).modules]
-    return any(hasattr(m, RELATIVE_BIAS) or type(m).__name__ in ALIBI for m in modules)

@@ -132,22 +132,21 @@ def _holds_blocks(tree: Tree, path: str) -> bool:
 
 
 def _has_attention(tree: Tree, path: str) -> bool:
-    return bool(tree.known(path, "attention", lambda: _names_attention(tree.branch(path))))
+    def has_one() -> bool:
+        branch = tree.branch(path)
+        row = _row(branch)
+        layers = () if row.outside else _layers(branch, row)
+        return any(_projection(layer, row) in ATTENTION_ROLES for layer in layers)
+
+    return tree.known(path, "attention", has_one)
 
 
 def _has_mlp(tree: Tree, path: str) -> bool:
-    return bool(tree.known(path, "mlp", lambda: _names_mlp(tree.branch(path))))
+    def has_one() -> bool:
+        branch = tree.branch(path)
+        return "mlp_out" in _roles(branch, list(_layers(branch, _row(branch)))).values()
 
-
-def _names_attention(branch: Branch) -> bool:
-    row = _row(branch)
-    if row.outside:
-        return False
-    return any(_projection(layer, row) in ATTENTION_ROLES for layer in _layers(branch, row))
-
-
-def _names_mlp(branch: Branch) -> bool:
-    return "mlp_out" in _roles(branch, list(_layers(branch, _row(branch)))).values()
+    return tree.known(path, "mlp", has_one)
 
 
 def _read(branch: Branch, stack: str) -> Block:
@@ -168,6 +167,7 @@ def _read(branch: Branch, stack: str) -> Block:
     )
     streams = sublayers_of(branch, sites, row)
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
+    samples = any(site.path.endswith(".sampling_offsets") for site in sites)
     return Block(
         path="",
         layer=-1,
@@ -175,17 +175,12 @@ def _read(branch: Branch, stack: str) -> Block:
         d_model=_d_model(sites),
         sites=sites,
         parts=parts,
-        absent=row.absent | _absent(sites),
+        # deformable attention samples, without queries and keys
+        absent=row.absent | ({"query", "key"} if samples else set()),
         states=row.states,
         languages=row.languages,
         **streams._asdict(),
     )
-
-
-def _absent(sites: tuple[Site, ...]) -> frozenset[Role]:
-    """Return the roles that a block lacks: query and key in deformable attention."""
-    sampling = any(site.path.endswith(".sampling_offsets") for site in sites)
-    return frozenset({"query", "key"}) if sampling else frozenset()
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
@@ -446,10 +441,15 @@ def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tu
             continue
         norm, conv = is_norm(module), isinstance(module, _ConvNd)
         is_linear = isinstance(module, nn.Linear) or hasattr(module, "nf")
-        if not (norm or conv or is_linear) or _is_read(tree, path):
+        # torch's attention reads the parameters of its layers
+        is_read = any(isinstance(owner, nn.MultiheadAttention) for owner in tree.owners(path))
+        if is_read or not (norm or conv or is_linear):
             others.append(path)
             continue
-        spatial = conv or _normalizes_channels(module)
+        # the features of such a norm are channels, the second dimension
+        by_channels = getattr(module, "data_format", None) == "channels_first"
+        named = CHANNEL_NORM_CLASS.search(type(module).__name__) is not None
+        spatial = conv or by_channels or named
         found.append(_site(path, "layer" if spatial else "output", module, blocks))
     return tuple(found), tuple(others)
 
@@ -493,19 +493,8 @@ def is_norm(module: nn.Module) -> bool:
     return named and not apart and bool(own) and all(p.dim() == 1 for p in own)
 
 
-def _normalizes_channels(module: nn.Module) -> bool:
-    """Return whether the features of a norm are channels, the second dimension."""
-    first = getattr(module, "data_format", None) == "channels_first"
-    return first or CHANNEL_NORM_CLASS.search(type(module).__name__) is not None
-
-
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
-
-
-def _is_read(tree: Tree, path: str) -> bool:
-    """Return whether the module above reads the layer's parameters without calling it."""
-    return any(isinstance(owner, nn.MultiheadAttention) for owner in tree.owners(path))
 
 
 def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> Site:

@@ -42,16 +42,14 @@ def _split(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> Spl
     if not named and site.role == "qkv":
         stored = site.parameter or site.path
         named = [name for pattern, name in FUSED if pattern.search(stored)]
-        if named == ["q, k, v"] and _has_query(site, sites):
+        around = parent(site.path)
+        if named == ["q, k, v"] and any(
+            s.role == "query" and parent(s.path) == around for s in sites
+        ):
             named = ["k, v"]
     if not named and site.role == "mlp_in" and site.d_out == 2 * inner:
         named = ["gate, in"]
     return LAYOUTS[named[0]](site, inner, branch) if named else {}
-
-
-def _has_query(fused: Site, sites: tuple[Site, ...]) -> bool:
-    """Return whether the queries have a layer of their own, beside the fused one."""
-    return any(s.role == "query" and parent(s.path) == parent(fused.path) for s in sites)
 
 
 def is_known_fusion(path: str) -> bool:

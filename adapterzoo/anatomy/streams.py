@@ -156,12 +156,9 @@ def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Place
         if NUMBERED.search(leaf(name)):
             numbered.append(name)
             continue
-        placed += _by_name(name) or _by_owner(name, parts)
+        found = [(name, place, kind) for names, place, kind in NORM_PLACES if names.search(name)]
+        placed += found[:1] or _by_owner(name, parts)
     return _resolved(placed, parts), numbered
-
-
-def _by_name(name: str) -> list[_Placed]:
-    return [(name, place, kind) for names, place, kind in NORM_PLACES if names.search(name)][:1]
 
 
 def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
@@ -234,14 +231,13 @@ def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part
         same = [p for p in parts if p.kind == "cross"]
     if not same:
         return []
-    likeness = [(_named_after(name, p), nearness(name, p.out)) for p in same]
+    # a norm may have the sub-layer's name too, as `ffn2_layer_norm`
+    owners = [p.out.partition(".")[0] for p in same]
+    likeness = [
+        (len(owner) if owner in name else 0, nearness(name, p.out))
+        for p, owner in zip(same, owners, strict=True)
+    ]
     return [p for p, alike in zip(same, likeness, strict=True) if alike == max(likeness)]
-
-
-def _named_after(name: str, part: _Part) -> int:
-    """Return the length of a sub-layer's name if the norm has it too, as in `ffn2_layer_norm`."""
-    owner = part.out.partition(".")[0]
-    return len(owner) if owner in name else 0
 
 
 def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:

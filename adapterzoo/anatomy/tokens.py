@@ -90,6 +90,7 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
     embeddings = _embeddings(tree, owner, table, blocks)
     module = tree.modules[owner if embeddings is None else embeddings]
     takes = inspect.signature(type(module).forward).parameters
+    said = {getattr(module, "is_causal", None) for _, module in tree.branch(owner).modules}
     attended = any(s.cross for b in blocks if b.stack != stack for s in b.sites)
     return TokenInput(
         stack=owner,
@@ -100,7 +101,8 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
         embeds_positions=embeddings is not None and "position_ids" in takes,
         positions=_positions(tree, owner, table, blocks),
         is_encoder=attended,
-        looks_ahead=_looks_ahead(tree, owner),
+        # some models do not say whether their attentions are causal
+        looks_ahead=False in said and True not in said,
         closed=reason(NO_TOKENS, tree),
     )
 
@@ -113,12 +115,6 @@ def input_embeddings_of(model: object) -> nn.Module | None:
         return None
     # a matrix that the model keeps itself is not a layer
     return unwrapped(found) if isinstance(found, nn.Module) else None
-
-
-def _looks_ahead(tree: Tree, owner: str) -> bool:
-    """Return whether attentions say that they are not causal; some models do not say it."""
-    said = {getattr(module, "is_causal", None) for _, module in tree.branch(owner).modules}
-    return False in said and True not in said
 
 
 def _weight(tree: Tree, table: str) -> object:
@@ -221,7 +217,8 @@ def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
     if getattr(getattr(root, "config", None), "is_encoder_decoder", False):
         decoders = {b.stack for b in blocks if any(site.cross for site in b.sites)}
         stacks = [s for s in stacks if s not in decoders] or stacks
-    embedding = _embedding_path(tree)
+    own = input_embeddings_of(tree.modules[""])
+    embedding = next((path for path, module in tree.modules.items() if module is own), "")
 
     def near(stack: str) -> tuple[int, int]:
         return nearness(stack, embedding), -stack.count(".")
@@ -234,9 +231,3 @@ def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
 def _reads(block: Block) -> int:
     """Return the input width of a block's attention; 0 if it has none."""
     return next((site.d_in for site in block.sites if site.role in ("query", "qkv")), 0)
-
-
-def _embedding_path(tree: Tree) -> str:
-    """Return the path of the module that transformers calls the input embeddings, empty if none."""
-    module = input_embeddings_of(tree.modules[""])
-    return next((path for path, m in tree.modules.items() if m is module), "")

@@ -1,7 +1,7 @@
 """The command line: work with adapters on disk and on the Hub without a script.
 
-Modules with commands declare options and import fast. The modules that do the work are imported
-when a command runs, and with them torch and transformers.
+`app` declares the commands and imports fast. The modules that do the work are imported when a
+command runs, and with them torch and transformers.
 """
 
 from __future__ import annotations

@@ -1,36 +1,74 @@
-"""The command `adapterzoo`: its subcommands, their examples, and exit codes.
+"""The command `adapterzoo`: its subcommands, their options and examples, and exit codes.
 
-0: success; 1: an error, with one message on standard error; 2: invalid usage.
+0: success; 1: an error, with one message on standard error; 2: invalid usage. What is wrong with a
+value is said by the library; `spell` writes its hints with the options of the command. The modules
+that do the work import torch and transformers, and are imported when a command runs.
 """
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from adapterzoo import __version__
-from adapterzoo.errors import AdapterZooError, naming
+from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
 
-from .hints import spell, this_call
-from .output import printable
+from .output import (
+    be_quiet,
+    check_can_write,
+    note,
+    print_facts,
+    print_json,
+    print_table,
+    printable,
+    wants_progress,
+    write_json,
+)
+from .rows import read_classes, read_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# commands → modules, in the order in which users need them
-_HOMES = {
-    "train": "learning",
-    "predict": "learning",
-    "info": "inspecting",
-    "verify": "inspecting",
-    "convert": "changing",
-    "merge": "changing",
-    "push": "publishing",
-    "list": "publishing",
-    "doctor": "diagnosing",
-}
+# copies of names in checkpoint.formats and heads.Pooling, which import torch; a test compares them
+FORMATS = ("native", "adapterhub", "adapterhub-safetensors", "peft")
+POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
+
+# arguments of Python that have other names as options, and those that are environment variables
+_OPTIONS = {"format": ("to",), "load_as": ("name",), "model": ("model", "base"),
+            "with_head": ("head",)}  # fmt: skip
+_VARIABLES = {"cache_dir": "HF_HUB_CACHE=…", "token": "HF_TOKEN=…"}
+_NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN=1"
+
+
+def spell(name: str, value: object) -> str:
+    """Return an argument of Python as the reader of the current command writes it.
+
+    An option of another command is shown as one of `convert`, which writes an adapter that follows
+    the hint.
+
+    Args:
+        name: of the argument.
+        value: of the argument.
+    """
+    if name in _VARIABLES:
+        return _NO_TOKEN if value is False else _VARIABLES[name]
+    for command in (click.get_current_context().command, convert_command):
+        found = {parameter.name: parameter for parameter in command.params}
+        parameter = next((found[n] for n in _OPTIONS.get(name, (name,)) if n in found), None)
+        if isinstance(parameter, click.Argument):
+            return parameter.human_readable_name
+        if parameter is not None:
+            option = f"{parameter.opts[0]} {value}"
+            if isinstance(value, bool):
+                option = parameter.opts[0] if value else parameter.secondary_opts[0]
+            other = command is not click.get_current_context().command
+            return f"`adapterzoo convert {option}`" if other else option
+    return f"{name}={value!r}"
 
 
 class RefusedError(click.ClickException):
@@ -64,23 +102,30 @@ class ExampleCommand(click.Command):
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command.
+        """Run the command; its errors name it with its positional arguments.
 
         Args:
             ctx: of this call.
 
         Raises:
-            RefusedError: the library raised an error.
+            RefusedError: the library raised an error, or a file cannot be read or written.
         """
+        given = [str(ctx.params[p.name]) for p in self.params if isinstance(p, click.Argument)]
+        call = " ".join([str(ctx.info_name), *given])
         try:
-            with naming(this_call(), spell):
+            with naming(call, spell):
                 return super().invoke(ctx)
         except AdapterZooError as error:
             raise RefusedError(str(error)) from error
+        except BrokenPipeError:
+            # click ends quietly
+            raise
+        except OSError as error:
+            raise RefusedError(f"{call}: {error}") from error
 
 
 class App(click.Group):
-    """The commands, each imported on first use."""
+    """The commands in the order in which users need them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return their names.
@@ -88,20 +133,7 @@ class App(click.Group):
         Args:
             ctx: of this call.
         """
-        return list(_HOMES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a name; None where there is none.
-
-        Args:
-            ctx: of this call.
-            cmd_name: the name that the user wrote.
-        """
-        if cmd_name not in _HOMES:
-            return None
-        module = importlib.import_module(f".{_HOMES[cmd_name]}", __package__)
-        found: click.Command = vars(module)[f"{cmd_name}_command"]
-        return found
+        return list(self.commands)
 
 
 @click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"]})
@@ -110,7 +142,7 @@ def main() -> None:
     """Adapters for transformers: train, use, inspect, convert, merge and publish them."""
 
 
-def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleCommand]:
+def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Command]:
     """Decorate a function to make it a command; its docstring is the help.
 
     Args:
@@ -119,27 +151,477 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleC
     """
     settings = {"help_option_names": ["-h", "--help"], "show_default": True}
 
-    def make(function: Callable[..., None]) -> ExampleCommand:
+    def make(function: Callable[..., None]) -> click.Command:
         # the first sentence, uncut
         short = (function.__doc__ or "").partition(".")[0].replace("\n", " ") + "."
-        return click.command(
+        return main.command(
             name, ExampleCommand, epilog=example, short_help=short, context_settings=settings
         )(function)
 
     return make
 
 
-def json_option(function: F) -> F:
-    """Add the option `--json`, for programs."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
-        function
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+_model = click.option(
+    "--model",
+    metavar="MODEL",
+    help="Folder or Hub name of the base model.  [default: the one named by the adapter]",
+)
+_revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
+_text_column = click.option("--text-column", default="text", help="Name of the column of texts.")
+_batch_size = click.option(
+    "--batch-size", default=16, type=click.IntRange(min=1), help="Texts per batch."
+)
+_device = click.option("--device", help="cpu or cuda.  [default: cuda if available]")
+
+
+# --- classify texts ---
+
+
+@command(
+    "train",
+    example="adapterzoo train --model bert-base-uncased --train train.csv --eval test.csv "
+    "--output runs/reviews",
+)
+@click.option("--model", required=True, help="Folder or Hub name of the base model.")
+@click.option("--train", "train_file", required=True, metavar="FILE", help="Training data.")
+@click.option("--eval", "eval_file", metavar="FILE", help="Test data.")
+@click.option("--output", required=True, metavar="FOLDER", help="Folder for the adapter.")
+@click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
+@click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
+@click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
+@click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
+              help="Initial learning rate; decays to 0.")  # fmt: skip
+@_batch_size
+@click.option("--max-length", type=click.IntRange(min=1),
+              help="Maximum tokens per text.  [default: 128]")  # fmt: skip
+@click.option("--pooling", default="auto", type=click.Choice(POOLINGS),
+              help="How the head reduces a text to one vector.")  # fmt: skip
+@click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
+@click.option(
+    "--seed", default=0, type=click.IntRange(min=0), help="Seed of weights and row order."
+)
+@_device
+@_text_column
+@click.option("--label-column", default="label", help="Name of the column of labels.")
+@_json
+def train_command(
+    train_file: str,
+    eval_file: str | None,
+    output: str,
+    name: str | None,
+    text_column: str,
+    label_column: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train an adapter and a head that classify texts; the base model does not change.
+
+    Data are .csv or .tsv files with a line of column names, or .jsonl files with an object in each
+    line; each row has a text and a label. The classes are the labels of the training data. With
+    --eval the accuracy on the test data is printed.
+    """
+    check_can_write(output, "--output ")
+    files = Path(train_file), None if eval_file is None else Path(eval_file)
+    rows, tested, classes = read_classes(*files, text_column, label_column)
+
+    from .training import train
+
+    shown = wants_progress(as_json)
+    be_quiet(shown)
+    name = name or Path(output).name
+    metrics = train(rows, tested, classes, output, name, progress=shown, **options)
+    if as_json:
+        print_json(metrics)
+        return
+    print_facts({key.replace("_", " "): _metric_text(value) for key, value in metrics.items()})
+
+
+def _metric_text(value: object) -> object:
+    if isinstance(value, list):
+        return ", ".join(value)
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+@command(
+    "predict", example='adapterzoo predict runs/reviews --text "A film to remember." --format jsonl'
+)
+@click.argument("path")
+@click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
+@click.option("--file", metavar="FILE", help="Rows with texts: .csv, .tsv or .jsonl.")
+@click.option("--output", metavar="FILE", help="File to write.  [default: standard output]")
+@click.option("--format", "written", default="csv", type=click.Choice(("csv", "jsonl")))
+@click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
+@_model
+@_batch_size
+@click.option("--max-length", type=click.IntRange(min=1),
+              help="Maximum tokens per text.  [default: as in training]")  # fmt: skip
+@_device
+@_text_column
+@click.option("--revision", help="Branch, tag or commit of PATH on the Hub.")
+def predict_command(
+    path: str,
+    texts: tuple[str, ...],
+    file: str | None,
+    output: str | None,
+    written: str,
+    as_json: bool,
+    text_column: str,
+    revision: str | None,
+    **options: Any,
+) -> None:
+    """Predict the label of each text with an adapter and its head, and all probabilities.
+
+    PATH is a folder or 'user/repository'. CSV output has the columns text, label and one for each
+    class; JSON lines have text, label and probabilities. A regression head gives its value.
+    """
+    if (file is None) == (not texts):
+        raise click.UsageError("Write either --text or --file.")
+    if output is not None:
+        check_can_write(output, "--output ", is_file=True)
+    rows = list(texts) if file is None else read_rows(Path(file), text_column, None).texts
+
+    from .checkpoints import open_checkpoint
+    from .training import predict, write
+
+    shown = wants_progress(as_json)
+    be_quiet(shown)
+    checkpoint = open_checkpoint(path, revision)
+    predictions = predict(checkpoint, rows, progress=shown, **options)
+    kind = "jsonl" if as_json else written
+    if output is None:
+        write(sys.stdout, predictions, kind)
+        return
+    with Path(output).open("w", encoding="utf-8", newline="") as stream:
+        write(stream, predictions, kind)
+    note(f"{output}: {len(rows):,} rows")
+
+
+# --- look at a checkpoint ---
+
+
+@command("info", example="adapterzoo info runs/reviews")
+@click.argument("path")
+@click.option("--model", metavar="MODEL", help="Base model to compare with, folder or Hub name.")
+@_revision
+@_json
+def info_command(path: str, model: str | None, revision: str | None, as_json: bool) -> None:
+    """Describe an adapter: format, config, base model, head, sizes, fingerprint.
+
+    PATH is a folder, or 'user/repository' on the Hub, in the native format, AdapterHub's or PEFT's.
+    Configs of other formats are shown unchanged; with --model the adapter is compared with the
+    model, and its config is shown as adapterzoo reads it.
+    """
+    from .checkpoints import open_checkpoint
+    from .inspecting import facts_of, for_people
+
+    be_quiet(False)
+    facts = facts_of(open_checkpoint(path, revision), model)
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(for_people(facts))
+
+
+@command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
+@click.argument("path")
+@click.option("--model", metavar="MODEL", help="Base model to compare every tensor with.")
+@click.option("--fingerprint", help="Expected fingerprint, as printed by `info`.")
+@_revision
+@_json
+def verify_command(
+    path: str, model: str | None, fingerprint: str | None, revision: str | None, as_json: bool
+) -> None:
+    """Check an adapter: complete files, correct digests, finite values.
+
+    Only the native format has digests: in AdapterHub's and PEFT's a changed value cannot be
+    detected, and a missing tensor only with --model, which compares every tensor with that model.
+    Its weights are read only if the adapter's files hold copies of some. Exits with 1 if anything
+    is wrong.
+    """
+    from .checkpoints import open_checkpoint
+    from .inspecting import verify
+
+    be_quiet(False)
+    try:
+        checkpoint = open_checkpoint(path, revision)
+        facts = verify(checkpoint, model, fingerprint)
+    except AdapterZooError as error:
+        if as_json:
+            print_json({"ok": False, "path": path, "error": str(error)})
+        raise
+    has_digests = checkpoint.format == "native"
+    if as_json:
+        shown = ("path", "format", "holds", "tensors", "parameters", "fingerprint",
+                 "compared_with")  # fmt: skip
+        print_json({"ok": True, "digests": has_digests} | {key: facts[key] for key in shown})
+        return
+    what = f"{path}: {facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
+    if has_digests:
+        click.echo(f"{what}: complete, digests correct, all values finite")
+    else:
+        click.echo(f"{what}: readable, all values finite")
+        without = "" if model is not None else ", and a missing tensor only with --model"
+        click.echo(f"this format has no digests: a changed value cannot be detected{without}")
+    if has_digests and f"{checkpoint.kind}_config.json" not in checkpoint.sizes:
+        click.echo(f"{checkpoint.kind}_config.json is missing: `push` needs it, loading does not")
+    if facts["compared_with"] is not None:
+        click.echo(f"fits {facts['compared_with']}: every tensor has its layer and shape there")
+    if facts["fingerprint"] is not None:
+        click.echo(f"fingerprint {facts['fingerprint']}")
+
+
+# --- write a checkpoint in another form ---
+
+
+def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    """Check a format or a method; methods are imported only if it is not a format.
+
+    Raises:
+        BadParameter: it is neither.
+    """
+    if value in FORMATS:
+        return value
+    from adapterzoo import methods  # noqa: F401  registers them
+    from adapterzoo.configs import change_forms
+
+    if value not in change_forms:
+        raise click.BadParameter(
+            f"{value!r} is neither a format ({listing(FORMATS)}) nor a conversion method "
+            f"({listing(change_forms)})."
+        )
+    return value
+
+
+@command("convert", example="adapterzoo convert runs/reviews served/reviews --to peft")
+@click.argument("src")
+@click.argument("dst")
+@click.option(
+    "--to",
+    required=True,
+    callback=_target,
+    metavar=f"[{'|'.join(FORMATS)}|METHOD]",
+    help="Format to write, or method to convert to.",
+)
+@_model
+@click.option("--name", help="Name of the adapter in DST.  [default: its own]")
+@click.option("--head/--no-head", default=True, help="Whether to write the head too.")
+@click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
+@click.option("--rank", type=click.IntRange(min=1), help="To a method: the largest rank.")
+@click.option(
+    "--energy",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="To a method: share of the squared singular values to keep in each layer.",
+)
+@click.option("--text", help="To a method: compare outputs on this text.  [default: random tokens]")
+@click.option("--report", metavar="FILE", help="To a method: write the errors as JSON.")
+def convert_command(
+    src: str,
+    dst: str,
+    to: str,
+    model: str | None,
+    name: str | None,
+    head: bool,
+    revision: str | None,
+    **options: Any,
+) -> None:
+    """Write an adapter in another format, or as an adapter of another method.
+
+    SRC is a folder or 'user/repository', DST a folder. For another format, that of adapterzoo,
+    AdapterHub or PEFT, the base model's config is needed to know its layers; its weights are read
+    only if a file must hold some of them. If the format cannot express the adapter, nothing is
+    written.
+
+    For another method, such as LoRA, the base model is loaded. DST has the format of SRC. The
+    conversion is exact where the method of SRC has low-rank factors, and an SVD otherwise; a table
+    shows the error of each layer and the difference of the outputs.
+    """
+    given = [option for option, value in options.items() if value is not None]
+    if to in FORMATS and given:
+        raise click.UsageError(f"--{given[0]} needs --to with a method, not a format.")
+    if options["rank"] is not None and options["energy"] is not None:
+        raise click.UsageError("--rank and --energy both limit the ranks. Write one of them.")
+    check_can_write(dst)
+    report = options.pop("report")
+    if report is not None:
+        check_can_write(report, "--report ", is_file=True)
+
+    from .checkpoints import open_checkpoint
+    from .converting import convert, convert_method
+
+    be_quiet(wants_progress(False))
+    checkpoint = open_checkpoint(src, revision)
+    if to in FORMATS:
+        convert(checkpoint, dst, to, model, name, head)
+        click.echo(f"{dst}: {checkpoint.kind} in the format {to!r}, from {checkpoint.format!r}")
+        return
+    certificate = convert_method(checkpoint, dst, to, model, name, head, **options)
+    if report is not None:
+        write_json(report, certificate.to_dict())
+    click.echo(str(certificate))
+    click.echo(f"{dst}: {certificate.to} from {certificate.method}, as {checkpoint.format!r}")
+
+
+@command("merge", example="adapterzoo merge bert-base-uncased runs/reviews merged/reviews")
+@click.argument("base")
+@click.argument("adapter")
+@click.argument("out")
+@click.option(
+    "--as",
+    "architecture",
+    metavar="CLASS",
+    help="transformers class to write, such as BertForSequenceClassification.  "
+    "[default: that of BASE, or one that has the adapter's head]",
+)
+@click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")
+@click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
+def merge_command(
+    base: str, adapter: str, out: str, architecture: str | None, head: bool, revision: str | None
+) -> None:
+    """Write a plain transformers model that computes what BASE computes with the adapter.
+
+    OUT is a new folder for `AutoModel.from_pretrained`; adapterzoo is not needed to load it. Only
+    methods that change weights can be merged. The adapter's head replaces that of BASE in a class
+    of transformers that has such a head; if there is none, BASE keeps its class and head.
+    """
+    check_can_write(out)
+    if Path(out).is_dir() and any(Path(out).iterdir()):
+        raise ConfigError(f"{out!r} exists already. Write a new folder, or empty this one.")
+
+    from .checkpoints import open_checkpoint
+    from .converting import merge
+
+    be_quiet(wants_progress(False))
+    checkpoint = open_checkpoint(adapter, revision)
+    model_class, lost_head, lost_tokenizer = merge(checkpoint, base, out, architecture, head)
+    click.echo(f"{out}: a {model_class}")
+    if lost_head is not None:
+        note(f"The adapter's head has been left out: {lost_head}")
+    if lost_tokenizer is not None:
+        note(f"{lost_tokenizer}; {out!r} has none.")
+
+
+# --- the Hub ---
+
+
+def _metric(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not name.strip() or not math.isfinite(number):
+        raise click.UsageError(
+            f"--metric {text!r} is not a name with a number. Write --metric accuracy=0.91."
+        )
+    return name, number
+
+
+@command("push", example="adapterzoo push runs/reviews user/reviews --metric accuracy=0.91")
+@click.argument("path")
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make a new repository private.")
+@click.option("--revision", help="Branch to push to; created if missing.")
+@click.option("--message", "commit_message", help="First line of the commit message.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request.")
+@click.option("--base-model", help="Hub name of the base model.")
+@click.option("--dataset", "datasets", multiple=True, help="Hub name; may be repeated.")
+@click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="For the card.")
+@click.option("--license", help="License, such as apache-2.0.")
+@click.option("--language", help="Language, such as en.")
+@click.option("--overwrite-card", "overwrite_adapter_card", is_flag=True,
+              help="Replace an existing model card.")  # fmt: skip
+@_json
+def push_command(
+    path: str,
+    repo: str,
+    private: bool,
+    metrics: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Publish the adapter in a folder as REPO ('user/repository') on the Hub, with a card.
+
+    Everything goes into one commit. The token is that of `hf auth login` or HF_TOKEN; there is no
+    option for it, because other users could read it in the list of processes.
+    """
+    results = dict(_metric(metric) for metric in metrics)
+
+    from adapterzoo import hub
+
+    be_quiet(wants_progress(as_json))
+    known = {name: options.pop(name) for name in ("base_model", "datasets", "license", "language")}
+    text = hub.CardText(results=results, **known)
+    url = hub.push(path, repo, text=text, private=private or None, **options)
+    if as_json:
+        print_json({"url": url, "repo": repo})
+    else:
+        click.echo(url)
+
+
+@command("list", example="adapterzoo list --model google-bert/bert-base-uncased --limit 20")
+@click.option("--model", "base_model", metavar="TEXT",
+              help="Only adapters for this base model, by its name on the Hub.")  # fmt: skip
+@click.option("--task", help="Only those for this task, such as text-classification.")
+@click.option("--library", help="Only those written by adapterzoo, adapters or peft.")
+@click.option("--search", help="Only those with these words in the name.")
+@click.option("--author", help="Only those of this user or organization.")
+@click.option("--limit", default=20, type=click.IntRange(min=1), help="Maximum number of adapters.")
+@_json
+def list_command(as_json: bool, **options: Any) -> None:
+    """List adapters of the Hub that can be loaded here, the most downloaded first."""
+    from adapterzoo import hub
+
+    found = hub.list_adapters(**options)
+    if as_json:
+        print_json([dataclasses.asdict(info) for info in found])
+        return
+    if not found:
+        click.echo("No adapter found.")
+        return
+    titles = ("adapter", "library", "task", "base model", "downloads")
+    print_table(
+        titles, [(i.adapter_id, i.library, i.task, i.model_name, i.downloads) for i in found]
     )
 
 
-def model_option(function: F) -> F:
-    """Add the option `--model`, for commands whose checkpoint may name its base model."""
-    return click.option(
-        "--model",
-        metavar="MODEL",
-        help="Folder or Hub name of the base model.  [default: the one named by the adapter]",
-    )(function)
+# --- this machine ---
+
+
+@command("doctor", example="adapterzoo doctor --json")
+@_json
+def doctor_command(as_json: bool) -> None:
+    """Show versions, devices, dtypes, kernels and the Hub's cache.
+
+    Exits with 1 if a library is missing or too old.
+    """
+    from .doctor import examine
+
+    be_quiet(False)
+    found = examine()
+    if as_json:
+        print_json(found)
+    else:
+        _print_health(found)
+    if found["problems"]:
+        click.get_current_context().exit(1)
+
+
+def _print_health(found: dict[str, Any]) -> None:
+    versions = {name: version or "not installed" for name, version in found["versions"].items()}
+    broken = {name: f"cannot be imported ({why})" for name, why in found["peers"].items() if why}
+    print_facts({name: broken.get(name, version) for name, version in versions.items()})
+    click.echo()
+    for device in found["devices"]:
+        click.echo(f"{device['name']}: {device['what']}")
+        click.echo(f"  dtypes   {', '.join(device['dtypes'])}")
+        click.echo(f"  kernels  {device['kernels']}")
+    click.echo()
+    print_facts(found["hub"])
+    click.echo()
+    for problem in found["problems"]:
+        click.echo(f"problem: {problem}")
+    if not found["problems"]:
+        click.echo("No problem found.")

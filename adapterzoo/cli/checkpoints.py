@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from adapterzoo import formats, hub
-from adapterzoo.errors import CheckpointError
-from adapterzoo.formats import adapterhub, files, folders, native, peft
-from adapterzoo.formats.digest import fingerprint
+from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.formats import adapterhub, files, native, peft
+from adapterzoo.formats.fit import fingerprint
 from adapterzoo.heads import STATIC
-from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
-
-from .early import no_adapter
+from adapterzoo.hub.names import ADAPTER_CONFIG, wanted
 
 _HEAD_CONFIG = "head_config.json"
 
@@ -115,16 +113,15 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         HubError: it cannot be downloaded.
     """
     folder = hub.resolve(path, revision)
-    # this completes a killed save and waits for a running one
-    with folders.reading(folder):
-        return _opened(path, folder)
-
-
-def _opened(path: str, folder: Path) -> CheckpointFolder:
     found = ((kind, formats.of(folder, kind)) for kind in formats.KINDS)
     kind, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
-        raise no_adapter(path, (file.name for file in folder.iterdir()))
+        there = sorted(file.name for file in folder.iterdir())
+        raise CheckpointError(
+            f"{path!r} holds no adapter and no head in a known format "
+            f"({listing(formats.formats)}); its files: {listing(there)}. Write the folder of an "
+            f"adapter, or 'user/repository' for an adapter on the Hub."
+        )
     names = wanted(file.name for file in folder.iterdir() if file.is_file())
     if not names:
         raise CheckpointError(
@@ -157,3 +154,23 @@ def _opened(path: str, folder: Path) -> CheckpointFolder:
 def _text(value: object) -> str | None:
     """Return a value from a file as text; None for an empty one."""
     return str(value) if value else None
+
+
+def refuse_to_replace(folder: Path, to: str) -> None:
+    """Refuse a folder that holds a checkpoint in another format: it may be the only copy.
+
+    Args:
+        folder: to be written.
+        to: name of the format.
+
+    Raises:
+        CheckpointError: it holds one.
+    """
+    for kind in formats.KINDS:
+        there = formats.of(folder, kind)
+        if there is not None and formats.formats[there].read is not formats.formats[to].read:
+            what = "an adapter" if kind == "adapter" else "a head"
+            raise CheckpointError(
+                f"the folder {str(folder)!r} holds {what} in the format {there!r}, which would be "
+                f"lost. Write another folder."
+            )

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo import formats
-from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.formats.checkpoint import KINDS
+from adapterzoo.errors import CheckpointError, StateError, argument, listing
+from adapterzoo.formats.peft.config import TASKS
 from adapterzoo.heads import STATIC, HeadConfig
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model import init
+from adapterzoo.model.conversion import (
+    Certificate,
+    Size,
+    add_changes,
+    changes_by_peft,
+    random_inputs,
+)
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
+from adapterzoo.model.state import base_prefix
+from adapterzoo.spelling import peft_readable
 
-from .checkpoints import CheckpointFolder
-from .early import PART, unwritable
-from .models import Fitted, base_of, config_of, fitted, load_into, plain_tokenizer, with_weights
+from .checkpoints import CheckpointFolder, refuse_to_replace
+from .models import Fitted, base_of, fitted, load, load_into, tokenizer_of
 
 _NAME = "merged"
 _HINT = "To keep it, write --as with a class that has such a head."
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """What to write.
 
     Attributes:
@@ -44,7 +49,7 @@ class _Target:
 
     name: str | None
     head: Mapping[str, Any] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = MappingProxyType({})
     lost: str | None = None
 
 
@@ -85,24 +90,117 @@ def convert(
         found.model.save_adapter(folder, found.name, **options)
 
 
-def refuse_to_replace(folder: Path, to: str) -> None:
-    """Refuse a folder that holds a checkpoint in another format: it may be the only copy.
+def convert_method(
+    checkpoint: CheckpointFolder,
+    folder: str,
+    to: str,
+    model: str | None,
+    name: str | None,
+    with_head: bool,
+    rank: int | None,
+    energy: float | None,
+    text: str | None,
+) -> Certificate:
+    """Write a checkpoint as an adapter of another method, in the same format.
 
     Args:
-        folder: to be written.
-        to: name of the format.
+        checkpoint: of an adapter.
+        folder: created if it is missing.
+        to: the method.
+        model: base model; None: the one that the checkpoint names.
+        name: new name; None: its own.
+        with_head: whether to write the adapter's head too.
+        rank: the largest rank; None: not limited.
+        energy: the share of the squared singular values to keep; None: all.
+        text: on which outputs are compared; None: random inputs.
 
     Raises:
-        CheckpointError: it holds one.
+        CheckpointError: it does not fit the base model, the format cannot express the result, or
+            the folder cannot be written.
+        StateError: the adapter is more than a change of weights.
     """
-    for kind in KINDS:
-        there = formats.of(folder, kind)
-        if there is not None and type(formats.formats[there]) is not type(formats.formats[to]):
-            what = "an adapter" if kind == "adapter" else "a head"
-            raise CheckpointError(
-                f"the folder {str(folder)!r} holds {what} in the format {there!r}, which would be "
-                f"lost. Write another folder."
-            )
+    _refuse_head(checkpoint)
+    refuse_to_replace(Path(folder), checkpoint.format)
+    base = base_of(checkpoint, model)
+    here = {spelling.peft_type for spelling in peft_readable()}
+    if checkpoint.format == "peft" and checkpoint.method not in here:
+        size = Size(rank, energy)
+        return _convert_foreign(checkpoint, folder, base, to, name, with_head, size, text)
+    found = fitted(checkpoint, base, name=name, whole=True)
+    inputs = None if text is None else _inputs(found.model, base, text)
+    certificate: Certificate = found.model.convert_adapter(
+        found.name, to, rank, energy, new_name=found.name, overwrite_ok=True, inputs=inputs
+    )
+    found.model.save_adapter(
+        folder, found.name, with_head=with_head, meta_dict=checkpoint.meta,
+        format=checkpoint.format,
+    )  # fmt: skip
+    return certificate
+
+
+def _refuse_head(checkpoint: CheckpointFolder) -> None:
+    if checkpoint.kind == "head":
+        raise CheckpointError(
+            f"{checkpoint.path!r} holds only a head, which changes no weight. Write the folder of "
+            f"an adapter."
+        )
+
+
+def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
+    """Return the arguments of a call with a text; a decoder reads it too."""
+    found = dict(tokenizer_of(base)(text, return_tensors="pt"))
+    if model.config.is_encoder_decoder:
+        found["decoder_input_ids"] = found["input_ids"]
+    return found
+
+
+def _convert_foreign(
+    checkpoint: CheckpointFolder,
+    folder: str,
+    base: str,
+    to: str,
+    name: str | None,
+    with_head: bool,
+    size: Size,
+    text: str | None,
+) -> Certificate:
+    """Convert an adapter of a method that only PEFT has.
+
+    Raises:
+        CheckpointError: PEFT cannot load it, or it has a head, which is not converted.
+    """
+    trained = checkpoint.metadata.get("modules_to_save")
+    if trained and with_head:
+        raise CheckpointError(
+            f"{checkpoint.path!r} has {listing(trained)} beside the {checkpoint.method} adapter, "
+            f"which only its method could load. Write {argument('with_head', False)} to leave it "
+            f"out."
+        )
+    plain = load(_class_in(checkpoint, base), base, dtype=checkpoint.dtype).eval()
+    model = init(copy.deepcopy(plain)).eval()
+    inputs = random_inputs(model) if text is None else _inputs(model, base, text)
+    found = changes_by_peft(
+        plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
+    )
+    changes, inside = found.changes, base_prefix(model)
+    if trained:
+        # without the heads
+        changes = {key: value for key, value in changes.items() if key.startswith(inside)}
+    name = name or checkpoint.name or Path(checkpoint.path).name
+    certificate = add_changes(model, name, found._replace(changes=changes), to, size)
+    model.save_adapter(
+        folder, name, with_head=False, meta_dict=checkpoint.meta, format=checkpoint.format
+    )
+    return certificate
+
+
+def _class_in(checkpoint: CheckpointFolder, base: str) -> Any:
+    """Return the class of transformers for the task in PEFT's config, or that of the base model."""
+    config = load(AutoConfig, base)
+    names = TASKS.get(str(checkpoint.metadata.get("task_type")), {}).get(config.model_type)
+    own = next(iter(config.architectures or ()), None)
+    name = names[0] if isinstance(names, tuple | list) else names or own
+    return AutoModel if name is None else task_class(name)
 
 
 def merge(
@@ -127,14 +225,10 @@ def merge(
         ConfigError: there is no such class.
         StateError: the adapter cannot be merged.
     """
-    if checkpoint.kind == "head":
-        raise CheckpointError(
-            f"{checkpoint.path!r} holds only a head, which changes no weight. Write the folder of "
-            f"an adapter."
-        )
+    _refuse_head(checkpoint)
     if architecture is not None:
         task_class(architecture)
-    config = config_of(base)
+    config = load(AutoConfig, base)
     tokenizer, lost_tokenizer = _tokenizer(base)
     own = next(iter(config.architectures or ()), None)
     target = _Target(architecture or own)
@@ -146,7 +240,8 @@ def merge(
         config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
     cls: Any = AutoModel if target.name is None else task_class(target.name)
     replaced = target.head is not None
-    model = with_weights(base, cls, config=config, dtype="auto", ignore_mismatched_sizes=replaced)
+    options: dict[str, Any] = {"dtype": "auto", "ignore_mismatched_sizes": replaced}
+    model = init(load(cls, base, config=config, **options)).eval()
     keys = set(model.state_dict())
     load_into(checkpoint, model, _NAME, with_head=own_head)
     model.merge_adapter(_NAME)
@@ -156,42 +251,23 @@ def merge(
             state[key].copy_(tensor)
     # the adapter stays in the model, but not in the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
+    folder, is_new = Path(out), not Path(out).exists()
     try:
-        with _whole(Path(out).resolve()) as part:
-            PreTrainedModel.save_pretrained(model, part, state_dict=plain)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(part)
+        folder.mkdir(parents=True, exist_ok=True)
+        PreTrainedModel.save_pretrained(model, folder, state_dict=plain)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     # safetensors reports a full disk by its own error
     except (OSError, SafetensorError) as error:
-        raise unwritable(out, error) from error
+        for file in folder.glob("*"):
+            file.unlink()
+        if is_new and folder.exists():
+            folder.rmdir()
+        raise CheckpointError(
+            f"{out!r} cannot be written ({error}); nothing has been left there. Write a folder on "
+            f"a disk that has space."
+        ) from error
     return type(model).__name__, target.lost, lost_tokenizer
-
-
-@contextlib.contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` if the block succeeds, and is deleted if it fails.
-
-    Raises:
-        OSError: `out` cannot be written; it holds no file.
-    """
-    # keep an empty folder: a disk may be mounted there
-    empty = out.is_dir()
-    home = out if empty else out.parent
-    home.mkdir(parents=True, exist_ok=True)
-    if empty:
-        for litter in out.iterdir():
-            # from a killed merge; the caller has checked that there is nothing else in it
-            shutil.rmtree(litter, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=PART, dir=home) as private:
-        part = Path(private, out.name)
-        # with the mode of a new folder, unlike the private one around it
-        part.mkdir()
-        yield part
-        if not empty:
-            part.replace(out)
-            return
-        for file in part.iterdir():
-            file.replace(out / file.name)
 
 
 def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target:
@@ -213,7 +289,7 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
         return _Target(name, lost=f"a {name} has no head. {_HINT}")
     if STATIC in head:
         return _Target(architecture or str(head[STATIC]), head)
-    info = info_of(found.model)
+    info = ModelInfo(found.model)
     if architecture is not None:
         return _Target(name, head, info.to_static(architecture, head, found.stored.head))
     try:
@@ -233,4 +309,4 @@ def _tokenizer(base: str) -> tuple[Any, str | None]:
             return None, f"No tokenizer of {base!r} was found"
         reason = " ".join(str(error).split())
         return None, f"The tokenizer of {base!r} cannot be loaded ({reason})"
-    return plain_tokenizer(base), None
+    return load(AutoTokenizer, base, "tokenizer"), None

@@ -1,146 +1,30 @@
-"""`info` and `verify`: describe an adapter, and check that it is intact."""
+"""The work of `info` and `verify`."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-import click
+from transformers import AutoConfig
 
-from adapterzoo.errors import AdapterZooError, CheckpointError, listing
+from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.hub.names import is_complete
 
-from .app import command, json_option
-from .early import check_adapter, check_base
-from .output import be_quiet, print_facts, print_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .checkpoints import CheckpointFolder
-
-_revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
+from .checkpoints import CheckpointFolder
+from .models import fitted, load
 
 
-@command("info", example="adapterzoo info runs/reviews")
-@click.argument("path")
-@click.option("--model", metavar="MODEL", help="Base model to compare with, folder or Hub name.")
-@_revision
-@json_option
-def info_command(path: str, model: str | None, revision: str | None, as_json: bool) -> None:
-    """Describe an adapter: format, config, base model, head, sizes, fingerprint.
+def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
+    """Return all facts, as JSON types.
 
-    PATH is a folder, or 'user/repository' on the Hub, in the native format, AdapterHub's or PEFT's.
-    Configs of other formats are shown unchanged; with --model the adapter is compared with the
-    model, and its config is shown as adapterzoo reads it.
+    Args:
+        checkpoint: of an adapter or a head.
+        model: the base model to compare with; None: only the files are read.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model, or the model cannot be loaded.
     """
-    check_adapter(path)
-    check_base(model)
-
-    from .checkpoints import open_checkpoint
-
-    be_quiet(False)
-    facts = _facts(open_checkpoint(path, revision), model)
-    if as_json:
-        print_json(facts)
-    else:
-        print_facts(_for_people(facts))
-
-
-@command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
-@click.argument("path")
-@click.option("--model", metavar="MODEL", help="Base model to compare every tensor with.")
-@click.option("--fingerprint", help="Expected fingerprint, as printed by `info`.")
-@_revision
-@json_option
-def verify_command(
-    path: str, model: str | None, fingerprint: str | None, revision: str | None, as_json: bool
-) -> None:
-    """Check an adapter: complete files, correct digests, finite values.
-
-    Only the native format has digests: in AdapterHub's and PEFT's a changed value cannot be
-    detected, and a missing tensor only with --model, which compares every tensor with that model.
-    Its weights are read only if the adapter's files hold copies of some. Exits with 1 if anything
-    is wrong.
-    """
-    try:
-        check_adapter(path)
-        check_base(model)
-
-        from .checkpoints import open_checkpoint
-
-        be_quiet(False)
-        checkpoint = open_checkpoint(path, revision)
-        _check_files(checkpoint)
-        _check_finite(checkpoint)
-        facts = _facts(checkpoint, model)
-        _check_fingerprint(facts["fingerprint"], fingerprint)
-    except AdapterZooError as error:
-        if as_json:
-            print_json({"ok": False, "path": path, "error": str(error)})
-        raise
-    has_digests = checkpoint.format == "native"
-    if as_json:
-        shown = ("path", "format", "holds", "tensors", "parameters", "fingerprint",
-                 "compared_with")  # fmt: skip
-        print_json({"ok": True, "digests": has_digests} | {key: facts[key] for key in shown})
-        return
-    what = f"{path}: {facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
-    if has_digests:
-        click.echo(f"{what}: complete, digests correct, all values finite")
-    else:
-        click.echo(f"{what}: readable, all values finite")
-        without = "" if model is not None else ", and a missing tensor only with --model"
-        click.echo(f"this format has no digests: a changed value cannot be detected{without}")
-    if has_digests and f"{checkpoint.kind}_config.json" not in checkpoint.sizes:
-        click.echo(f"{checkpoint.kind}_config.json is missing: `push` needs it, loading does not")
-    if facts["compared_with"] is not None:
-        click.echo(f"fits {facts['compared_with']}: every tensor has its layer and shape there")
-    if facts["fingerprint"] is not None:
-        click.echo(f"fingerprint {facts['fingerprint']}")
-
-
-def _check_files(checkpoint: CheckpointFolder) -> None:
-    from adapterzoo.hub.files import is_complete
-
-    # a native checkpoint needs only one file to load
-    if checkpoint.format != "native" and not is_complete(checkpoint.sizes):
-        raise CheckpointError(
-            f"the adapter or its head is incomplete: there are only {listing(checkpoint.sizes)}. "
-            f"Copy it again from where it was saved; to drop a head, delete its tensors and config."
-        )
-
-
-def _check_finite(checkpoint: CheckpointFolder) -> None:
-    wrong = [k for k, t in checkpoint.tensors.items() if not _is_finite(t)]
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} of {len(checkpoint.tensors)} tensors have NaN or infinite values: "
-            f"{listing(wrong)}. Train it again with a smaller learning rate."
-        )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # torch.isfinite does not support 8-bit dtypes
-    asked = tensor.float() if tensor.element_size() == 1 else tensor
-    return bool(asked.isfinite().all())
-
-
-def _check_fingerprint(found: str | None, expected: str | None) -> None:
-    if expected is None or expected == found:
-        return
-    if found is None:
-        raise CheckpointError(
-            f"--fingerprint {expected!r} cannot be compared: this format needs a model for it. "
-            f"Write --model too."
-        )
-    raise CheckpointError(
-        f"the fingerprint is {found!r}, not {expected!r}: this is another adapter or another state "
-        f"of it. Copy it again from its source."
-    )
-
-
-def _facts(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
-    """Collect all facts, as JSON types."""
     facts: dict[str, Any] = {
         "path": checkpoint.path,
         "format": checkpoint.format,
@@ -153,7 +37,7 @@ def _facts(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
         "labels": checkpoint.labels,
         "parameters": sum(t.numel() for t in checkpoint.tensors.values()),
         "tensors": len(checkpoint.tensors),
-        "dtypes": sorted({_dtype(t) for t in checkpoint.tensors.values()}),
+        "dtypes": sorted({str(t.dtype)[len("torch.") :] for t in checkpoint.tensors.values()}),
         "bytes": sum(checkpoint.sizes.values()),
         "files": dict(checkpoint.sizes),
         "fingerprint": checkpoint.fingerprint,
@@ -167,11 +51,9 @@ def _facts(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
 
 
 def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
-    """Collect the facts that need a model."""
-    from .models import config_of, fitted
-
+    """Return the facts that need a model."""
     # raise errors of the model itself first
-    config_of(model)
+    load(AutoConfig, model)
     try:
         found = fitted(checkpoint, model, name="compared")
     except CheckpointError as error:
@@ -179,7 +61,7 @@ def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
             f"it does not fit {model!r}. Write --model with the model that it was "
             f"trained on. {error}"
         ) from error
-    checkpoint = dataclasses.replace(checkpoint, head=found.stored.metadata.get("head"))
+    checkpoint = replace(checkpoint, head=found.stored.metadata.get("head"))
     config = found.stored.metadata.get("config")
     facts: dict[str, Any] = {
         "compared_with": model,
@@ -194,16 +76,12 @@ def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
     return facts
 
 
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _for_people(facts: dict[str, Any]) -> dict[str, object]:
+def for_people(facts: Mapping[str, Any]) -> dict[str, object]:
+    """Return the facts that a person reads, by their titles."""
     config = facts["config"] if isinstance(facts["config"], dict) else None
-    labels = facts["labels"]
     head = facts["head"]
-    if head is not None and labels:
-        head = f"{head}: {', '.join(labels)}"
+    if head is not None and facts["labels"]:
+        head = f"{head}: {', '.join(facts['labels'])}"
     return {
         facts["holds"]: facts["name"] or facts["path"],
         "format": facts["format"],
@@ -219,3 +97,41 @@ def _for_people(facts: dict[str, Any]) -> dict[str, object]:
         "fingerprint": facts["fingerprint"],
         "fits": facts["compared_with"],
     }
+
+
+def verify(
+    checkpoint: CheckpointFolder, model: str | None, fingerprint: str | None
+) -> dict[str, Any]:
+    """Check that a checkpoint is complete and finite, and return the facts about it.
+
+    Args:
+        checkpoint: read, so that digests of the native format are correct.
+        model: the base model to compare with, or None.
+        fingerprint: the expected one, or None.
+
+    Raises:
+        CheckpointError: something is wrong.
+    """
+    if not is_complete(checkpoint.sizes):
+        raise CheckpointError(
+            f"the adapter or its head is incomplete: there are only {listing(checkpoint.sizes)}. "
+            f"Copy it again from where it was saved; to drop a head, delete its tensors and config."
+        )
+    # torch.isfinite does not support 8-bit dtypes
+    wrong = [k for k, t in checkpoint.tensors.items() if not t.double().isfinite().all()]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {len(checkpoint.tensors)} tensors have NaN or infinite values: "
+            f"{listing(wrong)}. Train it again with a smaller learning rate."
+        )
+    facts = facts_of(checkpoint, model)
+    found = facts["fingerprint"]
+    if fingerprint not in (None, found):
+        raise CheckpointError(
+            f"--fingerprint {fingerprint!r} cannot be compared: this format needs a model for it. "
+            f"Write --model too."
+            if found is None
+            else f"the fingerprint is {found!r}, not {fingerprint!r}: this is another adapter or "
+            f"another state of it. Copy it again from its source."
+        )
+    return facts

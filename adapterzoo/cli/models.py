@@ -11,22 +11,21 @@ from typing import Any
 import safetensors
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
 
 from adapterzoo import formats
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, argument
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
-from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.heads.output_layers import FIELD
 from adapterzoo.model.hf.backbone import text_config
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import task_class
 
 from .checkpoints import CheckpointFolder
-from .early import no_base
 from .output import note
 
 _MAX_LENGTH = 128
@@ -66,61 +65,21 @@ def base_of(checkpoint: CheckpointFolder, model: str | None) -> str:
     return base
 
 
-def config_of(base: str) -> PreTrainedConfig:
-    """Load the config of a base model.
+def load(cls: Any, base: str, what: str = "base model", **kwargs: Any) -> Any:
+    """Load the config, the weights or the tokenizer of a base model.
 
     Args:
+        cls: a class of transformers, or `AutoAdapterModel`.
         base: folder or name on the Hub.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
-    with _one_error(base):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    return config
-
-
-def with_weights(base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
-    """Load a base model in evaluation mode, with its static head.
-
-    Args:
-        base: folder or name on the Hub.
-        cls: `AutoAdapterModel`, or a class of transformers to initialize for adapters.
+        what: the part that is loaded, for messages.
         **kwargs: arguments of `from_pretrained`.
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    return init(plain_model(base, cls, **kwargs)).eval()
-
-
-def plain_model(base: str, cls: Any, **kwargs: Any) -> Any:
-    """Load a base model.
-
-    Args:
-        base: folder or name on the Hub.
-        cls: its class.
-        **kwargs: arguments of `from_pretrained`.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
-    with _one_error(base):
+    with _one_error(base, what):
         # with the default, transformers would ask at the terminal whether to run code
         return cls.from_pretrained(base, trust_remote_code=False, **kwargs)
-
-
-def plain_tokenizer(base: str) -> Any:
-    """Load the tokenizer of a base model.
-
-    Args:
-        base: folder or name on the Hub.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
-    with _one_error(base, "tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def tokenizer_of(base: str) -> Any:
@@ -132,7 +91,7 @@ def tokenizer_of(base: str) -> Any:
     Raises:
         CheckpointError: it cannot be loaded, or has no token to pad with.
     """
-    tokenizer = plain_tokenizer(base)
+    tokenizer = load(transformers.AutoTokenizer, base, "tokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
@@ -206,7 +165,7 @@ def fitted(
         except NotImplementedError:
             # torch raises it when a weight on the meta device is read
             pass
-    model = with_weights(base, _class_of(checkpoint), dtype=checkpoint.dtype)
+    model = init(load(_class_of(checkpoint), base, dtype=checkpoint.dtype)).eval()
     return _filled(checkpoint, model, name)
 
 
@@ -233,17 +192,17 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
 
 
 def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
-    config = config_of(base)
+    config = load(AutoConfig, base)
     cls = _class_of(checkpoint)
     make = cls.from_config if cls is AutoAdapterModel else cls._from_config
     # other attention implementations do not support the meta device
-    with _one_error(base), torch.device("meta"):
+    with _one_error(base, "base model"), torch.device("meta"):
         model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
     return init(model).eval()
 
 
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:
-    stored = formats.read(checkpoint.folder, checkpoint.kind, info_of(model))
+    stored = formats.read(checkpoint.folder, checkpoint.kind, ModelInfo(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
     if name is None and fetched and stored.metadata.get("name") is None:
         # in the cache, folders have the names of commits
@@ -268,7 +227,7 @@ def _is_onto_vocabulary(checkpoint: CheckpointFolder) -> bool:
 
 
 @contextlib.contextmanager
-def _one_error(base: str, what: str = "base model") -> Iterator[None]:
+def _one_error(base: str, what: str) -> Iterator[None]:
     """Turn errors of transformers about a model into one error of this library."""
     try:
         yield
@@ -283,4 +242,7 @@ def _one_error(base: str, what: str = "base model") -> Iterator[None]:
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= 200 else f"{reason[:199]}…"
-        raise no_base(base, reason, what) from error
+        raise CheckpointError(
+            f"the {what} {base!r} cannot be loaded ({reason}). Write {argument('model', 'MODEL')}, "
+            f"the folder of a transformers model or its name on the Hub."
+        ) from error

@@ -6,9 +6,8 @@ import csv
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterzoo.errors import ConfigError, listing
 
@@ -17,8 +16,7 @@ _LINES = (".jsonl", ".ndjson")
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Texts with their labels.
 
     Attributes:
@@ -39,23 +37,23 @@ def read_rows(file: Path, text: str, label: str | None) -> Rows:
         label: name of the column of labels; None: read no labels.
 
     Raises:
-        ConfigError: the file cannot be read, has no rows, or a row lacks a column.
+        ConfigError: the file is damaged, has no rows, or a row lacks a column.
+        OSError: the file cannot be read.
     """
     rows = Rows([], [])
     number = 0
     try:
         for number, row in _records(file):
-            rows.texts.append(_value(file, number, row, text))
-            if label is not None:
-                rows.labels.append(_value(file, number, row, label))
-    except OSError as error:
+            for column, values in zip((text, label), rows, strict=True):
+                if column is not None:
+                    values.append(_value(file, number, row, column))
+    # json and UTF-8 raise a ValueError
+    except (csv.Error, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
-            f"{str(file)!r} cannot be read ({error.strerror or error}). Write the path of a .csv, "
-            f".tsv or .jsonl file."
-        ) from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"{str(file)!r} is damaged after line {number} ({error}). Save it as UTF-8."
+            f"{str(file)!r} is damaged after line {number} ({error}). Write UTF-8 with one row in "
+            f"each line."
         ) from error
     if not rows.texts:
         raise ConfigError(f"{str(file)!r} has no rows. Write a file with rows.")
@@ -67,6 +65,8 @@ def read_classes(
 ) -> tuple[Rows, Rows | None, list[str]]:
     """Read the training data, the test data if any, and the names of the classes.
 
+    The classes are the labels of the training data, sorted; numbers are sorted by value.
+
     Args:
         file: the training data.
         tested: the test data, or None.
@@ -74,36 +74,29 @@ def read_classes(
         label: name of the column of labels.
 
     Raises:
-        ConfigError: a file cannot be read, there is only one class, or a test label is unknown.
+        ConfigError: a file is damaged, there is only one class, or a test label is unknown.
+        OSError: a file cannot be read.
     """
     rows = read_rows(file, text, label)
-    names = class_names(file, rows.labels)
-    test = None if tested is None else read_rows(tested, text, label)
-    if test is not None and (unknown := sorted({*test.labels} - {*names})):
-        raise ConfigError(
-            f"{str(tested)!r} has the labels {listing(unknown)}, which the training data lack; "
-            f"they have {listing(names)}. Remove these rows, or add such rows to the training data."
-        )
-    return rows, test, names
-
-
-def class_names(file: Path, labels: list[str]) -> list[str]:
-    """Return the sorted classes of the training data; numbers are sorted by value.
-
-    Raises:
-        ConfigError: there are fewer than two.
-    """
-    names = set(labels)
+    names = set(rows.labels)
     if len(names) < 2:
         raise ConfigError(
             f"all rows of {str(file)!r} have the label {min(names)!r}. Write a file with two or "
             f"more labels."
         )
-    numbers = all(_NUMBER.fullmatch(name) for name in names)
-    return sorted(names, key=(lambda name: (int(name), name)) if numbers else str)
+    test = None if tested is None else read_rows(tested, text, label)
+    if test is not None and (unknown := sorted({*test.labels} - names)):
+        raise ConfigError(
+            f"{str(tested)!r} has the labels {listing(unknown)}, which the training data lack; "
+            f"they have {listing(sorted(names))}. Remove these rows, or add such rows to the "
+            f"training data."
+        )
+    if all(_NUMBER.fullmatch(name) for name in names):
+        return rows, test, sorted(names, key=lambda name: (int(name), name))
+    return rows, test, sorted(names)
 
 
-def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield rows with the numbers of their last lines."""
     ending = file.suffix.lower()
     if ending not in _SEPARATORS and ending not in _LINES:
@@ -113,42 +106,28 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         )
     # spreadsheets write a byte order mark before the first name
     with file.open(encoding="utf-8-sig", newline="") as stream:
-        if ending in _SEPARATORS:
-            reader = csv.DictReader(stream, delimiter=_SEPARATORS[ending], strict=True)
-            for row in reader:
-                # more values than columns: an unquoted text contains a separator
-                if any(row.get(reader.restkey) or ()):
-                    raise ConfigError(
-                        f"line {reader.line_num} of {str(file)!r} has more values than columns: "
-                        f"{listing(reader.fieldnames or ())}. Write texts with "
-                        f"{_SEPARATORS[ending]!r} in double quotes."
-                    )
-                yield reader.line_num, row
+        if ending in _LINES:
+            lines = enumerate(stream, 1)
+            yield from ((number, json.loads(line)) for number, line in lines if line.strip())
             return
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield number, _object(file, number, line)
+        reader = csv.DictReader(stream, delimiter=_SEPARATORS[ending], strict=True)
+        for row in reader:
+            # more values than columns: an unquoted text contains a separator
+            if any(row.get(reader.restkey) or ()):
+                raise ConfigError(
+                    f"line {reader.line_num} of {str(file)!r} has more values than columns: "
+                    f"{listing(reader.fieldnames or ())}. Write texts with "
+                    f"{_SEPARATORS[ending]!r} in double quotes."
+                )
+            yield reader.line_num, row
 
 
-def _object(file: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+def _value(file: Path, number: int, row: Any, column: str) -> str:
+    if not isinstance(row, dict) or column not in row:
+        there = sorted(map(str, row)) if isinstance(row, dict) else [type(row).__name__]
         raise ConfigError(
-            f"line {number} of {str(file)!r} is not JSON ({error}). Write one object per line."
-        ) from error
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"line {number} of {str(file)!r} is a {type(row).__name__}. Write one object per line."
-        )
-    return row
-
-
-def _value(file: Path, number: int, row: dict[str, Any], column: str) -> str:
-    if column not in row:
-        raise ConfigError(
-            f"{str(file)!r} has no column {column!r} (line {number}); it has "
-            f"{listing(sorted(map(str, row)))}. Write --text-column or --label-column."
+            f"{str(file)!r} has no column {column!r} (line {number}); it has {listing(there)}. "
+            f"Write --text-column or --label-column."
         )
     value = row[column]
     if not isinstance(value, (str, int, float)) or not str(value).strip():

@@ -1,46 +1,76 @@
-"""The work of `train`."""
+"""The work of `train` and `predict`."""
 
 from __future__ import annotations
 
-import sys
+import csv
+import json
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import (
     DataCollatorWithPadding,
     PrinterCallback,
-    TrainerCallback,
+    ProgressCallback,
     TrainingArguments,
     set_seed,
 )
 
-from adapterzoo import formats
-from adapterzoo.errors import ConfigError
+from adapterzoo.auto import AutoAdapterModel
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.trainer import AdapterTrainer
 
-from .models import tokenizer_of, tokens_of_text, with_weights
-from .predicting import device_named, logits_of
+from .checkpoints import CheckpointFolder, refuse_to_replace
+from .models import base_of, load, load_into, tokenizer_of, tokens_of_text
+from .output import progress as bar
 from .rows import Rows
 
+_NAME = "predicting"
+# the output class of heads that classify texts
+_OUTPUT = "SequenceClassifierOutput"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """The options of the command.
 
-    Attributes:
-        model: folder or Hub name of the base model.
+class _Bar(ProgressCallback):
+    """A progress bar only: the loss is a result, and is printed at the end."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        pass
+
+
+def train(
+    rows: Rows,
+    tested: Rows | None,
+    classes: list[str],
+    output: str,
+    name: str,
+    *,
+    model: str,
+    method: str | None,
+    epochs: float,
+    lr: float,
+    batch_size: int,
+    max_length: int | None,
+    pooling: Any,
+    layers: int,
+    seed: int,
+    device: str | None,
+    progress: bool,
+) -> dict[str, Any]:
+    """Train, test and save an adapter.
+
+    Args:
         rows: training data.
         tested: test data, or None.
         classes: names in the order of their ids.
         output: folder for the adapter.
-        method: config string.
         name: of adapter and head.
+        model: folder or Hub name of the base model.
+        method: config string; None: the default.
         epochs: passes over the training data.
         lr: initial learning rate.
         batch_size: examples per step.
@@ -50,51 +80,6 @@ class TrainOptions:
         seed: of weights, dropout and order.
         device: None: CUDA if available.
         progress: whether to show a bar.
-    """
-
-    model: str
-    rows: Rows
-    tested: Rows | None
-    classes: list[str]
-    output: Path
-    method: str
-    name: str
-    epochs: float
-    lr: float
-    batch_size: int
-    max_length: int | None
-    pooling: Any
-    layers: int
-    seed: int
-    device: str | None
-    progress: bool
-
-
-class _Bar(TrainerCallback):
-    """A progress bar on standard error, as standard output is for results."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._bar: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._bar = tqdm(
-            total=state.max_steps, desc="training", disable=not self._shown, leave=False,
-            unit="step", file=sys.stderr,
-        )  # fmt: skip
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._bar.update(1)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._bar.close()
-
-
-def train(options: TrainOptions) -> dict[str, Any]:
-    """Train, test and save an adapter.
-
-    Args:
-        options: of the command.
 
     Returns:
         Numbers of rows and steps, loss, accuracy and output folder, as JSON types.
@@ -103,100 +88,207 @@ def train(options: TrainOptions) -> dict[str, Any]:
         CheckpointError: the base model cannot be loaded, or the folder cannot be written.
         ConfigError: the data, the method or another value is not legal.
     """
-    _check(options)
-    rows, names, tested = options.rows, options.classes, options.tested
-    tokenizer = tokenizer_of(options.model)
-    set_seed(options.seed)
-    model = _prepared(options, names)
-    length = tokens_of_text(model, tokenizer, options.max_length)
+    refuse_to_replace(Path(output), "native")
+    tokenizer = tokenizer_of(model)
+    set_seed(seed)
+    method = method or str(AdapterConfig.default)
+    adapted = load(AutoAdapterModel, model)
+    for head in adapted.known_heads():
+        adapted.delete_head(head)
+    adapted.add_adapter(name, config=method)
+    adapted.add_classification_head(
+        name,
+        num_labels=len(classes),
+        layers=layers,
+        # a single layer has no activation
+        activation_function="tanh" if layers > 1 else None,
+        pooling=pooling,
+        id2label=dict(enumerate(classes)),
+    )
+    adapted.train_adapter(name)
+    adapted.to(device_named(device))
+    length = tokens_of_text(adapted, tokenizer, max_length)
     tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
-        {key: tokens[key][i] for key in tokens} | {"labels": names.index(label)}
+        {key: tokens[key][i] for key in tokens} | {"labels": classes.index(label)}
         for i, label in enumerate(rows.labels)
     ]
+    is_cpu = adapted.device.type == "cpu"
     start = time.perf_counter()
-    loss, steps = _run(options, model, tokenizer, data)
-    metrics: dict[str, Any] = {
-        "name": options.name,
-        "method": options.method,
-        "labels": names,
-        "train_rows": len(rows.texts),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "steps": steps,
-        "seconds": time.perf_counter() - start,
-        "train_loss": loss,
-    }
-    if tested is not None:
-        logits = logits_of(
-            model, tokenizer, tested.texts, length, options.batch_size, options.progress
-        )
-        right = logits.argmax(-1) == torch.tensor([names.index(label) for label in tested.labels])
-        metrics |= {"eval_rows": len(tested.labels), "accuracy": right.double().mean().item()}
-    kept = {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
-    noted = ("epochs", "lr", "batch_size", "seed")
-    settings = {key: getattr(options, key) for key in noted} | {"max_length": length}
-    model.save_adapter(options.output, options.name, meta_dict={"train": settings | kept})
-    return metrics | {
-        "fingerprint": model.adapter_fingerprint(options.name),
-        "output": str(options.output),
-    }
-
-
-def _check(options: TrainOptions) -> None:
-    """Check the options before anything is loaded."""
-    device_named(options.device)
-    held = formats.of(options.output, "adapter") if options.output.is_dir() else None
-    if held not in (None, "native"):
-        raise ConfigError(
-            f"--output {str(options.output)!r} holds an adapter in the format {held!r}. "
-            f"Write another folder."
-        )
-
-
-def _prepared(options: TrainOptions, names: list[str]) -> Any:
-    """Return the base model with a new adapter and a new head, the only trainable parts."""
-    model = with_weights(options.model)
-    for head in model.known_heads():
-        model.delete_head(head)
-    model.add_adapter(options.name, config=options.method)
-    model.add_classification_head(
-        options.name,
-        num_labels=len(names),
-        layers=options.layers,
-        # a single layer has no activation
-        activation_function="tanh" if options.layers > 1 else None,
-        pooling=options.pooling,
-        id2label=dict(enumerate(names)),
-    )
-    model.train_adapter(options.name)
-    return model.to(device_named(options.device))
-
-
-def _run(
-    options: TrainOptions, model: Any, tokenizer: Any, data: list[dict[str, Any]]
-) -> tuple[float, int]:
-    """Train, and return the mean loss and the number of steps."""
     with tempfile.TemporaryDirectory() as scratch:
         trainer = AdapterTrainer(
-            model=model,
+            model=adapted,
             args=TrainingArguments(
-                output_dir=scratch,
-                num_train_epochs=options.epochs,
-                per_device_train_batch_size=options.batch_size,
-                learning_rate=options.lr,
-                seed=options.seed,
-                use_cpu=model.device.type == "cpu",
-                dataloader_pin_memory=model.device.type != "cpu",
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
+                output_dir=scratch, num_train_epochs=epochs, learning_rate=lr, seed=seed,
+                per_device_train_batch_size=batch_size, use_cpu=is_cpu,
+                dataloader_pin_memory=not is_cpu, logging_strategy="no", save_strategy="no",
+                report_to="none", disable_tqdm=True,
             ),
             train_dataset=data,
             data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[_Bar(options.progress)],
-        )
+            callbacks=[_Bar()] if progress else [],
+        )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         done = trainer.train()
-    loss: Tensor | float = done.training_loss
-    return float(loss), int(done.global_step)
+    metrics: dict[str, Any] = {
+        "name": name,
+        "method": method,
+        "labels": classes,
+        "train_rows": len(rows.texts),
+        "trained_parameters": sum(p.numel() for p in adapted.parameters() if p.requires_grad),
+        "steps": int(done.global_step),
+        "seconds": time.perf_counter() - start,
+        "train_loss": float(done.training_loss),
+    }
+    if tested is not None:
+        logits = logits_of(adapted, tokenizer, tested.texts, length, batch_size, progress)
+        right = logits.argmax(-1) == torch.tensor([classes.index(label) for label in tested.labels])
+        metrics |= {"eval_rows": len(tested.labels), "accuracy": right.double().mean().item()}
+    kept: dict[str, Any] = {
+        "epochs": epochs, "lr": lr, "batch_size": batch_size, "seed": seed, "max_length": length
+    }  # fmt: skip
+    kept |= {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
+    adapted.save_adapter(output, name, meta_dict={"train": kept})
+    return metrics | {"fingerprint": adapted.adapter_fingerprint(name), "output": output}
+
+
+def device_named(name: str | None) -> torch.device:
+    """Return a device by its name.
+
+    Args:
+        name: such as "cpu" or "cuda:1"; None: CUDA if available.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    # unknown names, devices without a driver, builds of torch without the device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device {name!r} cannot be used ({reason}). Write --device cpu, or see "
+            f"`adapterzoo doctor`."
+        ) from error
+    return device
+
+
+def predict(
+    checkpoint: CheckpointFolder,
+    texts: Sequence[str],
+    *,
+    model: str | None,
+    batch_size: int,
+    max_length: int | None,
+    device: str | None,
+    progress: bool,
+) -> list[dict[str, Any]]:
+    """Return the predictions of an adapter and its head: rows of JSON types.
+
+    Args:
+        checkpoint: of an adapter with a head.
+        texts: any number of texts.
+        model: base model; None: the one named in the checkpoint.
+        batch_size: texts per batch.
+        max_length: maximum tokens per text; None: as in training.
+        device: None: CUDA if available.
+        progress: whether to show a bar.
+
+    Raises:
+        CheckpointError: the adapter does not fit, or has no head that classifies.
+        ConfigError: there is no base model or no such device.
+    """
+    place = device_named(device)
+    base = base_of(checkpoint, model)
+    adapted = load(AutoAdapterModel, base).eval()
+    for head in adapted.known_heads():
+        adapted.delete_head(head)
+    load_into(checkpoint, adapted, _NAME, set_active=True)
+    config = adapted.get_head(_NAME).config if _NAME in adapted.known_heads() else None
+    if config is None or config.output_class != _OUTPUT:
+        has = "no head" if config is None else f"a head of the type {config.head_type!r}"
+        raise CheckpointError(
+            f"{checkpoint.path!r} has {has}; `predict` needs one that classifies texts. Write the "
+            f"folder of an adapter from `adapterzoo train`."
+        )
+    tokenizer = tokenizer_of(base)
+    wanted = max_length or _trained_length(checkpoint)
+    length = tokens_of_text(adapted, tokenizer, wanted)
+    logits = logits_of(adapted.to(place), tokenizer, texts, length, batch_size, progress)
+    count = logits.shape[-1]
+    labels = config.id2label or {number: str(number) for number in range(count)}
+    names = [str(labels[number]) for number in range(count)]
+    several = config.problem_type == "multi_label_classification"
+    return [_prediction(text, row, names, several) for text, row in zip(texts, logits, strict=True)]
+
+
+@torch.inference_mode()
+def logits_of(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    max_length: int,
+    batch_size: int,
+    progress: bool,
+) -> Tensor:
+    """Return the logits of the active head, `[texts, labels]`, in float32 on the CPU.
+
+    Args:
+        model: is set to evaluation mode.
+        tokenizer: of its base model.
+        texts: any number of texts.
+        max_length: maximum tokens per text.
+        batch_size: texts per batch; texts of similar length are batched together.
+        progress: whether to show a bar.
+    """
+    model.eval()
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    found: list[Tensor] = []
+    for start in bar(range(0, len(order), batch_size), "predicting", progress):
+        batch = [texts[number] for number in order[start : start + batch_size]]
+        tokens = tokenizer(
+            batch, truncation=True, max_length=max_length, padding=True, return_tensors="pt"
+        )
+        found.append(model(**tokens.to(model.device)).logits.float().cpu())
+    return torch.cat(found)[torch.tensor(order).argsort()]
+
+
+def write(stream: TextIO, predictions: Sequence[dict[str, Any]], kind: str) -> None:
+    """Write predictions, one per line.
+
+    Args:
+        stream: open for text.
+        predictions: of `predict`.
+        kind: "csv" or "jsonl".
+    """
+    if kind == "jsonl":
+        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
+        return
+    writer = csv.writer(stream, lineterminator="\n")
+    for number, row in enumerate(predictions):
+        values = row.get("probabilities") or {"value": row["value"]}
+        labels = [row["label"]] if "label" in row else []
+        if number == 0:
+            writer.writerow(["text", *(["label"] if labels else []), *values])
+        # several labels of one text
+        labels = [label if isinstance(label, str) else "|".join(label) for label in labels]
+        writer.writerow([row["text"], *labels, *(f"{value:.6f}" for value in values.values())])
+
+
+def _prediction(text: str, logits: Tensor, names: list[str], several: bool) -> dict[str, Any]:
+    """Return a text with its likely label, or labels, and probabilities; or with its number."""
+    if several:
+        shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
+        likely = [name for name, share in shares.items() if share > 0.5]
+        return {"text": text, "label": likely, "probabilities": shares}
+    if len(names) == 1:
+        return {"text": text, "value": logits.item()}
+    shares = dict(zip(names, logits.softmax(-1).tolist(), strict=True))
+    return {"text": text, "label": names[int(logits.argmax())], "probabilities": shares}
+
+
+def _trained_length(checkpoint: CheckpointFolder) -> int | None:
+    settings = checkpoint.meta.get("train")
+    length = settings.get("max_length") if isinstance(settings, dict) else None
+    return length if isinstance(length, int) and length > 0 else None

@@ -1,9 +1,9 @@
 """What a site evaluates in a forward, compiled from a composition.
 
-A composition is pruned to the adapters that are present at the site. A chain of adapters, by far
-the usual step, is a tuple of names. The other steps are small trees of chains; those that divide
-the batch are only at the root. The layer that an adapter sees holds the adapters before it, or a
-part of the batch.
+A composition is pruned to the adapters that are present at the site, which get numbers. A chain of
+adapters, by far the usual step, is a tuple of these numbers. The other steps are small trees of
+chains; those that divide the batch are only at the root. The layer that an adapter gets includes
+the adapters before it, and may be restricted to a part of the batch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,70 +33,40 @@ from adapterzoo.errors import CompositionError
 from adapterzoo.names import FUSION
 
 from .nodes import Average, Child, Fuse, Node, Split
-from .rows import Layout, RowMap
+from .rows import RowLayout, RowMap
 
 
-class Around(BaseLayer):
-    """Base of the views: forwards to the layer inside everything that a view does not change."""
+def _inner_property(name: str) -> Any:
+    """Return a property that reads the same property of the inner layer."""
+
+    def read(view: LayerView) -> Any:
+        return getattr(view._inner, name)
+
+    return property(read)
+
+
+class LayerView(BaseLayer):
+    """Base of the views, which pass on everything of the inner layer that they do not change."""
 
     __slots__ = ("_inner",)
 
     def __init__(self, inner: BaseLayer) -> None:
-        """Wrap a layer.
-
-        Args:
-            inner: the layer, with the adapters before.
-        """
+        """Wrap a layer, with the adapters before."""
         self._inner = inner
+
+    weight = _inner_property("weight")
+    bias = _inner_property("bias")
+    scale = _inner_property("scale")
+    padding_idx = _inner_property("padding_idx")
+    is_original = _inner_property("is_original")
+    parameters = _inner_property("parameters")
+    residual = _inner_property("residual")
+    call = _inner_property("call")
+    is_in_call = _inner_property("is_in_call")
 
     def original(self, x: Tensor) -> Tensor:
         """Return the untouched output."""
         return self._inner.original(x)
-
-    @property
-    def weight(self) -> Tensor:
-        """The untouched weight."""
-        return self._inner.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The untouched bias."""
-        return self._inner.bias
-
-    @property
-    def scale(self) -> float | Tensor:
-        """The factor of the output."""
-        return self._inner.scale
-
-    @property
-    def padding_idx(self) -> int | None:
-        """The token without gradient."""
-        return self._inner.padding_idx
-
-    @property
-    def is_original(self) -> bool:
-        """Whether no earlier adapter acts."""
-        return self._inner.is_original
-
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The untouched parameters."""
-        return self._inner.parameters
-
-    @property
-    def residual(self) -> Tensor:
-        """The residual stream before the sub-layer."""
-        return self._inner.residual
-
-    @property
-    def call(self) -> StackCall:
-        """The call of the encoder or decoder."""
-        return self._inner.call
-
-    @property
-    def is_in_call(self) -> bool:
-        """Whether a call is running."""
-        return self._inner.is_in_call
 
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that the adapter's layers share."""
@@ -107,10 +77,11 @@ class Around(BaseLayer):
         return self._inner.part(path)
 
 
-class Nested(Around):
+class Nested(LayerView):
     """A layer together with an adapter, as the base of the next adapter."""
 
     __slots__ = ("_adapter",)
+    is_original = False
 
     def __init__(self, adapter: Callable[[Tensor, BaseLayer], Tensor], inner: BaseLayer) -> None:
         """Put the adapter around the layer.
@@ -127,13 +98,8 @@ class Nested(Around):
         adapted: Tensor = self._adapter(x, self._inner)
         return adapted
 
-    @property
-    def is_original(self) -> bool:
-        """False: the adapter acts."""
-        return False
 
-
-class Whole:
+class SharedOutputs:
     """One call of a layer; its outputs are computed once for all parts of the input."""
 
     __slots__ = ("_original", "_output", "_residual", "base", "order", "x")
@@ -178,13 +144,13 @@ class Whole:
         return self._residual
 
 
-class PartOf(Around):
+class PartialLayer(LayerView):
     """The layer's call restricted to some rows of the batch, or some tokens of its sequences."""
 
     __slots__ = ("_key", "_output", "_take", "_whole", "x")
 
     def __init__(
-        self, whole: Whole, x: Tensor, take: Callable[[Tensor], Tensor], key: object
+        self, whole: SharedOutputs, x: Tensor, take: Callable[[Tensor], Tensor], key: object
     ) -> None:
         """Take a part.
 
@@ -230,7 +196,7 @@ class PartOf(Around):
         return whole.base.call.of_part(whole.x, lambda t: self._take(whole.order(t)), self._key)
 
 
-class Probe(Around):
+class IdentityBase(LayerView):
     """A layer that returns its input, which shows how an adapter changes that input."""
 
     __slots__ = ()
@@ -240,12 +206,13 @@ class Probe(Around):
         return x
 
 
-Chain: TypeAlias = tuple[str, ...]
-"""Names of adapters in the order in which they nest, innermost first."""
+Chain: TypeAlias = tuple[int, ...]
+"""Numbers of adapters in the order in which they nest, innermost first."""
 
-Step: TypeAlias = "Chain | Tree"
+Step: TypeAlias = "Chain | TreeStep"
 
-Adapters: TypeAlias = Mapping[str, Adapter]
+Adapters: TypeAlias = Sequence[Any]
+"""The adapters and fusion layers of a site, by number."""
 
 
 def evaluate(
@@ -255,31 +222,31 @@ def evaluate(
 
     Args:
         step: of the site.
-        adapters: at the site, by name.
+        adapters: at the site.
         x: the input.
         base: the layer.
         rows: of the batch, if the step divides it.
     """
     if not isinstance(step, tuple):
         return step.run(adapters, x, base, rows)
-    for name in step[:-1]:
-        base = Nested(adapters[name], base)
+    for number in step[:-1]:
+        base = Nested(adapters[number], base)
     adapted: Tensor = adapters[step[-1]](x, base)
     return adapted
 
 
-def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -> Tensor:
+def fold(step: Step | int, w: Tensor, change: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Return the weight under a step, for a module that computes with its parameters.
 
     Args:
         step: of the site.
         w: the weight.
-        change: returns the weight with one adapter, from its name and the weight so far.
+        change: returns the weight with one adapter, from its number and the weight so far.
 
     Raises:
         CompositionError: the step divides the batch or the sequence, which a weight cannot express.
     """
-    if isinstance(step, str):
+    if isinstance(step, int):
         return change(step, w)
     if isinstance(step, (tuple, Nest)):
         for part in step if isinstance(step, tuple) else step.parts:
@@ -293,26 +260,7 @@ def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -
     )
 
 
-class _Named:
-    """What has names of adapters in some of its fields.
-
-    Attributes:
-        named: these fields.
-    """
-
-    named: ClassVar[tuple[str, ...]]
-
-    def renamed(self, rename: Callable[[Any], Any]) -> Self:
-        """Return the same with other names.
-
-        Args:
-            rename: returns a field with other names.
-        """
-        changes = {name: rename(getattr(self, name)) for name in self.named}
-        return cast("Self", replace(cast("Any", self), **changes))
-
-
-class Tree(_Named, ABC):
+class TreeStep(ABC):
     """Base of the steps that are not a chain.
 
     Attributes:
@@ -329,12 +277,10 @@ class Tree(_Named, ABC):
 
 
 @dataclass(frozen=True)
-class Nest(Tree):
+class Nest(TreeStep):
     """A chain with trees in it, innermost first."""
 
-    named = ("parts",)
-
-    parts: tuple[str | Tree, ...]
+    parts: tuple[int | TreeStep, ...]
     acts_on: Literal["output", "input"] = "output"
 
     def run(
@@ -346,15 +292,16 @@ class Nest(Tree):
         return _bound(self.parts[-1], adapters)(x, base)
 
 
-def _bound(part: str | Tree, adapters: Adapters) -> Callable[[Tensor, BaseLayer], Tensor]:
-    return adapters[part] if isinstance(part, str) else functools.partial(part.run, adapters)
+def _bound(part: int | TreeStep, adapters: Adapters) -> Callable[[Tensor, BaseLayer], Tensor]:
+    if isinstance(part, TreeStep):
+        return functools.partial(part.run, adapters)
+    adapter: Callable[[Tensor, BaseLayer], Tensor] = adapters[part]
+    return adapter
 
 
 @dataclass(frozen=True)
-class Tokens(Tree):
+class Tokens(TreeStep):
     """Each step on its part of the sequence."""
-
-    named = ("steps",)
 
     steps: tuple[Step | None, ...]
     sizes: tuple[int, ...]
@@ -363,32 +310,34 @@ class Tokens(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`."""
+        """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`.
+
+        Raises:
+            CompositionError: the input has another number of tokens than the parts.
+        """
         if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
             raise CompositionError(
                 f"Split(…, splits={list(self.sizes)}): an adapted layer got an input "
                 f"{list(x.shape)}, and the parts have {sum(self.sizes)} tokens. Give the model "
                 f"sequences of {sum(self.sizes)} tokens, or write other splits."
             )
-        whole = Whole(base, x, lambda t: t)
+        whole = SharedOutputs(base, x, lambda t: t)
         found: list[Tensor] = []
         start = 0
         for step, size in zip(self.steps, self.sizes, strict=True):
             take = functools.partial(torch.narrow, dim=1, start=start, length=size)
-            found.append(_on_part(step, adapters, PartOf(whole, take(x), take, start)))
+            found.append(_on_part(step, adapters, PartialLayer(whole, take(x), take, start)))
             start += size
         return torch.cat(found, 1)  # [batch, tokens, d_out]
 
 
 @dataclass(frozen=True)
-class Mean(Tree):
+class Mean(TreeStep):
     """The base plus the weighted sum of the changes that the steps make.
 
     If all steps change the layer's input, the inputs are averaged, so that a norm after them
     normalizes the average.
     """
-
-    named = ("steps",)
 
     steps: tuple[Step | None, ...]
     weights: tuple[float, ...]
@@ -399,7 +348,7 @@ class Mean(Tree):
     ) -> Tensor:
         """Return the average of the outputs, or the output of the average input."""
         if self.acts_on == "input":
-            probe = Probe(base)
+            probe = IdentityBase(base)
             return base(self.averaged(x, [self._at(s, adapters, x, probe) for s in self.steps]))
         y = base(x)
         return self.averaged(y, [self._at(s, adapters, x, base) for s in self.steps])
@@ -418,20 +367,18 @@ class Mean(Tree):
 
 
 @dataclass(frozen=True)
-class Fused(Tree):
+class Fused(TreeStep):
     """A fusion over the outputs of chains; it replaces the update of the last adapter.
 
     Attributes:
         chains: of the children.
-        last_adapters: the name that acts last in each chain; the fusion attends to its update.
-        key: the site's key of the fusion layer.
+        last_adapters: the one that acts last in each chain; the fusion attends to its update.
+        fusion: the fusion layer.
     """
 
-    named = ("chains", "last_adapters", "key")
-
     chains: tuple[Chain, ...]
-    last_adapters: tuple[str, ...]
-    key: str
+    last_adapters: tuple[int, ...]
+    fusion: int
     acts_on: Literal["output", "input"]
 
     def run(
@@ -441,17 +388,17 @@ class Fused(Tree):
 
         def update(z: Tensor) -> Tensor:
             outputs = [
-                self._output_of(chain, name, adapters, x, base, z)
-                for chain, name in zip(self.chains, self.last_adapters, strict=True)
+                self._output_of(chain, last, adapters, x, base, z)
+                for chain, last in zip(self.chains, self.last_adapters, strict=True)
             ]
-            return cast("Tensor", adapters[self.key](z, outputs)[0])
+            return cast("Tensor", adapters[self.fusion](z, outputs)[0])
 
         fused: Tensor = adapters[self.last_adapters[-1]](x, base, update)
         return fused
 
     @staticmethod
     def _output_of(
-        chain: Chain, last: str, adapters: Adapters, x: Tensor, base: BaseLayer, z: Tensor
+        chain: Chain, last: int, adapters: Adapters, x: Tensor, base: BaseLayer, z: Tensor
     ) -> Tensor:
         """Return the last adapter's update, given the output of the rest of its chain."""
         adapter = cast("FusibleAdapter", adapters[last])
@@ -467,35 +414,33 @@ class Fused(Tree):
             adapted: Tensor = adapter(x, base, record)
             return adapted
 
-        evaluate(chain, {**adapters, last: cast("Adapter", recording)}, x, base)
+        evaluate(chain, [recording if a is adapter else a for a in adapters], x, base)
         return recorded[-1]
 
 
 @dataclass(frozen=True)
-class BatchedAdapters(_Named):
+class BatchedAdapters:
     """One adapter for each part of the batch, of one class, in one call.
 
     Attributes:
-        names: the distinct adapters.
-        numbers: the number of each part's adapter; None if it has none.
+        distinct: the distinct adapters.
+        of_parts: the place among these of each part's adapter; None if it has none.
     """
 
-    named = ("names",)
+    distinct: tuple[int, ...]
+    of_parts: tuple[int | None, ...]
 
-    names: tuple[str, ...]
-    numbers: tuple[int | None, ...]
-
-    def run(self, adapters: Adapters, layout: Layout, x: Tensor, base: BaseLayer) -> Tensor:
+    def run(self, adapters: Adapters, layout: RowLayout, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output of all rows."""
-        found = [adapters[name] for name in self.names]
-        if len(found) == 1 and None not in self.numbers:
+        found = [adapters[number] for number in self.distinct]
+        if len(found) == 1 and None not in self.of_parts:
             alone: Tensor = found[0](x, base)
             return alone
-        return type(found[0]).forward_batched(found, layout.groups(self.numbers), x, base)
+        return type(found[0]).forward_batched(found, layout.groups(self.of_parts), x, base)
 
 
 @dataclass(frozen=True)
-class RowSteps(Tree):
+class RowSteps(TreeStep):
     """Each step on its rows of the batch.
 
     Attributes:
@@ -503,8 +448,6 @@ class RowSteps(Tree):
         layers: the same as layers that each apply their adapters in one call, innermost first;
             None if that is impossible.
     """
-
-    named = ("steps", "layers")
 
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
 
@@ -514,7 +457,11 @@ class RowSteps(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """Return the output of all rows. `x` `[rows, …]`."""
+        """Return the output of all rows. `x` `[rows, …]`.
+
+        Raises:
+            CompositionError: the layer was called alone.
+        """
         if rows is None:
             raise CompositionError(
                 "rows of a batch: a layer was called alone, so it is unknown which rows it got. "
@@ -531,8 +478,8 @@ class RowSteps(Tree):
 
 
 def parts_of_call(
-    layout: Layout, rows: RowMap, x: Tensor, base: BaseLayer
-) -> list[tuple[int, PartOf]]:
+    layout: RowLayout, rows: RowMap, x: Tensor, base: BaseLayer
+) -> list[tuple[int, PartialLayer]]:
     """Return the number of each part of the batch, with the layer as the part sees it.
 
     Args:
@@ -542,16 +489,16 @@ def parts_of_call(
         base: the layer.
     """
     # the residual may come in sequences where x comes in tokens
-    whole = Whole(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
+    whole = SharedOutputs(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
     ordered = layout.arranged(x)
     views = []
     for part, start, size in layout.runs:
         take = functools.partial(share, start=start, size=size, of=len(layout.index))
-        views.append((part, PartOf(whole, take(ordered), take, part)))
+        views.append((part, PartialLayer(whole, take(ordered), take, part)))
     return views
 
 
-def _on_part(step: Step | None, adapters: Adapters, view: PartOf) -> Tensor:
+def _on_part(step: Step | None, adapters: Adapters, view: PartialLayer) -> Tensor:
     return view(view.x) if step is None else evaluate(step, adapters, view.x, view)
 
 
@@ -569,22 +516,20 @@ def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Copies(Tree):
+class Copies(TreeStep):
     """The copy of a layer that runs, for each part of the batch.
 
     Attributes:
-        names: the name of the copy for each part; None for the layer itself.
+        owners: the number of the copy for each part; None for the layer itself.
     """
-
-    named = ("names",)
 
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
 
-    names: tuple[str | None, ...]
+    owners: tuple[int | None, ...]
 
     def call(
         self,
-        copies: Mapping[str, Callable[..., Any]],
+        copies: Adapters,
         layer: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -593,7 +538,7 @@ class Copies(Tree):
         """Return the layer's output, computed by the copies.
 
         Args:
-            copies: by name.
+            copies: by number.
             layer: the layer's own forward.
             args: of the layer.
             kwargs: of the layer.
@@ -602,8 +547,8 @@ class Copies(Tree):
         Raises:
             CompositionError: the rows that the layer got, or its output, cannot be identified.
         """
-        found = [layer if name is None else copies[name] for name in self.names]
-        if len(set(self.names)) == 1:
+        found = [layer if owner is None else copies[owner] for owner in self.owners]
+        if len(set(self.owners)) == 1:
             return found[0](*args, **kwargs)
         first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
         if rows is None or first is None:
@@ -632,7 +577,7 @@ class Copies(Tree):
         return output
 
 
-def _joined(parts: list[Any], layout: Layout) -> Any:
+def _joined(parts: list[Any], layout: RowLayout) -> Any:
     first = parts[0]
     if isinstance(first, Tensor) and first.dim() and len({p.shape[1:] for p in parts}) == 1:
         return layout.restored(torch.cat(parts))  # [rows, …]
@@ -646,7 +591,7 @@ def _joined(parts: list[Any], layout: Layout) -> Any:
 
 def inverse_of(
     step: Step | None,
-    adapters: Mapping[str, Adapter],
+    adapters: Adapters,
     y: Tensor,
     base: BaseLayer,
     rows: RowMap | None = None,
@@ -657,7 +602,7 @@ def inverse_of(
 
     Args:
         step: of the entry; None if no adapter acts there.
-        adapters: at the entry, by name.
+        adapters: at the entry.
         y: `[rows, tokens, d_model]`.
         base: provides the modules that the adapters share.
         rows: of the batch, if the step divides it.
@@ -668,8 +613,8 @@ def inverse_of(
     if step is None:
         return y
     if isinstance(step, tuple):
-        for name in reversed(step):
-            adapter = adapters[name]
+        for number in reversed(step):
+            adapter = adapters[number]
             y = adapter.inverse(y, base) if isinstance(adapter, InvertibleAdapter) else y
         return y
     if isinstance(step, Fused):
@@ -697,7 +642,7 @@ _ALONE = "Activate them in a Stack, or for different rows of a batch."
 
 def prefix_of(
     step: Step,
-    adapters: Mapping[str, Adapter],
+    adapters: Adapters,
     x: Tensor,
     base: BaseLayer,
     rows: RowMap | None = None,
@@ -706,7 +651,7 @@ def prefix_of(
 
     Args:
         step: of the site.
-        adapters: at the site, by name.
+        adapters: at the site.
         x: the input of the queries, `[rows, tokens, d_model]`.
         base: the attention.
         rows: of the batch, where the step divides it.
@@ -715,7 +660,7 @@ def prefix_of(
         CompositionError: the step divides the sequence, averages or fuses.
     """
     if isinstance(step, tuple):
-        return _chained([_own(adapters[name])(x, base) for name in step])
+        return _chained([_own(adapters[number])(x, base) for number in step])
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
             f"{step!r}: keys and values of prefixes cannot be joined this way. {_ALONE}"
@@ -783,175 +728,61 @@ def _padded(
 
 
 @dataclass(frozen=True, slots=True)
-class BoundStep:
-    """What a site evaluates; equal to another one if its step has the same names.
+class SiteStep:
+    """What a site evaluates: a step over numbered adapters.
+
+    `torch.compile` compiles a forward for the names that it reads: compiled code reads the numbers,
+    and runs for all compositions of equal structure.
 
     Attributes:
-        step: the step; it names adapters by keys of `adapters`.
-        adapters: number → adapter; None if the step has the names of adapters at the layer.
-        named: the step with the names of adapters.
-        only: the adapter, if the site evaluates nothing else and neither captures nor shares
-            inputs; None for other sites.
+        step: over the numbers of adapters.
+        names: of the adapters, by number.
+        adapters: by number; None if they are looked up at the layer in each call, as for a copy of
+            the layer, which has its own.
+        only: the adapter, if the site evaluates nothing else; None for other sites.
     """
 
-    step: Step = field(compare=False, repr=False)
-    adapters: Mapping[str, Any] | None = field(compare=False, repr=False)
-    named: Step
+    step: Step
+    names: tuple[str, ...]
+    adapters: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     only: Adapter | None = field(default=None, compare=False, repr=False)
 
-    def by_name(self) -> BoundStep:
-        """Return the site for a copy of the layer, which has its own adapters."""
-        return self if self.adapters is None else BoundStep(self.named, None, self.named)
+    def by_name(self) -> SiteStep:
+        """Return the site for a copy of the layer."""
+        return SiteStep(self.step, self.names)
+
+    def busy(self) -> SiteStep:
+        """Return a site that captures, shares or reads inputs."""
+        return SiteStep(self.step, self.names, self.adapters)
 
 
-def by_name(step: Step) -> BoundStep:
-    """Return a site whose adapters are looked up at the layer in each call."""
-    return BoundStep(step, None, step)
-
-
-def bound(
-    step: Step, adapters: Mapping[str, Adapter | Callable[..., Any]], alone: bool = False
-) -> BoundStep:
-    """Return a site that holds its adapters.
-
-    Args:
-        step: with the names of adapters.
-        adapters: those at the site, by name; if one is missing, they are looked up in each call.
-        alone: whether the plan has only the step for the site, no captured or shared inputs.
-    """
-    if isinstance(step, tuple) and len(set(step)) == len(step):
-        numbers = _numbers(len(step))
-        held = dict(zip(numbers, map(adapters.__getitem__, step), strict=True))
-        only = cast("Adapter", held[numbers[0]]) if alone and len(step) == 1 else None
-        return BoundStep(numbers, held, step, only)
-    found: dict[str, str] = {}
-    numbered = _renamed(step, lambda name: found.setdefault(name, str(len(found))))
-    if not found.keys() <= adapters.keys():
-        return by_name(step)
-    return BoundStep(numbered, {number: adapters[name] for name, number in found.items()}, step)
-
-
-@functools.cache
-def _numbers(count: int) -> Chain:
-    return tuple(map(str, range(count)))
-
-
-def _renamed(step: Any, rename: Callable[[str], str]) -> Any:
-    """Return a step, or a part of one, with other names."""
-    if step is None:
-        return None
-    if isinstance(step, str):
-        return rename(step)
-    if isinstance(step, tuple):
-        return tuple(_renamed(part, rename) for part in step)
-    return step.renamed(lambda part: _renamed(part, rename))
-
-
-AdapterOf = Callable[[str], Adapter]
+def step_of_copies(owners: Sequence[str | None]) -> SiteStep:
+    """Return the step of a layer of a static head, from the owner of the copy of each part."""
+    names = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+    numbers = tuple(None if owner is None else names.index(owner) for owner in owners)
+    return SiteStep(Copies(numbers), names)
 
 
 def compile_site(
-    setup: Child,
-    present: Collection[str],
-    adapter_of: AdapterOf,
-    unfused: Collection[str] = (),
-) -> Step | None:
+    parts: Sequence[Child], present: Mapping[str, Any], unfused: Collection[str] = ()
+) -> SiteStep | None:
     """Return the step of a site; None if no adapter of the composition is present there.
 
     Args:
-        setup: what is active; all rows of a batch take it.
-        present: the names that have an adapter at the site.
-        adapter_of: the adapter of a name at the site.
+        parts: the compositions, each for all rows that take it.
+        present: the adapters and fusion layers at the site, by name.
         unfused: the fusions without layers at the site, where the first of their adapters acts.
     """
-    if not isinstance(setup, Node):
-        return (setup,) if setup is not None and setup in present else None
-    steps = [compile_site(child, present, adapter_of, unfused) for child in setup.children]
-    if all(step is None for step in steps):
+    site = _Site(present, unfused)
+    steps = [site.compiled(part) for part in parts]
+    alike = all(step == steps[0] for step in steps)
+    step = steps[0] if alike else RowSteps(tuple(steps), site.layers(steps))
+    if step is None:
         return None
-    _refuse_other_base(setup, present, adapter_of)
-    acting = [step for step in steps if step is not None and not _is_base(step, adapter_of)]
-    if not acting:
-        # adapters of a base model without its language adapters, which do nothing else here
-        return next(step for step in steps if step is not None)
-    if isinstance(setup, Fuse) and setup.name in unfused:
-        return steps[0]
-    if isinstance(setup, (Average, Fuse, Split)):
-        _refuse_unmixable(setup, present, adapter_of)
-    if isinstance(setup, Fuse):
-        return _fused(setup, steps, adapter_of)
-    if isinstance(setup, Split):
-        return Tokens(tuple(steps), setup.splits, _acts_on_all(steps, adapter_of))
-    if isinstance(setup, Average):
-        return Mean(tuple(steps), setup.weights, _acts_on_all(steps, adapter_of))
-    parts: list[str | Tree] = []
-    for step in acting:
-        parts += step if isinstance(step, tuple) else [step]
-    # the first adapter of a stack acts first: of those that change the input, the outermost
-    outer = [part for part in parts if _acts_on(part, adapter_of) == "input"]
-    inner = [part for part in parts if _acts_on(part, adapter_of) != "input"]
-    nested = (*inner, *reversed(outer))
-    names = tuple(part for part in nested if isinstance(part, str))
-    return names if len(names) == len(nested) else Nest(nested, "output" if inner else "input")
-
-
-def _is_base(step: Step, adapter_of: AdapterOf) -> bool:
-    adapter = adapter_of(step[0]) if isinstance(step, tuple) and len(step) == 1 else None
-    return isinstance(adapter, LanguageFreeAdapter) and adapter.is_base
-
-
-def _refuse_other_base(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
-    names = setup.flatten()
-    free = {
-        n: a for n in names if isinstance(a := _at(n, present, adapter_of), LanguageFreeAdapter)
-    }
-    other = next((n for n in names if n not in free), None)
-    if free and other is not None:
-        first, adapter = next(iter(free.items()))
-        raise CompositionError(
-            f"{setup!r}: {first!r} is an adapter of the base model without its language adapters, "
-            f"and {other!r} of the one with them. Write BatchSplit({first!r}, {other!r}, …) for "
-            f"different rows of a batch, or add {other!r} again for the same base model: with "
-            f"{adapter.joining}."
-        )
-
-
-def _at(name: str, present: Collection[str], adapter_of: AdapterOf) -> Adapter | None:
-    return adapter_of(name) if name in present else None
-
-
-def _refuse_unmixable(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
-    for name in setup.flatten():
-        adapter = _at(name, present, adapter_of)
-        fusible = isinstance(setup, Fuse) and isinstance(adapter, FusibleAdapter)
-        what = "" if adapter is None or fusible else adapter.stacks_only
-        if what:
-            raise CompositionError(
-                f"{setup!r}: {name!r} has {what}, which cannot be averaged, fused or given to a "
-                f"part of the sequence. Write Stack({name!r}, …), or BatchSplit({name!r}, …) for "
-                f"different rows of a batch."
-            )
-
-
-def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> Fused:
-    chains: list[Chain] = []
-    last_adapters: list[str] = []
-    for child, step in zip(setup.children, steps, strict=True):
-        last = child.last() if isinstance(child, Node) else child
-        if not isinstance(step, tuple) or last is None or last not in step:
-            raise CompositionError(
-                f"{setup!r}: {child!r} has no adapter at a site where others of the fusion have "
-                f"one. Fuse adapters with the same sites."
-            )
-        chains.append(step)
-        last_adapters.append(last)
-    acts_on = adapter_of(last_adapters[-1]).acts_on
-    return Fused(
-        tuple(chains),
-        tuple(last_adapters),
-        fusion_key(setup.name),
-        "input" if acts_on == "input" else "output",
-    )
+    held = tuple(present.get(name) for name in site.names)
+    if None in held:
+        return SiteStep(step, tuple(site.names))
+    return SiteStep(step, tuple(site.names), held, held[0] if step == (0,) else None)
 
 
 def fusion_key(name: str) -> str:
@@ -959,54 +790,119 @@ def fusion_key(name: str) -> str:
     return FUSION + name
 
 
-def compile_rows(
-    parts: Sequence[Child],
-    present: Collection[str],
-    adapter_of: AdapterOf,
-    unfused: Collection[str] = (),
-) -> Step | None:
-    """Return the step of a site for a batch whose rows take different compositions.
+class _Site:
+    """Compiles compositions for one site, and numbers the adapters that they use."""
 
-    Args:
-        parts: the compositions, each for all rows that take it.
-        present: the names that have an adapter at the site.
-        adapter_of: the adapter of a name at the site.
-        unfused: as in `compile_site`.
-    """
-    steps = [compile_site(part, present, adapter_of, unfused) for part in parts]
-    return join_rows(steps, adapter_of)
+    def __init__(self, present: Mapping[str, Any], unfused: Collection[str]) -> None:
+        self._present, self._unfused = present, unfused
+        self.names: list[str] = []
 
+    def _number(self, name: str) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
 
-def join_rows(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Step | None:
-    """Join a site's steps for different rows to one step."""
-    if all(step == steps[0] for step in steps):
-        return steps[0]
-    return RowSteps(tuple(steps), _layers(steps, adapter_of))
+    def _adapter(self, number: int) -> Any:
+        return self._present[self.names[number]]
 
-
-def _layers(
-    steps: Sequence[Step | None], adapter_of: AdapterOf
-) -> tuple[BatchedAdapters, ...] | None:
-    chains = [step or () for step in steps if step is None or isinstance(step, tuple)]
-    if len(chains) < len(steps):
-        return None
-    layers: list[BatchedAdapters] = []
-    for level in range(max(map(len, chains))):
-        at_level = [chain[level] if level < len(chain) else None for chain in chains]
-        names = tuple(dict.fromkeys(name for name in at_level if name is not None))
-        adapters = [adapter_of(name) for name in names]
-        uniform = len(names) == 1 and None not in at_level
-        if not uniform and not can_batch(adapters):
+    def compiled(self, setup: Child) -> Step | None:
+        """Return the step of a composition, pruned to the adapters that are present."""
+        if not isinstance(setup, Node):
+            return (self._number(setup),) if setup is not None and setup in self._present else None
+        steps = [self.compiled(child) for child in setup.children]
+        if all(step is None for step in steps):
             return None
-        numbers = tuple(None if name is None else names.index(name) for name in at_level)
-        layers.append(BatchedAdapters(names, numbers))
-    return tuple(layers)
+        self._refuse_other_base(setup)
+        acting = [step for step in steps if step is not None and not self._is_base(step)]
+        if not acting:
+            # adapters of a base model without its language adapters, which do nothing else here
+            return next(step for step in steps if step is not None)
+        if isinstance(setup, Fuse) and setup.name in self._unfused:
+            return steps[0]
+        if isinstance(setup, (Average, Fuse, Split)):
+            self._refuse_unmixable(setup)
+        if isinstance(setup, Fuse):
+            return self._fused(setup, steps)
+        if isinstance(setup, Split):
+            return Tokens(tuple(steps), setup.splits, self._acts_on_all(steps))
+        if isinstance(setup, Average):
+            return Mean(tuple(steps), setup.weights, self._acts_on_all(steps))
+        parts: list[int | TreeStep] = []
+        for step in acting:
+            parts += step if isinstance(step, tuple) else [step]
+        # the first adapter of a stack acts first: of those that change the input, the outermost
+        outer = [part for part in parts if self._acts_on(part) == "input"]
+        inner = [part for part in parts if self._acts_on(part) != "input"]
+        nested = (*inner, *reversed(outer))
+        chain = tuple(part for part in nested if isinstance(part, int))
+        return chain if len(chain) == len(nested) else Nest(nested, "output" if inner else "input")
 
+    def layers(self, steps: Sequence[Step | None]) -> tuple[BatchedAdapters, ...] | None:
+        """Return chains for different rows as layers that apply their adapters in one call each."""
+        chains = [step or () for step in steps if step is None or isinstance(step, tuple)]
+        if len(chains) < len(steps):
+            return None
+        layers: list[BatchedAdapters] = []
+        for level in range(max(map(len, chains))):
+            at_level = [chain[level] if level < len(chain) else None for chain in chains]
+            distinct = tuple(dict.fromkeys(number for number in at_level if number is not None))
+            uniform = len(distinct) == 1 and None not in at_level
+            if not uniform and not can_batch([self._adapter(number) for number in distinct]):
+                return None
+            of_parts = tuple(None if n is None else distinct.index(n) for n in at_level)
+            layers.append(BatchedAdapters(distinct, of_parts))
+        return tuple(layers)
 
-def _acts_on(part: str | Tree, adapter_of: AdapterOf) -> str:
-    return adapter_of(part).acts_on if isinstance(part, str) else part.acts_on
+    def _is_base(self, step: Step) -> bool:
+        adapter = self._adapter(step[0]) if isinstance(step, tuple) and len(step) == 1 else None
+        return isinstance(adapter, LanguageFreeAdapter) and adapter.is_base
 
+    def _refuse_other_base(self, setup: Node) -> None:
+        names = setup.flatten()
+        found = {name: self._present.get(name) for name in names}
+        free = {n: a for n, a in found.items() if isinstance(a, LanguageFreeAdapter)}
+        other = next((n for n in names if n not in free), None)
+        if free and other is not None:
+            first, adapter = next(iter(free.items()))
+            raise CompositionError(
+                f"{setup!r}: {first!r} is an adapter of the base model without its language "
+                f"adapters, and {other!r} of the one with them. Write BatchSplit({first!r}, "
+                f"{other!r}, …) for different rows of a batch, or add {other!r} again for the same "
+                f"base model: with {adapter.joining}."
+            )
 
-def _acts_on_all(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Literal["output", "input"]:
-    parts = [p for s in steps if s is not None for p in (s if isinstance(s, tuple) else (s,))]
-    return "input" if all(_acts_on(p, adapter_of) == "input" for p in parts) else "output"
+    def _refuse_unmixable(self, setup: Node) -> None:
+        for name in setup.flatten():
+            adapter = self._present.get(name)
+            fusible = isinstance(setup, Fuse) and isinstance(adapter, FusibleAdapter)
+            what = "" if adapter is None or fusible else adapter.stacks_only
+            if what:
+                raise CompositionError(
+                    f"{setup!r}: {name!r} has {what}, which cannot be averaged, fused or given to "
+                    f"a part of the sequence. Write Stack({name!r}, …), or BatchSplit({name!r}, …) "
+                    f"for different rows of a batch."
+                )
+
+    def _fused(self, setup: Fuse, steps: Sequence[Step | None]) -> Fused:
+        chains: list[Chain] = []
+        last_adapters: list[int] = []
+        for child, step in zip(setup.children, steps, strict=True):
+            last = child.last() if isinstance(child, Node) else child
+            if not isinstance(step, tuple) or last not in [self.names[n] for n in step]:
+                raise CompositionError(
+                    f"{setup!r}: {child!r} has no adapter at a site where others of the fusion "
+                    f"have one. Fuse adapters with the same sites."
+                )
+            chains.append(step)
+            last_adapters.append(self._number(str(last)))
+        acts_on = "input" if self._acts_on(last_adapters[-1]) == "input" else "output"
+        fusion = self._number(fusion_key(setup.name))
+        return Fused(tuple(chains), tuple(last_adapters), fusion, acts_on)
+
+    def _acts_on(self, part: int | TreeStep) -> str:
+        acts_on: str = part.acts_on if isinstance(part, TreeStep) else self._adapter(part).acts_on
+        return acts_on
+
+    def _acts_on_all(self, steps: Sequence[Step | None]) -> Literal["output", "input"]:
+        parts = [p for s in steps if s is not None for p in (s if isinstance(s, tuple) else (s,))]
+        return "input" if all(self._acts_on(part) == "input" for part in parts) else "output"

@@ -502,7 +502,7 @@ def last_adapter(setup: Child) -> str | None:
 
 
 def without(
-    setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
+    setup: Node | None, removed: Collection[str], fusions: Collection[str] = ()
 ) -> Node | None:
     """Return the composition without some of its adapters; None if nothing is left.
 
@@ -512,19 +512,19 @@ def without(
 
     Args:
         setup: the composition.
-        gone: names of adapters to remove.
+        removed: names of adapters.
         fusions: names of fusions to remove.
     """
-    left = _without(setup, gone, fusions)
+    left = _without(setup, removed, fusions)
     return Stack(left) if isinstance(left, str) else left
 
 
-def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> Child:
+def _without(child: Child, removed: Collection[str], fusions: Collection[str]) -> Child:
     if not isinstance(child, Node):
-        return None if child in gone else child
+        return None if child in removed else child
     if isinstance(child, Fuse):
-        return None if child.name in fusions or set(child.flatten()) & set(gone) else child
-    left = [_without(c, gone, fusions) for c in child.children]
+        return None if child.name in fusions or set(child.flatten()) & set(removed) else child
+    left = [_without(c, removed, fusions) for c in child.children]
     if left == list(child.children):
         return child
     if not any(c is not None for c in left):

@@ -136,7 +136,7 @@ def _seen(node: Node, see: Callable[[Child], Child]) -> Child:
 
 
 @dataclass(slots=True)
-class Layout:
+class RowLayout:
     """The rows of a batch, sorted by the part of the composition that they take.
 
     Attributes:
@@ -193,7 +193,7 @@ class Layout:
         return self._groups[numbers]
 
 
-class Tasks(NamedTuple):
+class RowTasks(NamedTuple):
     """The tasks that rows of a batch can have.
 
     Attributes:
@@ -238,9 +238,9 @@ class RowMap:
     copies: int = 1
     tokens: frozenset[int] | None = frozenset()
     entered: bool = False
-    tasks: Tasks | None = None
+    tasks: RowTasks | None = None
     known: int = 0
-    _layouts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
+    _layouts: dict[int, RowLayout] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parts(self) -> int:
@@ -283,7 +283,7 @@ class RowMap:
         index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
         return replace(self, index=index, _layouts={})
 
-    def layout(self, count: int) -> Layout:
+    def layout(self, count: int) -> RowLayout:
         """Return the layout of a batch.
 
         Args:
@@ -295,13 +295,13 @@ class RowMap:
         """
         layout = self._layouts.get(count)
         if layout is None:
-            layout = Layout.of(self._index(count))
+            layout = RowLayout.of(self._index(count))
             # others outlive the call and must not keep its tensors
             if self.entered:
                 self._layouts[count] = layout
         return layout
 
-    def layout_of(self, x: Tensor) -> Layout:
+    def layout_of(self, x: Tensor) -> RowLayout:
         """Return the layout of a layer's input.
 
         Raises:
@@ -373,7 +373,7 @@ def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
     parts, numbers = numbered([part for found, _, _ in each for part in found])
     (found, repeats, exact), size = each[0], len(each[0][0])
     table = tuple(numbers[i : i + size] for i in range(0, len(numbers), size))
-    rows = RowMap(table[0], repeats, exact=exact, tasks=Tasks(names, table), known=len(parts))
+    rows = RowMap(table[0], repeats, exact=exact, tasks=RowTasks(names, table), known=len(parts))
     return parts, rows
 
 

@@ -48,10 +48,6 @@ def upcast(t: Tensor, like: Tensor) -> Tensor:
     return t.detach().to(like.device, widest(like.device) if wide else compute_dtype(t.dtype))
 
 
-# types that are neither a parameter nor a buffer nor a module
-_PLAIN = frozenset((bool, int, float, str, tuple, dict, type(None)))
-
-
 class Contained(nn.Module):
     """A module that a layer, or the base model, keeps under the name of an adapter or fusion.
 
@@ -63,20 +59,6 @@ class Contained(nn.Module):
 
     container: str = "adapters"
     prefix: ClassVar[str] = ""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a number, text or flag without the slower checks of `nn.Module`."""
-        own = vars(self)
-        if (
-            type(value) in _PLAIN
-            and "_modules" in own
-            and not (
-                name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"]
-            )
-        ):
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
 
 class SharedModules(nn.ModuleDict, Contained):
@@ -443,8 +425,8 @@ class Adapter(Contained, ABC):
         own, others = self._tensors(), [adapter._tensors() for adapter in adapters]
         for name in names:
             target = own[name]
-            theirs = [upcast(tensors[name], target) for tensors in others]
-            value = weighted_sum(theirs, weights)
+            values = [upcast(tensors[name], target) for tensors in others]
+            value = weighted_sum(values, weights)
             if name in identity:
                 value = value + (1 - sum(weights)) * upcast(identity[name], target)
             strategy.fill(target, value, name)

@@ -1,4 +1,4 @@
-"""Formats of checkpoints: their interface, detecting the format of a folder, reading and writing.
+"""Checkpoints: their contents, the interface of a format, reading and writing of folders.
 
 A format is a file or package beside this one that registers itself. It recognizes its folders,
 reads one as a `Checkpoint`, and encodes a checkpoint as the files of a folder. It does not write
@@ -10,23 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.anatomy import Anatomy, part_names
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
+from adapterzoo.inject.building import inject_path
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
-from . import files, folders
-from .places import plain
+from . import files
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
 Kind = Literal["adapter", "head"]
+
 KINDS: tuple[Kind, ...] = ("adapter", "head")
 """The kinds of folders; an adapter, with or without its head, comes before only a head."""
 
@@ -55,6 +58,117 @@ class Checkpoint:
     head: dict[str, Tensor] = field(default_factory=dict)
 
 
+def shared_key(parameter: str, number: int | None = None) -> str:
+    """Return the key of an adapter-wide tensor: the path is that of the base model.
+
+    Args:
+        parameter: of the module that `AdapterConfig.shared` made.
+        number: of the config in a union; None outside a union.
+    """
+    return f"/{parameter}" if number is None else f"/{number}.{parameter}"
+
+
+def shared_tensors(tensors: Mapping[str, Tensor], number: int | None = None) -> dict[str, Tensor]:
+    """Return the adapter-wide tensors of a config, by parameter; `number` as in `shared_key`."""
+    start = shared_key("", number)
+    return {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One adapter in a checkpoint.
+
+    Attributes:
+        placement: its site, and the config that makes it.
+        path: of the module that holds it.
+        part: prefix of its parameters' names if several adapters share the module, as "query.", or
+            a parameter of the module is adapted, as "down_proj.mlp_out.".
+    """
+
+    placement: Placement
+    path: str
+    part: str
+
+    def key(self, parameter: str) -> str:
+        """Return the key of one of its parameters in `Checkpoint.adapter`."""
+        return f"{self.path}/{self.part}{parameter}"
+
+
+def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
+    """Return the places of a config at linear layers and in the residual stream, in model order.
+
+    Args:
+        config: of an adapter.
+        anatomy: of the model.
+
+    Raises:
+        SiteError: the model has no place that the config asks for.
+    """
+    by_path: dict[str, list[Placement]] = {}
+    for placement in config.all_placements(anatomy):
+        by_path.setdefault(inject_path(placement.site), []).append(placement)
+    found: list[Place] = []
+    for path, placements in by_path.items():
+        sites = [p.site for p in placements]
+        if len(sites) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
+            found.append(Place(placements[0], path, ""))
+            continue
+        for placement, name in zip(placements, part_names(sites), strict=True):
+            parameter = placement.site.parameter
+            owner = f"{parameter.rpartition('.')[2]}." if parameter else ""
+            found.append(Place(placement, path, f"{owner}{name}."))
+    return found
+
+
+def to_plain(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
+) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """Return an adapter as files of the peers hold it, see `AdapterConfig.plain`.
+
+    Args:
+        config: of the adapter.
+        tensors: of all its places.
+        anatomy: of the model.
+    """
+    exported = config.plain
+    if exported is config or exported == config:
+        return config, dict(tensors)
+    return exported, _changed(
+        config, tensors, anatomy, lambda placed, tensors: placed.plain_tensors(tensors)
+    )
+
+
+def from_plain(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
+) -> dict[str, Tensor]:
+    """Return the tensors of an adapter from those that `plain` returned.
+
+    Args:
+        config: of the adapter.
+        tensors: of all places, as files of the peers hold them.
+        anatomy: of the model.
+    """
+    return _changed(config, tensors, anatomy, lambda placed, tensors: placed.own_tensors(tensors))
+
+
+def _changed(
+    config: AdapterConfig,
+    tensors: Mapping[str, Tensor],
+    anatomy: Anatomy,
+    change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return the tensors, with those of each place changed."""
+    found = dict(tensors)
+    for place in places_of(config, anatomy):
+        start = place.key("")
+        here = {k.removeprefix(start): found.pop(k) for k in [*found] if k.startswith(start)}
+        if not here:
+            continue
+        changed = change(place.placement.config, here)
+        found |= {place.key(name): tensor for name, tensor in changed.items()}
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """The model of a checkpoint: its name on the Hub or its folder, None if unknown, and commit."""
@@ -64,100 +178,27 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The facts about the model to fill or save that formats need.
+class Format:
+    """A format of folders.
 
     Attributes:
-        anatomy: of the base model; its paths are those of `Checkpoint.adapter`.
-        prefix: of the base model's keys in the whole model, such as "bert"; empty when the model
-            has no base model below it.
-        model_type: as in its config.
-        model_class: name of its class.
-        model_name: the name or path that it was loaded from.
-        hidden_size: width of its hidden states.
-        config: gives the model's config as a dict, with that of the text part merged into it.
-        named_heads: whether it has heads by name, or one static head.
-        static_head: gives the shapes of that head's tensors by key.
-        from_static: name of a task class, tensors of its head by key, and labels or None, to the
-            metadata and tensors of a named head. Raises `CheckpointError` where there is none.
-        to_static: task class, metadata and tensors of a named head to the tensors of the task
-            class by key. Raises `CheckpointError` where the two differ.
-        tied: metadata of a named head to its tensors that are the base model's, by their names
-            in the head: formats that keep them in the file compare and write them.
-        untied: config of a named head and all its tensors to the config, and the tensors that are
-            the head's own: an output layer that is not the embedding is kept, and unties the head.
-        with_head: whether the user wants the head too; without it `read` need not look at one.
-        dtype: of its parameters.
-        renamed: a path or key of the model in older releases of transformers to the present one.
-        tensor: key of the whole model to the tensor; None where there is none.
-        modules: name of a task class of transformers to the paths of all modules of such a model,
-            with the names of the tensors that each of them saves.
-        split_experts: names that PEFT takes for the former layers of fused experts, wherever they
-            are.
-        output: gives the keys of the output layer of its static head, if it is a language model's.
+        recognizes: whether a folder holds an adapter, or only a head, of this format. Looks only at
+            file names and a config, and recognizes damaged files too, so that `read` can say what
+            is wrong with them.
+        read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
+            damaged, or needs what the model or this library does not have.
+        encode: returns names and contents of the files to write; raises `CheckpointError` for what
+            the format cannot express.
+        base: returns the model that an adapter was trained on.
+        owned: returns the names of all files that a folder of this format may have; others are
+            kept.
     """
 
-    anatomy: Anatomy
-    prefix: str
-    model_type: str
-    model_class: str
-    model_name: str | None
-    hidden_size: int | None
-    config: Callable[[], Mapping[str, Any]]
-    named_heads: bool
-    static_head: Callable[[], Mapping[str, tuple[int, ...]]]
-    from_static: Callable[
-        [str, Mapping[str, Tensor], Mapping[str, int] | None],
-        tuple[dict[str, Any], dict[str, Tensor]],
-    ]
-    to_static: Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
-    tied: Callable[[Mapping[str, Any]], dict[str, Tensor]]
-    untied: Callable[
-        [Mapping[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]
-    ]
-    with_head: bool
-    dtype: torch.dtype
-    renamed: Callable[[str], str]
-    tensor: Callable[[str], Tensor | None]
-    modules: Callable[[str], Mapping[str, tuple[str, ...]]]
-    split_experts: frozenset[str] = frozenset()
-    output: Callable[[], frozenset[str]] = frozenset
-
-
-class Format(Protocol):
-    """The interface of a format."""
-
-    def recognizes(self, folder: Path, kind: Kind) -> bool:
-        """Return whether a folder holds an adapter, or only a head, of this format.
-
-        Look only at file names and a config; recognize damaged files too, so that `read` can
-        say what is wrong with them.
-        """
-
-    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """Read a folder.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or needs what the model or this
-                library does not have; the message names all of it.
-        """
-
-    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Return the names and contents of the files to write.
-
-        Raises:
-            CheckpointError: the format cannot express the checkpoint.
-        """
-
-    def base(self, folder: Path) -> Base:
-        """Return the model that an adapter was trained on.
-
-        Raises:
-            CheckpointError: the config is missing or damaged.
-        """
-
-    def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Return the names of all files that a folder of this format may have; others are kept."""
+    recognizes: Callable[[Path, Kind], bool]
+    read: Callable[[Path, Kind, ModelInfo], Checkpoint]
+    encode: Callable[[Checkpoint, Kind, ModelInfo], dict[str, bytes]]
+    base: Callable[[Path], Base]
+    owned: Callable[[Kind], tuple[str, ...]]
 
 
 def base_of(values: Mapping[str, Any], name: str, revision: str) -> Base:
@@ -227,13 +268,13 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
             f"{str(folder)!r}: there is no such folder. Write the folder that save_{kind} was "
             f"given."
         )
-    with folders.reading(folder):
-        name = of(folder, kind)
-        if name is None:
-            raise CheckpointError(
-                f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); "
-                f"{_elsewhere(folder, kind, info)}"
-            )
+    name = of(folder, kind)
+    if name is None:
+        raise CheckpointError(
+            f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); "
+            f"{_elsewhere(folder, kind, info)}"
+        )
+    with files.one_save(folder):
         return formats[name].read(folder, kind, info)
 
 
@@ -266,7 +307,7 @@ def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     """Return a checkpoint with its adapter as files of the peers hold it."""
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
-    config, tensors = plain(config, checkpoint.adapter, info.anatomy)
+    config, tensors = to_plain(config, checkpoint.adapter, info.anatomy)
     metadata = {**checkpoint.metadata, "config": config.to_dict()}
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
@@ -306,21 +347,20 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     """
     chosen, contents = formats.find(name), encoded(checkpoint, kind, name, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
-    with folders.saving(folder):
-        for held in KINDS:
-            there = of(folder, held)
-            if there is None:
-                continue
-            own = {*formats[there].owned(held)}
-            is_other = type(formats[there]) is not type(chosen)
-            if held == kind:
-                stale |= own
-            # the other kind may lie beside it, where no file belongs to both, or go with it
-            elif is_other and not own <= stale and own & (touched | stale):
-                what = "an adapter" if held == "adapter" else "a head"
-                raise CheckpointError(
-                    f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
-                    f"both would be mixed. Write another folder, or empty this one."
-                )
-        files.warn_of_another(folder, kind, checkpoint.metadata.get("name"))
-        folders.replace_files(folder, contents, sorted(touched | stale))
+    for held in KINDS:
+        there = of(folder, held)
+        if there is None:
+            continue
+        own = {*formats[there].owned(held)}
+        is_other = formats[there].read is not chosen.read
+        if held == kind:
+            stale |= own
+        # the other kind may lie beside it, where no file belongs to both, or go with it
+        elif is_other and not own <= stale and own & (touched | stale):
+            what = "an adapter" if held == "adapter" else "a head"
+            raise CheckpointError(
+                f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
+                f"both would be mixed. Write another folder, or empty this one."
+            )
+    files.warn_of_another(folder, kind, checkpoint.metadata.get("name"))
+    files.write_all(folder, contents, touched | stale)

@@ -1,8 +1,12 @@
 """Read and write the files of checkpoints; files to read are not trusted.
 
 Only regular files are opened, sizes of configs and headers are limited, and pickles are read by
-`torch.load(weights_only=True)` alone, which rebuilds tensors and runs no other code. Files
-that belong together are replaced together, see `folders`.
+`torch.load(weights_only=True)` alone, which rebuilds tensors and runs no other code.
+
+Files that belong together are replaced together: `write_all` writes all of them beside the old
+ones, removes the configs, moves the tensors, and moves the configs last. A save that is killed
+leaves the old checkpoint, the new one, or a folder without a config, which loading refuses by name.
+Nobody waits: of two saves at once the later one stays, and a reader whose folder changes fails.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import io
 import json
 import logging
 import math
+import os
 import pickle
 import stat
 import struct
+import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,8 +33,6 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, ConfigError
 
-from . import folders
-
 _LOG = logging.getLogger(__name__)
 AGAIN = "Copy the checkpoint again from where it was saved"
 # the key of our metadata in our safetensors files, and of `meta_dict` in those of PEFT's format
@@ -37,15 +41,10 @@ NATIVE, META = "adapterzoo", "adapterzoo_meta"
 _MAX_HEADER = 32 * 2**20
 # configs have some thousand bytes; lists of labels some hundred thousand
 MAX_JSON = 16 * 2**20
-# names of dtypes in safetensors files
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-    "C64": torch.complex64, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+# of files that are not in place yet
+_PART = ".adapterzoo-part-"
+# of savers that disturb each other
+_TRIES = 100
 # a damaged pickle can raise any of these
 _DAMAGED = (
     safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, OSError,
@@ -66,10 +65,57 @@ def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] 
         stale: names of files of an older checkpoint to delete.
 
     Raises:
-        CheckpointError: a file cannot be written; all the old ones are whole.
+        CheckpointError: a file cannot be written. The old ones are whole, unless the message says
+            that some are replaced.
     """
-    with folders.saving(folder):
-        folders.replace_files(folder, contents, stale)
+    for _ in range(_TRIES):
+        if _replaced(folder, contents, stale):
+            return
+    raise CheckpointError(f"{str(folder)!r}: others save there all the time. Save again.")
+
+
+def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str]) -> bool:
+    """Replace files; return False if another saver took those that were not in place yet."""
+    # configs last, that of an adapter after that of its head
+    names = sorted(contents, reverse=True)
+    names.sort(key=lambda name: name.endswith(".json"))
+    former = [name for name in {*contents, *stale} if (folder / name).is_file()]
+    former = [n for n in former if n not in contents or n.endswith(".json")]
+    parts = {name: folder / f"{_PART}{uuid.uuid4().hex}" for name in names}
+    state = "What was there before is still whole"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in parts.items():
+            if (folder / name).is_dir():
+                raise IsADirectoryError(0, "it is a folder", str(folder / name))
+            with part.open("xb") as stream:
+                stream.write(contents[name])
+                stream.flush()
+                os.fsync(stream.fileno())
+        there = {*folder.glob(f"{_PART}*")}
+        if not there >= {*parts.values()}:
+            return False
+        for other in there - {*parts.values()}:
+            # of a killed saver, or of one that runs, which then begins again
+            if other.is_file():
+                other.unlink(missing_ok=True)
+        state = "Some files are replaced already, so that the folder cannot be loaded. Save again"
+        for name in sorted(former, key=lambda name: not name.endswith(".json")):
+            (folder / name).unlink(missing_ok=True)
+        for name, part in parts.items():
+            part.replace(folder / name)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}. "
+            f"{state}. Write to a folder that can be written and has space."
+        ) from error
+    finally:
+        for part in parts.values():
+            with contextlib.suppress(OSError):
+                part.unlink()
+    return True
 
 
 def write_tensors(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -135,6 +181,24 @@ def _check_size(what: str, size: int, limit: int) -> None:
 
 
 # --- read ---
+
+
+@contextlib.contextmanager
+def one_save(folder: Path) -> Iterator[None]:
+    """Check that a folder does not change while its files are read.
+
+    Raises:
+        CheckpointError: its configs, which a save removes first and writes last, are others now.
+    """
+    before = _configs(folder)
+    yield
+    if _configs(folder) != before:
+        raise CheckpointError(f"{str(folder)!r} was saved to while it was read. Read it again.")
+
+
+def _configs(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = {file.name: file.stat() for file in folder.glob("*.json") if file.is_file()}
+    return {name: (each.st_ino, each.st_mtime_ns) for name, each in stats.items()}
 
 
 def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
@@ -268,29 +332,10 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    with _opened(file) as (_, stream, size):
-        header = json.loads(stream.read(size))
-        # of this header: another file may have the name since it was opened
-        metadata = header.pop("__metadata__", {})
-        return metadata, {key: _read(stream, 8 + size, header[key]) for key in sorted(header)}
-
-
-def _read(stream: io.BufferedReader, start: int, entry: Mapping[str, Any]) -> Tensor:
-    """Read a tensor of a safetensors file into memory of its own.
-
-    `safetensors` maps the file instead, which could change later, and would stay open.
-
-    Args:
-        stream: the file.
-        start: where the tensors begin.
-        entry: of the tensor in the header, which `safetensors` has checked.
-    """
-    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="cpu")
-    stream.seek(start + entry["data_offsets"][0])
-    memory = tensor.view(-1).view(torch.uint8).numpy().data
-    if stream.readinto(memory) < len(memory):
-        raise CheckpointError(f"{stream.name!r} ends within a tensor. {AGAIN}.")
-    return tensor
+    with _opened(file) as opened:
+        # clone: the tensors are views of the file, which could change later
+        tensors = {key: opened.get_tensor(key).clone() for key in sorted(opened.keys())}
+        return opened.metadata() or {}, tensors
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
@@ -299,7 +344,7 @@ def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the file is damaged, or the value is not an object.
     """
-    with _opened(file) as (opened, _, _):
+    with _opened(file) as opened:
         return parse_metadata(file, opened.metadata() or {}, key)
 
 
@@ -346,17 +391,18 @@ def _regular(file: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[tuple[Any, io.BufferedReader, int]]:
-    """Yield a checked safetensors file, its bytes from the header on, and the header's size."""
-    with _regular(file), file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, if its header is not too large."""
+    with _regular(file):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
         if size > _MAX_HEADER:
             raise CheckpointError(
                 f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
                 f"{AGAIN}."
             )
-        with safetensors.safe_open(file, framework="np") as opened:
-            yield opened, stream, size
+        with torch.device("cpu"), safetensors.safe_open(file, framework="pt") as opened:
+            yield opened
 
 
 def _is_plain(value: object) -> bool:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError
 
-from . import files, folders
-from .checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
-from .digest import fingerprint
+from . import files
+from .checkpoint import Checkpoint, Format, Kind, base_of, formats
+from .fit import fingerprint
 
 FORMAT = "adapterzoo"
 VERSION = 1
+FUSION = "adapter_fusion"
+"""The kind of a folder with the layers of a fusion."""
 # two slashes: not even a site called "head" can have such a key
 _HEAD = "head//"
 _HASH = "sha256"
@@ -32,35 +34,13 @@ _OLD_HASHES = ("digest", "digests")
 _WIDTH, _LINES = 60, 3
 
 
-class NativeFormat:
-    """Our format, as `formats` sees it."""
-
-    def recognizes(self, folder: Path, kind: Kind) -> bool:
-        """Return whether the folder has the file, ours or a damaged one."""
-        file = folder / f"{kind}.safetensors"
-        try:
-            return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
-        except CheckpointError:
-            return True
-
-    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """Return what `load` reads."""
-        return load(folder, kind)
-
-    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Return one file with tensors and metadata, and the metadata again for people."""
-        return encode(checkpoint, kind)
-
-    def base(self, folder: Path) -> Base:
-        """Return the model in the metadata."""
-        return base_of(read(folder / "adapter.safetensors")[0], "model_name", "")
-
-    def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Return both files."""
-        return names_of_files(kind)
-
-
-formats.register("native")(NativeFormat())
+def _recognizes(folder: Path, kind: Kind) -> bool:
+    file = folder / f"{kind}.safetensors"
+    try:
+        return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
+    except CheckpointError:
+        # ours may be damaged
+        return True
 
 
 def names_of_files(kind: str) -> tuple[str, str]:
@@ -101,26 +81,25 @@ def load(folder: Path, kind: str) -> Checkpoint:
         CheckpointError: it is missing, damaged, of another format or of a newer version.
     """
     file = folder / f"{kind}.safetensors"
-    with folders.reading(folder):
-        if not file.exists():
-            what = "file" if folder.is_dir() else "folder"
-            raise CheckpointError(
-                f"{str(file if what == 'file' else folder)!r}: there is no such {what}. Write the "
-                f"folder that save_{kind} was given."
-            )
-        metadata, tensors = read(file)
-        version = metadata.get("version")
-        if metadata.get("format") != FORMAT or not isinstance(version, int):
-            raise CheckpointError(
-                f"{str(file)!r} is not in the native format (format={metadata.get('format')!r}). "
-                f"Write a folder that save_{kind} made."
-            )
-        if version > VERSION:
-            raise CheckpointError(
-                f"{str(file)!r} was written in version {version} of the format, and this release "
-                f"reads up to {VERSION}. Write pip install -U adapterzoo."
-            )
-        metadata = _as_written(file, metadata, tensors)
+    if not file.exists():
+        what = "file" if folder.is_dir() else "folder"
+        raise CheckpointError(
+            f"{str(file if what == 'file' else folder)!r}: there is no such {what}. Write the "
+            f"folder that save_{kind} was given."
+        )
+    metadata, tensors = read(file)
+    version = metadata.get("version")
+    if metadata.get("format") != FORMAT or not isinstance(version, int):
+        raise CheckpointError(
+            f"{str(file)!r} is not in the native format (format={metadata.get('format')!r}). "
+            f"Write a folder that save_{kind} made."
+        )
+    if version > VERSION:
+        raise CheckpointError(
+            f"{str(file)!r} was written in version {version} of the format, and this release "
+            f"reads up to {VERSION}. Write pip install -U adapterzoo."
+        )
+    metadata = _as_written(file, metadata, tensors)
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
     return Checkpoint(metadata, adapter, head)
@@ -190,3 +169,14 @@ def _text(value: object) -> str:
 def _short(value: object) -> str:
     text = _text(value)
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+formats.register("native")(
+    Format(
+        _recognizes,
+        read=lambda folder, kind, _info: load(folder, kind),
+        encode=lambda checkpoint, kind, _info: encode(checkpoint, kind),
+        base=lambda folder: base_of(read(folder / "adapter.safetensors")[0], "model_name", ""),
+        owned=names_of_files,
+    )
+)

@@ -15,10 +15,10 @@ from adapterzoo.errors import ConfigError, in_python, listing
 from adapterzoo.formats.files import read_json
 from adapterzoo.heads import head_types
 
-from .base_names import BASE_NAMES, base_name
-from .files import ADAPTER_CONFIG
-from .repo_ref import is_public_name
+from .names import ADAPTER_CONFIG, is_public_name
 
+# the base model's name in native and AdapterHub configs, and in PEFT's
+BASE_NAMES = ("model_name", "base_model_name_or_path")
 _INSTALL = "pip install adapterzoo"
 
 
@@ -153,6 +153,17 @@ def adapter_card(
     if text.citation:
         parts += ["## Citation", text.citation]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
+    """Return the name of the base model on the Hub; None if it is unknown.
+
+    Args:
+        document: a config of any format.
+        given: the author's name for it, which takes precedence.
+    """
+    written = next((document[key] for key in BASE_NAMES if document.get(key)), None)
+    return given or (written if is_public_name(written) else None)
 
 
 def load_code(

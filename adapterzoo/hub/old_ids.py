@@ -11,23 +11,21 @@ The last part of an address is the name. Nothing else of it is used.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import HubError, argument, listing
-from adapterzoo.formats.files import MAX_JSON, parse_json
+from adapterzoo.formats.adapterhub.adapters import get_adapter_config_hash
 
-from .client import fetch
-from .repo_ref import check_repo_id, is_public_name
+from .names import is_public_name
+from .requests import asking
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,8 +52,7 @@ def has_index(model_name: str | None) -> bool:
 def repository_of(
     old_id: str,
     model_name: str | None = None,
-    config: object = None,
-    local_files_only: bool = False,
+    config: Any = None,
 ) -> str:
     """Return the repository of the Hub that has the adapter of an old id.
 
@@ -64,7 +61,6 @@ def repository_of(
             `@organization/name`, which needs no index.
         model_name: the base model, as the Hub names it.
         config: of the adapter: a config, its string or its dict; None: the usual one.
-        local_files_only: whether to use only an index that was read before.
 
     Raises:
         ConfigError: the config is not legal.
@@ -83,9 +79,10 @@ def repository_of(
             f"AdapterHub has one index for each base model, and the name of this one is "
             f"{model_name!r}. Write {argument('model_name', 'bert-base-uncased')}."
         )
-    parts = match["task"], match["dataset"], match["org"]
-    asked = _Asked(old_id, model_name, *parts, None if config is None else _hash(config))
-    index = _index(asked, local_files_only or bool(constants.HF_HUB_OFFLINE))
+    asked = _Asked(old_id, model_name, match["task"], match["dataset"], match["org"], None)
+    if config is not None:
+        asked = replace(asked, config=get_adapter_config_hash(AdapterConfig.load(config)))
+    index = _index(asked)
     try:
         found = _repository(_address(asked, index))
     except (AttributeError, KeyError, TypeError) as error:
@@ -114,87 +111,29 @@ class _Asked:
         )
 
 
-def _hash(config: Any) -> str:
-    # importing all methods takes time
-    from adapterzoo.configs import AdapterConfig
-    from adapterzoo.formats.adapterhub.hashes import get_adapter_config_hash
-
-    found: Any = AdapterConfig.load(config)
-    return get_adapter_config_hash(found)
-
-
 def _repository(address: str) -> str:
-    found = f"{OWNER}/{address.rstrip('/').rpartition('/')[2].partition('.')[0]}"
-    check_repo_id(found)
-    return found
+    return f"{OWNER}/{address.rstrip('/').rpartition('/')[2].partition('.')[0]}"
 
 
-# --- the index ---
-
-
-def _index(asked: _Asked, offline: bool) -> Mapping[str, Any]:
-    """Return the index of a base model: the one at AdapterHub, else the one that was read last."""
+def _index(asked: _Asked) -> Mapping[str, Any]:
+    """Return AdapterHub's index of a base model."""
     # a model of the index may have got an owner on the Hub since
-    names = list(dict.fromkeys([asked.model, asked.model.rpartition("/")[2]]))
-    failure = None
-    for name in names if not offline else ():
-        try:
-            text = fetch(INDEX.format(quote(name)), MAX_JSON)
-        except HubError as error:
-            failure = error
-            break
-        if text is not None:
-            found = _parsed(text, asked)
-            _remember(name, text)
-            return found
-    for name in names if offline or failure is not None else ():
-        file = _file(name)
-        if file.is_file():
-            if failure is not None:
-                _LOG.warning("%s Using the index that was read last.", failure)
-            return _parsed(file.read_bytes()[: MAX_JSON + 1], asked)
-    hint = f"Write the repository '{OWNER}/…'"
-    if failure is not None:
-        raise HubError(f"{failure} {hint}, which needs no index.")
-    if offline:
-        raise HubError(
-            f"the index of AdapterHub for {asked.model!r} was never read, and no server may be "
-            f"asked. {hint}, which needs no index."
-        )
+    for name in dict.fromkeys([asked.model, asked.model.rpartition("/")[2]]):
+        with asking(f"AdapterHub's index for {asked.model!r} ('{OWNER}/…' would need no index)"):
+            response = get_session().get(
+                INDEX.format(quote(name)),
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                follow_redirects=True,
+            )
+            if response.status_code == 404:
+                continue
+            index = response.raise_for_status().json()
+        if isinstance(index, Mapping):
+            return index
     raise HubError(
-        f"AdapterHub has no index for {asked.model!r}. {hint}, or "
+        f"AdapterHub has no index for {asked.model!r}. Write the repository '{OWNER}/…', or "
         f"{argument('model_name', 'bert-base-uncased')} for another base model."
     )
-
-
-def _parsed(text: bytes, asked: _Asked) -> Mapping[str, Any]:
-    try:
-        values = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        values = error
-    if not isinstance(values, Mapping):
-        raise HubError(
-            f"the file read as AdapterHub's index for {asked.model!r} is not an index. Try again, "
-            f"or write the repository '{OWNER}/…'."
-        )
-    return values
-
-
-def _file(name: str) -> Path:
-    return Path(constants.HF_HOME) / "adapterhub-index" / f"{quote(name, safe='')}.json"
-
-
-def _remember(name: str, text: bytes) -> None:
-    file = _file(name)
-    # only a later load without a network would miss it
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
-            stream.write(text)
-        Path(stream.name).replace(file)
-
-
-# --- the contents of the index ---
 
 
 def _address(asked: _Asked, index: Mapping[str, Any]) -> str:

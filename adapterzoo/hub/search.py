@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
 from adapterzoo.formats.files import read_json
 
-from .client import Client
-from .download import Cache, repository
-from .files import ADAPTER_CONFIG
+from .names import ADAPTER_CONFIG
 from .old_ids import OWNER, is_old_id, repository_of
-from .repo_ref import RepoRef, check_repo_id
+from .requests import asking
 
 # the library that wrote an adapter, and the tag by which the Hub finds it
 LIBRARIES = {"adapterzoo": "adapterzoo", "adapters": "adapter-transformers", "peft": "peft"}
@@ -92,15 +90,13 @@ def list_adapters(
             author "AdapterHub" now; `"hf"` and None: all.
 
     Raises:
-        ConfigError: the library is unknown, or the limit is negative.
+        ConfigError: the library is unknown, or two arguments differ.
         HubError: the request failed.
     """
     if library is not None and library not in LIBRARIES:
         raise ConfigError(
             f"library={library!r} is unknown. Write one of {listing(LIBRARIES)}, or None for all."
         )
-    if limit is not None and limit < 0:
-        raise ConfigError(f"limit={limit} is negative. Write limit=100, or None for all.")
     if None not in (base_model, model_name) and base_model != model_name:
         raise ConfigError(
             f"base_model={base_model!r} and model_name={model_name!r} mean the same thing and "
@@ -117,9 +113,10 @@ def list_adapters(
     asked = {"pipeline_tag": task, "search": search, "author": author, "token": token}
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
-        search_one = functools.partial(_search, name, base_model, limit, asked)
+        with asking("the Hub", token):
+            infos = _search(name, base_model, limit, asked)
         # a repository with two formats is found twice
-        found = {info.adapter_id: info for info in Client(token=token).ask(search_one)} | found
+        found = {info.adapter_id: info for info in infos} | found
     ranked = sorted(found.values(), key=lambda info: (-info.downloads, info.adapter_id))
     return ranked[:limit]
 
@@ -149,15 +146,16 @@ def adapter_info(
     """
     if source == "ah" or (source is None and is_old_id(adapter_id)):
         adapter_id = repository_of(adapter_id, model_name, config)
-    check_repo_id(adapter_id)
-    client = Client(adapter_id, revision, token)
-    model, digests = repository(client, adapter_id)
     document: dict[str, Any] | None = None
-    if ADAPTER_CONFIG in digests and model.sha is not None:
-        cache = Cache(client, RepoRef(adapter_id))
-        file = cache.fetch(ADAPTER_CONFIG, model.sha, digests[ADAPTER_CONFIG])
+    with asking(repr(adapter_id), token):
+        model = HfApi(token=token).model_info(adapter_id, revision=revision)
+        names = {file.rfilename for file in model.siblings or ()}
+        file = None
+        if ADAPTER_CONFIG in names:
+            file = hf_hub_download(adapter_id, ADAPTER_CONFIG, revision=model.sha, token=token)
+    if file is not None:
         try:
-            document = read_json(file, "Tell its author")
+            document = read_json(Path(file), "Tell its author")
         except CheckpointError as error:
             raise HubError(str(error)) from error
     return _info(model, document)

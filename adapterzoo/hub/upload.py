@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from adapterzoo.composition import fusions_of
 from adapterzoo.errors import CheckpointError, in_python, listing, names_call
-from adapterzoo.formats import folders, setup_files
+from adapterzoo.formats import files, native, setup_files
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
 
-from .base_names import with_base_name
-from .card import CardText, adapter_card, check_card
-from .client import Client, refuse_if_offline
-from .files import CARD, known_files, wanted
-from .repo_ref import check_repo_id
+from .card import BASE_NAMES, CardText, adapter_card, base_name, check_card
+from .names import CARD, known_files, wanted
+from .requests import asking
 
 
 @names_call
@@ -61,99 +62,102 @@ def push(
         HubError: offline mode, or the Hub refuses; nothing has changed there.
     """
     folder = Path(folder)
-    check_repo_id(repo_id)
     text = text or CardText()
     check_card(text)
     branch = None if create_pr else revision
     contents = _contents(folder, repo_id, branch, text)
-    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
-    client = Client(repo_id, revision, token, writes=True)
     api = HfApi(token=token, library_name="adapterzoo")
-    made = client.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
-    if made != repo_id:
-        # the card names the repository, and must come from the same state of the files
-        contents = _contents(folder, made, branch, text)
-    if branch is not None:
-        client.ask(lambda: api.create_branch(made, branch=branch, exist_ok=True))
-    there = {
-        file.rfilename
-        for file in client.ask(
-            lambda: api.model_info(made, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        ).siblings
-        or ()
-    }
-    owned = {*known_files(), SETUP}
-    if SETUP in contents:
-        owned |= {path for path in there if path.count("/") == 1 and path.split("/")[1] in owned}
-    stale = sorted(there & owned - {*contents})
-    if CARD in there and not overwrite_adapter_card:
-        del contents[CARD]
-
-    def commit() -> str:
-        # new operations for each attempt: huggingface_hub changes them
-        files: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(name, content) for name, content in contents.items()
-        ]
-        files += [CommitOperationDelete(name) for name in stale]
+    with asking(repr(repo_id), token):
+        made = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if made != repo_id:
+            # the card names the repository, and must come from the same state of the files
+            contents = _contents(folder, made, branch, text)
+        if branch is not None:
+            api.create_branch(made, branch=branch, exist_ok=True)
+        there = {*api.list_repo_files(made, revision=revision)}
+        owned = {*known_files(), SETUP}
+        if SETUP in contents:
+            owned |= {
+                path for path in there if path.count("/") == 1 and path.split("/")[1] in owned
+            }
+        if CARD in there and not overwrite_adapter_card:
+            del contents[CARD]
         info = api.create_commit(
             made,
-            files,
+            [
+                *(CommitOperationAdd(name, content) for name, content in contents.items()),
+                *(CommitOperationDelete(name) for name in sorted(there & owned - {*contents})),
+            ],
             commit_message=commit_message or "Upload adapter",
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
         )
-        return info.pr_url or info.commit_url
-
-    return client.ask(commit, once=True)
+    return info.pr_url or info.commit_url
 
 
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
-    """Return the files of an adapter by name, all from one save, with its card or a new one."""
+    """Return the files of an adapter by name, or those of a composition with its parts, and a card.
+
+    Raises:
+        CheckpointError: the folder or a part holds no adapter, or a damaged one.
+    """
+    parts, setup = [""], None
     if (folder / SETUP).is_file():
-        return _setup_contents(folder, repo_id, revision, text)
-    # another process may save to the folder during the upload
-    with folders.reading(folder):
-        there = sorted(file.name for file in folder.glob("*") if file.is_file())
-        names = wanted(there)
-        if not names:
-            raise CheckpointError(
-                f"{str(folder)!r} holds no adapter in one file; its files: {listing(there)}. Write "
-                f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')}."
-            )
-        card = adapter_card(folder, repo_id, revision, text).content.encode()
-        own = [CARD] if (folder / CARD).is_file() else []
-        try:
-            contents = {name: (folder / name).read_bytes() for name in [*names, *own]}
-        except OSError as error:
-            raise CheckpointError(
-                f"{str(error.filename or folder)!r} cannot be read: {error.strerror or error}. "
-                f"Make it readable, or write another folder."
-            ) from error
-        return {CARD: card} | with_base_name(folder, contents, text.base_model)
-
-
-def _setup_contents(
-    folder: Path, repo_id: str, revision: str | None, text: CardText
-) -> dict[str, bytes]:
-    """Return the files of a composition, those of its parts in their sub-folders, with a card."""
-    setup, heads = setup_files.read(folder)
+        setup, heads = setup_files.read(folder)
+        fusions = (fusion.name for fusion in fusions_of(setup))
+        parts += dict.fromkeys([*setup.flatten(), *fusions, *setup_files.names_of(heads)])
     found: dict[str, bytes] = {}
-    parts = [*setup.flatten(), *(f.name for f in fusions_of(setup)), *setup_files.names_of(heads)]
-    for part in ["", *dict.fromkeys(parts)]:
+    for part in parts:
         inner = folder / part
-        with folders.reading(inner):
-            names = wanted(file.name for file in inner.glob("*") if file.is_file())
-            if part and not names:
-                raise CheckpointError(
-                    f"{str(inner)!r} holds no part of the setup {setup!r} in one file. Write the "
-                    f"folder of a saved setup."
-                )
+        there = sorted(file.name for file in inner.glob("*") if file.is_file())
+        names = wanted(there)
+        if not names and (part or setup is None):
+            folder_of = in_python("the folder that save_adapter wrote", "the folder of an adapter")
+            raise CheckpointError(
+                f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. "
+                f"Write {folder_of}."
+            )
+        if part == "":
+            first = folder if setup is None else folder / setup.flatten()[0]
+            shown = None if setup is None else repr(setup)
+            found[CARD] = adapter_card(first, repo_id, revision, text, shown).content.encode()
+        names += [CARD] if part == "" and CARD in there else []
+        names += [SETUP] if part == "" and setup is not None else []
+        # another process may save to the folder during the upload
+        with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
-            contents = with_base_name(inner, contents, text.base_model)
+        contents = _with_base_name(inner, contents, text.base_model)
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
-    first = folder / setup.flatten()[0]
-    card = adapter_card(first, repo_id, revision, text, repr(setup)).content.encode()
-    own = folder / CARD
-    found[CARD] = own.read_bytes() if own.is_file() else card
-    return {**found, SETUP: (folder / SETUP).read_bytes()}
+    return found
+
+
+def _with_base_name(
+    folder: Path, contents: Mapping[str, bytes], given: str | None
+) -> dict[str, bytes]:
+    """Replace every other name of the base model in the files of an adapter.
+
+    Args:
+        folder: of the files; configs and native checkpoints are read again.
+        contents: names to contents.
+        given: as for `base_name`.
+
+    Raises:
+        CheckpointError: a config, or a checkpoint of the native format, is damaged.
+    """
+    named = dict(contents)
+    for file in [name for name in contents if name.endswith("_config.json")]:
+        document = read_json(folder / file)
+        base = base_name(document, given)
+        others = [key for key in BASE_NAMES if key in document and document[key] != base]
+        if not others:
+            continue
+        if document.get("format") != native.FORMAT:
+            named[file] = json_bytes(document | dict.fromkeys(others, base))
+            continue
+        # the native tensor file holds the name too, and a digest
+        stem = file.removesuffix("_config.json")
+        stored = native.load(folder, stem)
+        renamed = {**stored.metadata, **dict.fromkeys(others, base)}
+        named |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
+    return named

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.composition import BoundStep, Copies, Step, evaluate, fold
+from adapterzoo.composition import Copies, SiteStep, Step, evaluate, fold
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
 from adapterzoo.runtime import ActiveState
 
@@ -160,15 +160,17 @@ class _Link:
     overwritten: bool = False
 
 
-def acting(layer: nn.Module, site: BoundStep) -> tuple[Step, Mapping[str, Any]]:
-    """Return the step of a site, and the adapters that it names.
+def acting(layer: nn.Module, site: SiteStep) -> tuple[Step, Sequence[Any]]:
+    """Return the step of a site, and the adapters that it numbers.
 
     Args:
         layer: at the site.
         site: as planned.
     """
-    adapters = site.adapters
-    return site.step, adapters_of(layer) if adapters is None else adapters
+    if site.adapters is None:
+        held = adapters_of(layer)
+        return site.step, [held[name] for name in site.names]
+    return site.step, site.adapters
 
 
 class Shown(NamedTuple):
@@ -481,13 +483,13 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
         return _build(layer, parameter, plain, site)
     built = reads[-1][1]
     # a value built without gradients cannot give any
-    key = parameter, site.step, torch.is_grad_enabled()
+    key = parameter, site, torch.is_grad_enabled()
     if key not in built:
         built[key] = _build(layer, parameter, plain, site)
     return built[key]
 
 
-def _build(layer: Adapted, parameter: str, plain: Tensor, site: BoundStep) -> Tensor:
+def _build(layer: Adapted, parameter: str, plain: Tensor, site: SiteStep) -> Tensor:
     """Return a parameter with the change of a site's adapters, in the layer's layout."""
     transposed = stores_transposed(layer, parameter)
     base, value = base_of(layer), plain
@@ -497,8 +499,8 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, site: BoundStep) -> Te
         value = base.shown.mT if transposed else base.shown
     step, adapters = acting(layer, site)
 
-    def change(name: str, value: Tensor) -> Tensor:
-        adapter = adapters[name]
+    def change(number: int, value: Tensor) -> Tensor:
+        adapter = adapters[number]
         if isinstance(adapter, ExpertAdapters):
             acts = parameter in adapter._modules
         else:

@@ -98,33 +98,35 @@ class PrefixMode(TorchFunctionMode):
             out = func(*args, **kwargs)
             given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
             self._start(out, given["batch1"], given["batch2"], given.get("alpha", 1))
-            bias = self._beside(given["input"])
+            bias = self._prefix_scores(given["input"])
             if self._has_started and bias is not None:
-                self._keep(out, cast("Tensor", self._beside(out)) + given.get("beta", 1) * bias)
+                self._keep(
+                    out, cast("Tensor", self._prefix_scores(out)) + given.get("beta", 1) * bias
+                )
             return out
-        beside = next((b for a in args if (b := self._beside(a)) is not None), None)
-        if beside is None:
+        prefixed = next((b for a in args if (b := self._prefix_scores(a)) is not None), None)
+        if prefixed is None:
             return func(*args, **kwargs)
-        if name in _PRODUCTS and self._beside(args[0]) is not None:
+        if name in _PRODUCTS and self._prefix_scores(args[0]) is not None:
             self.has_acted = True
-            return func(*args, **kwargs) + beside @ fit(self._prefix.values, args[1])
+            return func(*args, **kwargs) + prefixed @ fit(self._prefix.values, args[1])
         if name in _LOOKS:
             return func(*args, **kwargs)
         if name in _JOINT:
             # over all keys
-            joint = func(torch.cat([args[0], beside], -1), *args[1:], **kwargs)
-            return self._keep(*joint.split((args[0].shape[-1], beside.shape[-1]), -1))
+            joint = func(torch.cat([args[0], prefixed], -1), *args[1:], **kwargs)
+            return self._keep(*joint.split((args[0].shape[-1], prefixed.shape[-1]), -1))
         out = func(*args, **kwargs)
-        return self._keep(out, self._changed(func, args, kwargs, beside))
+        return self._keep(out, self._changed(func, args, kwargs, prefixed))
 
-    def _beside(self, t: Any) -> Tensor | None:
-        return next((beside for scores, beside in self._scores if scores is t), None)
+    def _prefix_scores(self, t: Any) -> Tensor | None:
+        return next((prefixed for scores, prefixed in self._scores if scores is t), None)
 
-    def _keep(self, scores: Tensor, beside: Tensor) -> Tensor:
-        if self._beside(scores) is None:
-            self._scores.append((scores, beside))
+    def _keep(self, scores: Tensor, prefixed: Tensor) -> Tensor:
+        if self._prefix_scores(scores) is None:
+            self._scores.append((scores, prefixed))
         else:
-            self._scores = [(s, beside if s is scores else b) for s, b in self._scores]
+            self._scores = [(s, prefixed if s is scores else b) for s, b in self._scores]
         return scores
 
     def _start(self, scores: Tensor, query: Tensor, keys: Tensor, alpha: float = 1) -> None:
@@ -152,20 +154,22 @@ class PrefixMode(TorchFunctionMode):
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        beside: Tensor,
+        prefixed: Tensor,
     ) -> Tensor:
         """Return the scores of the prefix after a change of those of tokens."""
         name = func.__name__
-        own = [a if (b := self._beside(a)) is None else b for a in args]
-        keys = next(a for a in args if self._beside(a) is not None).shape[-1]
-        others = [a for a in args if isinstance(a, Tensor) and self._beside(a) is None and a.dim()]
+        own = [a if (b := self._prefix_scores(a)) is None else b for a in args]
+        keys = next(a for a in args if self._prefix_scores(a) is not None).shape[-1]
+        others = [
+            a for a in args if isinstance(a, Tensor) and self._prefix_scores(a) is None and a.dim()
+        ]
         by_keys = any(t.shape[-1] == keys for t in others)
         if name in _SHAPES:
             sizes = args[1] if isinstance(args[1], Sequence) else args[1:]
             if sizes[-1] in (keys, -1):
-                return cast("Tensor", func(beside, *sizes[:-1], beside.shape[-1]))
+                return cast("Tensor", func(prefixed, *sizes[:-1], prefixed.shape[-1]))
         elif name in _CHANGES and by_keys:
-            return beside
+            return prefixed
         elif name in _CHANGES | _CASTS:
             return cast("Tensor", func(*own, **kwargs))
         raise StateError(

@@ -122,7 +122,7 @@ def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
     if is_quantized(layer):
         why = "its weight is quantized"
     elif any(True for child in children for _ in child.parameters()):
-        why = "it computes with parameters beside those of the layers in it"
+        why = "it computes with parameters as well as those of the layers in it"
     elif len(takes) != 2:
         why = f"it is called with more than its input ({', '.join([*takes][1:])})"
     elif buffers:
@@ -138,8 +138,8 @@ def blank_copy(layer: nn.Module, path: str, device: torch.device) -> nn.Module:
             fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             memo[id(parameter)] = nn.Parameter(fresh, parameter.is_floating_point())
     bare = plain_class(layer).__new__(plain_class(layer))
-    gone = ("_link", "_hf_hook", "_old_forward", "forward")
-    own = {name: value for name, value in vars(layer).items() if name not in gone}
+    left_out = ("_link", "_hf_hook", "_old_forward", "forward")
+    own = {name: value for name, value in vars(layer).items() if name not in left_out}
     own["_modules"] = {n: m for n, m in layer._modules.items() if not isinstance(m, AdapterDict)}
     # hooks of users and of accelerate run around the layer, and so around its copy
     own |= {name: type(held)() for name, held in own.items() if "_hooks" in name}

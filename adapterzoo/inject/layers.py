@@ -20,8 +20,8 @@ from adapterzoo.anatomy import OutputSlice
 from adapterzoo.anatomy.find import experts_transposed
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
-from adapterzoo.call import LayerStackCall, StackCall
-from adapterzoo.composition import Around, Nested
+from adapterzoo.call import StackCall
+from adapterzoo.composition import LayerView, Nested
 from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, WeightAdapter, can_batch
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext
@@ -69,7 +69,12 @@ class LayerCall(BaseLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """Return the untouched layer's output; keep its other return values for `pack`."""
         if self._x is not x:
-            out = self._with_keywords(x) if self._kwargs else self._forward(x, *self._args[1:])
+            if not self._kwargs:
+                out = self._forward(x, *self._args[1:])
+            elif self._args:
+                out = self._forward(x, *self._args[1:], **self._kwargs)
+            else:
+                out = self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
             # blocks may return (hidden, attention weights, …)
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
@@ -78,11 +83,6 @@ class LayerCall(BaseLayer):
         return self._y  # type: ignore[no-any-return]
 
     original = __call__
-
-    def _with_keywords(self, x: Tensor) -> Any:
-        if self._args:
-            return self._forward(x, *self._args[1:], **self._kwargs)
-        return self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""
@@ -153,7 +153,7 @@ class LayerCall(BaseLayer):
         """
         positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
         named = dict(zip(positions, self._args, strict=False))
-        return LayerStackCall(self._in_model().stack, {**named, **self._kwargs})
+        return StackCall(self._in_model().stack, {**named, **self._kwargs})
 
     @property
     def is_in_call(self) -> bool:
@@ -189,7 +189,7 @@ class LayerCall(BaseLayer):
         return self._context
 
 
-class SlicedLayer(Around):
+class SlicedLayer(LayerView):
     """Some output features of a fused layer, as a separate layer."""
 
     __slots__ = ("_features", "_taken", "_x", "_y")
@@ -345,9 +345,6 @@ class FusedAdapters(WeightAdapter):
             features, own = self.slices[label], cast("Adapter", self._modules[label])
             shown = base if features is None else SlicedLayer(base, features)
             own.combine(children, weights, strategy, shown)
-
-    def _adapters(self) -> list[Adapter]:
-        return [cast("Adapter", adapter) for adapter in self._modules.values()]
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""

@@ -239,7 +239,7 @@ def init_from_layer(
         originals: parameters of the layer as they were before adapters were merged into it.
         data: what its initial values take from `init_data` for the layer.
     """
-    for (part,), base in _beside(layer, (adapter,), originals):
+    for (part,), base in _parts_with_base(layer, (adapter,), originals):
         own = cast("Adapter", part)
         own.init_from_layer(base)
         if data is not None:
@@ -274,7 +274,7 @@ def combine(
             f"in common. Add the adapters with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
-    for (part, *parts), base in _beside(layer, (adapter, *others), originals):
+    for (part, *parts), base in _parts_with_base(layer, (adapter, *others), originals):
         # not all have an adapter of each parameter
         there = [i for i, other in enumerate(parts) if other is not None]
         own = [cast("Adapter", parts[i]) for i in there]
@@ -299,7 +299,7 @@ def changes(
         StateError: the adapter is not a change of the weight alone.
     """
     parameters = [*adapter._modules] if isinstance(adapter, ExpertAdapters) else [None]
-    parts = _beside(layer, (adapter,), originals)
+    parts = _parts_with_base(layer, (adapter,), originals)
     for parameter, ((part,), base) in zip(parameters, parts, strict=True):
         own = mergeable(part)
         w = base.weight.detach().to(widest(base.weight.device))
@@ -313,7 +313,7 @@ def changes(
         yield parameter, own.weight(w, base) - w, own.low_rank_factors(w, base)
 
 
-def _beside(
+def _parts_with_base(
     layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
 ) -> Iterator[tuple[tuple[Adapter | None, ...], BaseLayer]]:
     """Yield the parts of adapters that belong together, each with the layer as they see it.

@@ -1,5 +1,5 @@
 """Kernels: the arithmetic of adapters on tensors, each with its plain-torch definition."""
 
-from .mode import use
+from .ops import use
 
 __all__ = ["use"]

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _bottleneck_torch, _low_rank_torch, compose_triton, low_rank_triton
-from ._launch import launch
-from ._tiles_triton import FEW, Tile, cut, parted, precision, product
+from . import compose_triton, low_rank, low_rank_triton
+from .bottleneck import DERIVATIVES, FUNCTIONS, bottleneck_torch, bottleneck_torch_backward
+from .ops import launch
+from .tiles_triton import FEW, Tile, cut, parted, precision, product
 
 # activations → their names in `phi`; names of one formula share one
 FUSED = {
@@ -160,9 +161,7 @@ def bottleneck(
     width, d_model = down.shape
     widest = _WIDEST_OF_FLOAT32 if down.dtype is torch.float32 else _WIDEST
     if activation not in FUSED or width > widest:
-        return _bottleneck_torch.bottleneck(
-            to, x, down, down_bias, up, up_bias, scaling, activation, keeps
-        )
+        return bottleneck_torch(to, x, down, down_bias, up, up_bias, scaling, activation, keeps)
     flat = to.reshape(-1, d_model)  # [rows, d_model]
     read = flat if x is None else x.reshape(-1, d_model)  # [rows, d_model]
     rows = flat.shape[0]
@@ -198,11 +197,9 @@ def bottleneck_backward(
     needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     width = down.shape[0]
     if activation not in FUSED or width > compose_triton._WIDEST_RANK:
-        return _bottleneck_torch.bottleneck_backward(
-            dy, x, h, down, up, scaling, activation, adds, *needs
-        )
+        return bottleneck_torch_backward(dy, x, h, down, up, scaling, activation, adds, *needs)
     needs_h = needs_x or needs_down or needs_down_bias
-    u = _bottleneck_torch.FUNCTIONS[activation](h) if needs_up else h  # [*batch, width]
+    u = FUNCTIONS[activation](h) if needs_up else h  # [*batch, width]
     # only the dtype and the length of the bias matter
     bias = up.new_empty(up.shape[0]) if needs_up_bias else None
     needs = False, False, needs_up_bias, needs_h, needs_up
@@ -211,13 +208,13 @@ def bottleneck_backward(
     )
     dx, of_down, of_down_bias = x.new_empty(0), h.new_empty(0), h.new_empty(0)
     if needs_h:
-        dh = _bottleneck_torch.DERIVATIVES[activation](du, h)  # [*batch, width]
+        dh = DERIVATIVES[activation](du, h)  # [*batch, width]
     if needs_down_bias:
         of_down_bias = dh.reshape(-1, width).sum(0)  # [width]
     if needs_x and adds:
         dx = low_rank_triton.expand(dy, dh, down.T, 1.0)  # [*batch, d_model]
     of_x = needs_x and not adds
     if of_x or needs_down:
-        alone, of_down = _low_rank_torch.shrink_backward(dh, x, down, 0.0, None, of_x, needs_down)
+        alone, of_down = low_rank.shrink_torch_backward(dh, x, down, 0.0, None, of_x, needs_down)
         dx = alone if of_x else dx
     return dx, of_down, of_down_bias, of_up, of_up_bias

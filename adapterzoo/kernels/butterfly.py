@@ -7,23 +7,19 @@ features within chunks of b · 2^(m−1), and permutations are views.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _butterfly_torch, mode
-from ._ops import below, check, differentiated, product
-from .exact import exactly
+from . import ops
+from .ops import exactly, product
 
 # products of narrower blocks waste matrix units, and a batch of them costs more than its FLOPs
 _NARROWEST = 16
 # for wider chunks, m products with blocks of b cost less than one with chunks of b · 2^(m−1)
 _WIDEST = 256
-_LEGAL = "x is [*experts, *batch, chunks · width], blocks [*experts, chunks, width, width]"
 
 
 def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
@@ -43,7 +39,7 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
         factor = Q[..., i, :, :, :].to(x.dtype)  # [*experts, blocks, b, b]
         if i:
             y = _swapped(y, blocks >> i, 2, 1 << i)
-        y = _butterfly_torch.rotate(y, factor.mT if transposed else factor)
+        y = rotate(y, factor.mT if transposed else factor)
         if i:
             y = _swapped(y, blocks >> i, 1 << i, 2)
     return y.reshape(x.shape)  # [*experts, *batch, d_in]
@@ -77,79 +73,13 @@ def rotated(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
-    if Q.dim() == 4 and Q.shape[0] == 1 and mode.is_plain(x):
-        blocks = Q[0].mT if transposed else Q[0]
-        if torch.compiler.is_compiling():
-            return _butterfly_torch.rotate(x, blocks)
-        # cast before, so that the backward keeps the blocks in the dtype of x
-        blocks = blocks.to(x.dtype)
-        if not torch.is_grad_enabled():
-            return _butterfly_torch.rotate_into(x, blocks)
-        rotated_: Tensor = _Plain.apply(x, blocks)
-        return rotated_
-    # autograd over the torch path saves no more than the operator, and runs faster
-    if Q.shape[-4] > 1 or mode.is_reference() or not mode.may_take_triton(x):
+    if Q.shape[-4] > 1:
         return butterfly_reference(x, Q, transposed)
     blocks = Q.squeeze(-4)  # [*experts, chunks, width, width]
-    out: Tensor = _rotate(x, blocks.mT if transposed else blocks)  # [*experts, *batch, d_in]
+    # autograd over the torch form saves no more than the operator, and runs faster
+    run = _rotate if ops.asks_triton(x) and not ops.is_reference() else rotate
+    out: Tensor = run(x, blocks.mT if transposed else blocks)  # [*experts, *batch, d_in]
     return out
-
-
-def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:
-    """Return `y` with the strides of `x`, so that a layer computes both with the same operations.
-
-    A linear layer rounds differently for an input with other strides: a rotation by the identity
-    would change the last bits of its output.
-
-    Args:
-        y: `[*experts, *batch, d_in]`, x rotated by Q.
-        x: of the same shape; an expanded row (stride 0) is copied once.
-        Q: `[*experts, m, chunks, width, width]`.
-    """
-    if y.stride() == x.stride():
-        return y
-    if any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
-        # the numbers of y are equal along a row that was expanded, but not between experts or
-        # features
-        own = [*range(Q.dim() - 4), -1]
-        if any(x.shape[i] > 1 and not x.stride(i) for i in own):
-            return y
-        if y.requires_grad and torch.is_grad_enabled():
-            laid_out: Tensor = _LaidOut.apply(y, x)
-            return laid_out
-    return _laid_out(y, x)
-
-
-def _laid_out(y: Tensor, x: Tensor) -> Tensor:
-    steps = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1 and step)
-    # overlapping windows hold fewer numbers than y
-    if any(wider < step * n for (step, n), (wider, _) in pairwise(steps)):
-        return y
-    once = tuple(slice(None) if step else slice(1) for step in x.stride())
-    out = y.new_empty_strided(y[once].shape, x.stride())
-    return out.copy_(y[once]).expand(x.shape)  # [*batch, d_in]
-
-
-class _LaidOut(torch.autograd.Function):
-    """`_laid_out`; each position of an expanded row has a gradient of its own."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(y: Tensor, x: Tensor) -> Tensor:
-        return _laid_out(y, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0]
 
 
 def folded(Q: Tensor) -> Tensor:
@@ -166,7 +96,7 @@ def folded(Q: Tensor) -> Tensor:
     if not folds(Q):
         return Q
     # the kernels pack narrow chunks themselves
-    packs = mode.may_take_triton(Q) and Q.dtype is not torch.float64
+    packs = ops.asks_triton(Q) and Q.dtype is not torch.float64
     return fold(Q, 1 if packs else _NARROWEST).unsqueeze(-4)
 
 
@@ -187,6 +117,69 @@ def fold(Q: Tensor, narrowest: int = _NARROWEST) -> Tensor:
         `[*experts, chunks, width, width]`; the width is a multiple of b · 2^(m−1).
     """
     return widened(products(Q)[-1], narrowest)
+
+
+def rotate(x: Tensor, blocks: Tensor) -> Tensor:
+    """Return the product x · blockdiag(blocks).
+
+    `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
+    of `x`; under autocast its dtype.
+    """
+    # `matmul` of three dimensions is the same product after two more views
+    product = torch.bmm if blocks.dim() == 3 else torch.matmul
+    rotated = product(_parts(x, blocks), blocks.to(x.dtype))  # [*experts, chunks, rows, width]
+    return rotated.transpose(-3, -2).reshape(x.shape)  # [*experts, *batch, d_in]
+
+
+def rotate_backward(
+    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool = True, needs_blocks: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of blocks; empty if not needed.
+
+    Differentiable again. Without `needs_blocks`, `x` may be empty: only its dtype is read.
+    """
+    dx, dblocks = x.new_empty(0), blocks.new_empty(0)
+    if needs_x:
+        dx = rotate(dy, blocks.mT).to(x.dtype).contiguous()
+    if needs_blocks:
+        dblocks = dots(x, dy, blocks).to(blocks.dtype)
+    return dx, dblocks
+
+
+def dots(x: Tensor, y: Tensor, blocks: Tensor) -> Tensor:
+    """Return xᵀ y of each chunk, in the shape of `blocks`.
+
+    `x` and `y` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]`.
+    """
+    return _parts(x, blocks).mT @ _parts(y, blocks)
+
+
+def _parts(x: Tensor, blocks: Tensor) -> Tensor:
+    """Return `x` `[*experts, *batch, d_in]` as `[*experts, chunks, rows, width]`."""
+    *experts, chunks, width, _ = blocks.shape
+    # [*experts, rows, chunks, width] before the transposition
+    return x.reshape(*experts, -1, chunks, width).transpose(-3, -2)
+
+
+def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:
+    """Return `y` with the strides of `x`, so that a layer computes both with the same operations.
+
+    A linear layer rounds differently for an input with other strides: a rotation by the identity
+    would change the last bits of its output.
+
+    Args:
+        y: `[*experts, *batch, d_in]`, x rotated by Q.
+        x: of the same shape; the layer copies expanded rows itself.
+        Q: `[*experts, m, chunks, width, width]`.
+    """
+    if y.stride() == x.stride():
+        return y
+    steps = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
+    # expanded rows and overlapping windows hold fewer numbers than y
+    fewer = any(wider < max(step, 1) * n for (step, n), (wider, _) in pairwise(steps))
+    if fewer or (steps and not steps[0][0]):
+        return y
+    return y.new_empty_strided(x.shape, x.stride()).copy_(y)  # [*experts, *batch, d_in]
 
 
 def products(Q: Tensor) -> list[Tensor]:
@@ -275,23 +268,12 @@ def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
     return table.transpose(-3, -2).flatten(-4)  # [.., d_in]
 
 
-def _shapes(x: Tensor, blocks: Tensor) -> Tensor:
-    chunks, width = blocks.shape[-3:-1]
-    fits = x.shape[-1] == chunks * width and x.shape[: blocks.dim() - 3] == blocks.shape[:-3]
-    check("rotate", "x", "blocks", {"x": x, "blocks": blocks}, fits, _LEGAL)
-    return x.new_empty(x.shape)
-
-
-# on a CPU a registered operator would cost more than it does
-_Plain = differentiated(
-    partial(below, _butterfly_torch.rotate_into), _butterfly_torch.rotate_into_backward
-)
 _rotate, _rotate_backward = product(
     "rotate(Tensor x, Tensor blocks) -> Tensor",
     "rotate",
-    "butterfly_triton",
-    (_butterfly_torch.rotate, _butterfly_torch.rotate_backward),
-    _shapes,
+    "butterfly_triton.rotate",
+    (rotate, rotate_backward),
+    lambda x, blocks: x.new_empty(x.shape),
     narrows=(0,),
     width=lambda blocks: blocks.shape[-3] * blocks.shape[-1],
 )

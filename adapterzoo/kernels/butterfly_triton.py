@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _butterfly_torch, _launch
-from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, is_small, precision, product
+from . import butterfly, ops
+from .ops import launch
+from .tiles_triton import FEW, Tile, added, is_small, precision, product
 
 # wider chunks do not fit the registers; cuBLAS is fast for them
 _WIDEST = 128
@@ -123,7 +123,7 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     of `x`.
     """
     if not _takes(x, blocks, _WIDEST):
-        return _butterfly_torch.rotate(x, blocks)
+        return butterfly.rotate(x, blocks)
     return _rotate(x, blocks, None)[0]
 
 
@@ -135,13 +135,13 @@ def rotate_backward(
     Without `needs_blocks`, `x` may be empty: only its dtype is read.
     """
     if not _takes(x, blocks, _WIDEST_SMALL if is_small(dy) else _WIDEST):
-        return _butterfly_torch.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
+        return butterfly.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
     return _rotate(dy.to(x.dtype), blocks.mT, x if needs_blocks else None, needs_x)
 
 
 def _takes(x: Tensor, blocks: Tensor, widest: int) -> bool:
     """Return whether the kernel computes a product; on a GPU, not in float32."""
-    return blocks.shape[-1] <= widest and (_launch.INTERPRETED or x.dtype is not torch.float32)
+    return blocks.shape[-1] <= widest and (ops.INTERPRETED or x.dtype is not torch.float32)
 
 
 def _rotate(

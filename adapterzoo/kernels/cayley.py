@@ -1,6 +1,8 @@
-"""The Cayley transform, from unconstrained square matrices to rotations, and its series.
+"""The Cayley transform, from unconstrained square matrices to rotations, its series, and its fold.
 
-Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3.
+Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3 and §4. `cayley` makes rotations of the
+parameters of a butterfly, and `folded` makes one factor of m; on a GPU one kernel does both, unless
+chunks are wide. The host never waits, and all memory is torch's, as a captured graph requires.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype, widest
 
-from . import mode
-from ._ops import below, check, register
-from .exact import exactly
+from . import ops
+from .butterfly import by_pairs, fold, folded, folds, from_pairs, products, widened, without
+from .ops import below, computed, exactly, register
+
+# a program cannot keep wider chunks of a single factor, or of a product of several
+_WIDEST, _WIDEST_PRODUCT = 64, 32
 
 
 def cayley_reference(R: Tensor) -> Tensor:
@@ -52,7 +57,7 @@ def cayley(R: Tensor) -> Tensor:
     Returns:
         Q `[*batch, b, b]`, in the dtype of R.
     """
-    if mode.is_reference():
+    if ops.is_reference():
         return cayley_reference(R)
     Q: Tensor = _cayley(R)
     return Q
@@ -82,10 +87,23 @@ def cayley_neumann(S: Tensor, terms: int) -> Tensor:
         return eye + S @ rest  # [*batch, b, b]
 
 
-def _fake(R: Tensor) -> Tensor:
-    square = R.dim() > 1 and R.shape[-1] == R.shape[-2]
-    check("cayley", "R's rows", "R's columns", {"R": R}, square, "R is [*batch, b, b]")
-    return R.new_empty(R.shape)
+def cayley_fold(R: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """Return the rotations of `cayley`, folded to one factor if that is faster.
+
+    Args:
+        R: `[*lead, m, d_in / b, b, b]`, in float32 or float64.
+        dropped: blocks that become the identity, bool `[*lead, m, d_in / b]`; None: none.
+
+    Returns:
+        `[*lead, 1, chunks, width, width]`, or with all m factors; see `butterfly.folded`.
+    """
+    in_triton = ops.asks_triton(R)
+    if ops.is_reference() or not folds(R) or (in_triton and R.dtype is not torch.float32):
+        Q = cayley(R)
+        return folded(Q if dropped is None else without(Q, dropped))
+    whole: Tensor = _cayley_fold(R, dropped)[0]  # [*lead, chunks, width, width]
+    # the kernels pack narrow chunks themselves
+    return (whole if in_triton else widened(whole)).unsqueeze(-4)
 
 
 def cayley_backward(dQ: Tensor, Q: Tensor) -> Tensor:
@@ -112,4 +130,110 @@ class _Cayley(torch.autograd.Function):
         return cayley_backward(dQ, Q)
 
 
-_cayley = register("cayley(Tensor R) -> Tensor", cayley_reference, _fake, _Cayley)
+_cayley = register(
+    "cayley(Tensor R) -> Tensor", cayley_reference, lambda R: R.new_empty(R.shape), _Cayley
+)
+
+
+def cayley_fold_torch(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the folded rotations, and the factors; these are empty if there is one factor.
+
+    `R` `[*lead, m, blocks, b, b]`, `dropped` `[*lead, m, blocks]`
+    → `[*lead, chunks, b · 2^(m−1), b · 2^(m−1)]` and the shape of `R`, in the dtype of `R`.
+    """
+    Q = cayley_reference(R) if dropped is None else without(cayley_reference(R), dropped)
+    if R.shape[-4] == 1:
+        return Q.squeeze(-4).contiguous(), Q.new_empty(0)
+    return fold(Q, 1).contiguous(), Q.contiguous()
+
+
+def cayley_fold_torch_backward(
+    grad: Tensor | None,
+    whole: Tensor,
+    Q: Tensor,
+    dropped: Tensor | None,
+    of_Q: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of R from those of both outputs; differentiable again.
+
+    `grad` and `whole` `[*lead, chunks, width, width]`, `Q` and `of_Q` `[*lead, m, blocks, b, b]`.
+    """
+    with exactly(Q.device):
+        found = torch.zeros_like(Q) if grad is None else _unfolded(grad, Q)
+        if of_Q is not None:
+            found = found + of_Q
+        if dropped is not None:
+            found = found.masked_fill(dropped[..., None, None], 0.0)
+        return cayley_backward(found, Q)
+
+
+def _unfolded(grad: Tensor, Q: Tensor) -> Tensor:
+    """Return the gradient of the factors from that of their product `[*lead, chunks, C, C]`."""
+    if Q.shape[-4] == 1:
+        return grad.unsqueeze(-4)  # [*lead, 1, blocks, b, b]
+    before = products(Q[..., :-1, :, :, :])
+    found = []
+    for i in reversed(range(1, Q.shape[-4])):
+        pairs = before[i - 1].unflatten(-3, (-1, 2))  # [*lead, chunks, 2, width / 2, width / 2]
+        # by halves of its columns, [*lead, chunks, 2, width, width / 2]
+        of_pairs = grad.unflatten(-1, (2, -1)).transpose(-3, -2)
+        found.append(from_pairs(of_pairs @ pairs.mT, Q.shape[-1]))
+        grad = (by_pairs(Q[..., i, :, :, :], i).mT @ of_pairs).flatten(-4, -3)
+    return torch.stack([grad, *reversed(found)], -4)  # [*lead, m, blocks, b, b]
+
+
+def is_narrow(m: int, b: int) -> bool:
+    """Return whether a program can keep a chunk of m factors with blocks of b."""
+    return b <= _WIDEST if m == 1 else b << (m - 1) <= _WIDEST_PRODUCT
+
+
+def _shapes(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
+    m, blocks, b = R.shape[-4:-1]
+    n = 1 << (m - 1)
+    whole = R.new_empty((*R.shape[:-4], blocks // n, b * n, b * n))
+    return whole, R.new_empty(R.shape if m > 1 else 0)
+
+
+class _CayleyFold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, R: Tensor, dropped: Tensor | None) -> Any:
+        whole, Q = below(_cayley_fold, R, dropped)
+        ctx.set_materialize_grads(False)
+        ctx.single = R.shape[-4] == 1
+        if ctx.single:
+            ctx.mark_non_differentiable(Q)
+        ctx.save_for_backward(whole, None if ctx.single else Q, dropped)
+        return whole, Q
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, of_Q: Tensor | None) -> Any:
+        whole, Q, dropped = ctx.saved_tensors
+        Q = whole.unsqueeze(-4) if ctx.single else Q
+        of_Q = None if ctx.single else of_Q
+        if grad is None and of_Q is None:
+            return None, None
+        # only a second backward has a gradient of the factors
+        if grad is None or of_Q is not None or torch.is_grad_enabled():
+            return cayley_fold_torch_backward(grad, whole, Q, dropped, of_Q), None
+        return _cayley_fold_backward(grad, whole, Q, dropped), None
+
+
+_cayley_fold = register(
+    "cayley_fold(Tensor R, Tensor? dropped) -> (Tensor, Tensor)",
+    computed("cayley_fold", "cayley_fold_triton.cayley_fold", cayley_fold_torch, 1, single=True),
+    _shapes,
+    _CayleyFold,
+)
+
+
+_cayley_fold_backward = register(
+    "cayley_fold_backward(Tensor grad, Tensor whole, Tensor Q, Tensor? dropped) -> Tensor",
+    computed(
+        "cayley_fold",
+        "cayley_fold_triton.cayley_fold_backward",
+        cayley_fold_torch_backward,
+        3,
+        single=True,
+    ),
+    lambda grad, whole, Q, dropped: Q.new_empty(Q.shape),
+)

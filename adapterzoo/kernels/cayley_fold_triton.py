@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _cayley_fold_torch
-from ._launch import launch
-from ._tiles_triton import Tile, is_small, product
-from .cayley_fold import is_narrow
+from . import cayley
+from .cayley import is_narrow
+from .ops import launch
+from .tiles_triton import Tile, is_small, product
 
 # GPUs with little shared memory compute float64 slowly, too
 _WIDEST_SMALL = 32
@@ -196,7 +196,7 @@ def cayley_fold(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
     m, blocks, b = R.shape[-4:-1]
     chunk = b << (m - 1)
     if not takes(R):
-        return _cayley_fold_torch.cayley_fold(R, dropped)
+        return cayley.cayley_fold_torch(R, dropped)
     own = R.contiguous().view(-1, *R.shape[-4:])  # [lead, m, blocks, b, b]
     whole = R.new_empty((*R.shape[:-4], blocks * b // chunk, chunk, chunk))
     Q = R.new_empty(R.shape if m > 1 else 0)
@@ -212,7 +212,7 @@ def cayley_fold_backward(grad: Tensor, whole: Tensor, Q: Tensor, dropped: Tensor
     """Return the gradient of R from that of the folded rotations, and both outputs."""
     blocks, b = Q.shape[-3:-1]
     if not takes(Q):
-        return _cayley_fold_torch.cayley_fold_backward(grad, whole, Q, dropped)
+        return cayley.cayley_fold_torch_backward(grad, whole, Q, dropped)
     dR = torch.empty(Q.shape, dtype=Q.dtype, device=Q.device)
     grid, settings = _launched(Q.reshape(-1, *Q.shape[-4:]))
     drops = None if dropped is None else dropped.contiguous()

@@ -22,12 +22,16 @@ from torch.nn.functional import linear
 
 from adapterzoo.errors import KernelError
 
-from . import _compose_torch, _launch, mode
-from ._compose_torch import least
-from ._ops import below, check, computed, register
-from .exact import exactly
+from . import ops
+from .low_rank import rows_of
+from .ops import below, computed, exactly, register
 
-_LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_out, rank]"
+# that limit the share of the bias in the error to that of the dtype below, and to twice its own
+_LEAST_GAIN = 1 / 16
+_LEAST_GAIN_OF_HALF = 1 / 2
+# without a bias: products of smaller ones may be below the smallest normal number
+_LEAST_FACTOR = 2.0**-64
+_LEAST_FACTOR_OF_FLOAT16 = 1 / 16
 
 
 def compose_reference(
@@ -82,28 +86,128 @@ def compose(
     Returns:
         Shape and dtype of `y`.
     """
-    if mode.is_reference():
+    if ops.is_reference():
         return compose_reference(y, gain, bias, t, b, scaling)
-    reads = torch.is_grad_enabled() and gain.requires_grad and _is_readable(gain)
-    if reads or mode.may_take_triton(y):
-        few = columns = None
+    # the host reads the gain, but not in compiled or captured code
+    reads = torch.is_grad_enabled() and gain.requires_grad and not torch.compiler.is_compiling()
+    reads = reads and type(gain) in ops.ORIGINAL and not (gain.is_meta or ops.is_captured())
+    if reads or ops.asks_triton(y):
+        small = columns = None
         if reads:
             found = (gain.detach().abs() < least(y.dtype, bias is not None)).nonzero().flatten()
             if found.numel():
-                few, columns = found, y.index_select(-1, found)  # [*batch, few]
-        out: Tensor = _compose(y, gain, bias, t, b, scaling, reads, few, columns)
+                small, columns = found, y.index_select(-1, found)  # [*batch, small]
+        out: Tensor = _compose(y, gain, bias, t, b, scaling, reads, small, columns)
         return out
     # the same operations, so that a forward has the same bits with and without gradients
-    if mode.is_plain(y):
-        return compose_reference(y, gain, bias, t, b, scaling)
     with exactly(y.device):
         return compose_reference(y, gain, bias, t, b, scaling)
 
 
-def _is_readable(gain: Tensor) -> bool:
-    """Return whether the host can read the gain: not in compiled or captured code."""
-    is_real = type(gain) in mode.ORIGINAL and not gain.is_meta
-    return is_real and not (torch.compiler.is_compiling() or _launch.is_captured())
+def compose_backward(
+    dy: Tensor,
+    kept: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    tells: bool,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of y, gain, bias, t and b; empty if not needed.
+
+    Differentiable again. `kept` is y or, with `tells`, the output, from which y + scaling · t bᵀ is
+    recovered by dividing by the gain. Without `needs_gain` it may be empty.
+    """
+    needs_y, needs_gain, needs_bias, needs_t, needs_b = needs
+    wide = rows_of(dy).to(gain.dtype)  # [rows, d_out]
+    of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
+    if needs_y:
+        of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
+    if needs_gain:
+        of_gain = gain_backward(wide, kept, gain, bias, tells)
+    if needs_bias and bias is not None:
+        of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
+    if t is not None and b is not None:
+        s = scaling * gain.unsqueeze(-1)  # [d_out, 1]
+        if needs_t:
+            of_t = (wide @ (s * b.to(s.dtype))).to(t.dtype).view(t.shape)  # [*batch, rank]
+        # y lacks the update: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
+        hidden = needs_gain and not tells
+        if needs_b or hidden:
+            dyt = wide.T @ rows_of(t).to(wide.dtype)  # [d_out, rank]
+        if hidden:
+            of_gain = of_gain + scaling * (dyt * b).sum(-1)
+        if needs_b:
+            of_b = (dyt * s).to(b.dtype)
+    return of_y, of_gain, of_bias, of_t, of_b
+
+
+def gain_backward(
+    dy: Tensor, kept: Tensor, gain: Tensor, bias: Tensor | None, tells: bool
+) -> Tensor:
+    """Return the gradient of the gain `[d_out]`, without that of an update which `kept` lacks.
+
+    `dy` and `kept` `[*batch, d_out]`; see `compose_backward`.
+    """
+    found = dots(rows_of(kept), rows_of(dy), bias)
+    if not tells:
+        return found
+    # of smaller ones `small_gain_backward` makes the gradient
+    small = gain.detach().abs() < least(kept.dtype, bias is not None)
+    return found / gain.masked_fill(small, 1.0)
+
+
+def small_gain_backward(
+    dy: Tensor,
+    columns: Tensor,
+    of_gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    small: Tensor,
+) -> Tensor:
+    """Return the gradient of the gain, with that of the features `small` made from y itself.
+
+    Differentiable again. For the other arguments see `compose_backward`.
+
+    Args:
+        dy: of the output.
+        columns: these features of y, `[*batch, small]`.
+        of_gain: the gradient of the gain so far.
+        bias: see `compose_backward`.
+        t: see `compose_backward`.
+        b: see `compose_backward`.
+        scaling: see `compose_backward`.
+        small: the numbers of the features.
+    """
+    dtype = of_gain.dtype
+    own = rows_of(dy).index_select(1, small).to(dtype)  # [rows, small]
+    bias = None if bias is None else bias.index_select(0, small).to(dtype)
+    found = dots(rows_of(columns).to(dtype), own, bias)
+    if t is not None and b is not None:
+        dyt = own.T @ rows_of(t).to(dtype)  # [small, rank]
+        found = found + scaling * (dyt * b.index_select(0, small)).sum(-1)
+    return of_gain.index_copy(0, small, found)
+
+
+def least(dtype: torch.dtype, has_bias: bool) -> float:
+    """Return the smallest |gain| for which the output tells the value before; see `compose`.
+
+    Args:
+        dtype: of the output.
+        has_bias: whether a bias was added after the gain.
+    """
+    if has_bias:
+        return _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
+    return _LEAST_FACTOR_OF_FLOAT16 if dtype is torch.float16 else _LEAST_FACTOR
+
+
+def dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
+    """Return Σ (kept − bias) ∘ dy over the rows, `[d_out]`."""
+    return ((kept if bias is None else kept - bias) * dy).sum(0)
 
 
 def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
@@ -131,22 +235,6 @@ def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
     return found
 
 
-def _run(*args: Any) -> Tensor:
-    # the last three are for the backward
-    given = args[:6]
-    if not mode.takes_triton("compose", *[v for v in given[:5] if v is not None]):
-        return compose_reference(*given).contiguous()
-    from . import compose_triton
-
-    return compose_triton.compose(*given)
-
-
-def _shapes(y: Tensor, gain: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    operands = {"y": y, "gain": gain, "bias": bias, "t": rest[0], "b": rest[1]}
-    check("compose", "y", "gain", operands, y.shape[-1:] == gain.shape, _LEGAL)
-    return y.new_empty(y.shape)
-
-
 def _shapes_of_backward(dy: Tensor, kept: Tensor, *args: Any) -> tuple[Tensor, ...]:
     gain, bias, t, b, _, _, *needs = args
     return tuple(
@@ -159,38 +247,44 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         out = below(_compose, *args)
-        y, gain, bias, t, b, ctx.scaling, ctx.tells, few, columns = args
+        y, gain, bias, t, b, ctx.scaling, ctx.tells, small, columns = args
         kept = out if ctx.tells else y
         # only the gradient of the gain reads it
         kept = kept if ctx.needs_input_grad[1] else y.new_empty(0)
-        ctx.save_for_backward(kept, gain, bias, t, b, few, columns)
+        ctx.save_for_backward(kept, gain, bias, t, b, small, columns)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        kept, gain, bias, t, b, few, columns = saved_by(ctx, "compose")
-        run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
+        kept, gain, bias, t, b, small, columns = saved_by(ctx, "compose")
+        run = compose_backward if torch.is_grad_enabled() else _compose_backward
         of_y, of_gain, *rest = run(dy, kept, gain, bias, t, b, ctx.scaling, ctx.tells, *needs)
-        if needs[1] and few is not None:
-            last = bias, t, b, ctx.scaling, few
-            of_gain = _compose_torch.few_backward(dy, columns, of_gain, *last)
+        if needs[1] and small is not None:
+            last = bias, t, b, ctx.scaling, small
+            of_gain = small_gain_backward(dy, columns, of_gain, *last)
         found = of_y, of_gain, *rest
         grads = (g if need else None for g, need in zip(found, needs, strict=True))
         return *grads, None, None, None, None
 
 
+# the last three arguments are for the backward
+_run = computed("compose", "compose_triton.compose", compose_reference, 5)
+
+
 _compose = register(
     "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling, "
-    "bool tells, Tensor? few, Tensor? columns) -> Tensor",
-    _run,
-    _shapes,
+    "bool tells, Tensor? small, Tensor? columns) -> Tensor",
+    lambda *args: _run(*args[:6]),
+    lambda y, *rest: y.new_empty(y.shape),
     _Compose,
 )
+
+
 _compose_backward = register(
     "compose_backward(Tensor dy, Tensor kept, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, "
     "float scaling, bool tells, bool needs_y, bool needs_gain, bool needs_bias, bool needs_t, "
     "bool needs_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    computed("compose", "compose_triton", _compose_torch.compose_backward, 6),
+    computed("compose", "compose_triton.compose_backward", compose_backward, 6),
     _shapes_of_backward,
 )

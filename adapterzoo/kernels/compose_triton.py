@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _dropout
-from ._compose_torch import least
-from ._launch import launch
-from ._tiles_triton import (
+from . import low_rank
+from .compose import least
+from .ops import launch
+from .tiles_triton import (
     FEW,
-    Plan,
+    RowPlan,
     Tile,
     contiguous,
     is_small,
@@ -307,7 +307,7 @@ def write(
     bias: Tensor | None = None,
     p: float = 0.0,
     noise: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: RowPlan | None = None,
 ) -> Tensor:
     """Write `compose` of rows `[rows, …]` into a contiguous `out`, without what is None.
 
@@ -324,7 +324,8 @@ def write(
         compose_kernel, (blocks * triton.cdiv(width, tile.columns),), y, contiguous(gain),
         contiguous(bias), t, b, each, noise, plan and plan.values, out, *strides(y), *strides(t),
         *stacked_strides(b), rows, width, rank, plan.head if plan else 0,
-        plan.tokens if plan else 1, _dropout.threshold(p), 1.0 if each is not None else scaling,
+        plan.tokens if plan else 1, low_rank.dropout_threshold(p),
+        1.0 if each is not None else scaling,
         WIDE=dtype is torch.float32, PRECISION=precision(dtype), **tile.settings,
     )  # fmt: skip
     return out

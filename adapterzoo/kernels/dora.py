@@ -12,9 +12,8 @@ from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
 
-from . import mode
-from ._ops import below, check, register
-from .exact import exactly
+from . import ops
+from .ops import below, computed, exactly, register
 
 # elements of W + s · B A in memory at one time: 16 MiB in float32
 TILE = 1 << 22
@@ -76,7 +75,7 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
     """
     differentiated = torch.is_grad_enabled() and any(v.requires_grad for v in (w, a, b))
-    if differentiated or mode.is_reference() or not mode.may_take_triton(w):
+    if differentiated or ops.is_reference() or not ops.asks_triton(w):
         return row_norm_reference(w, a, b, scaling)
     norm: Tensor = _row_norm(w, a, b, scaling)
     return norm
@@ -97,7 +96,7 @@ def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> Tens
     Returns:
         `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
     """
-    if mode.is_reference() or not mode.may_take_triton(w):
+    if ops.is_reference() or not ops.asks_triton(w):
         with torch.no_grad():
             norm = row_norm_reference(w, a, b, scaling)  # [*experts, d_out]
         return divided(m, norm)
@@ -122,14 +121,8 @@ def weight_norm(w: Tensor) -> Tensor:
     Returns:
         `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
     """
-    if not mode.is_reference() and mode.may_take_triton(w):
-        a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
-        return row_norm(w, a, b, 1.0)
-    # nothing is added, so that no sum is built: contiguous rows are summed in the same order
-    w, rows, dtype = w.detach(), _rows(w, TILE), compute_dtype(w.dtype)
-    parts = w.split(rows, -2) if rows < w.shape[-2] else (w,)
-    norms = [torch.linalg.vector_norm(p.to(dtype).contiguous(), dim=-1) for p in parts]
-    return norms[0] if len(norms) == 1 else torch.cat(norms, -1)  # [*experts, d_out]
+    a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
+    return row_norm(w.detach(), a, b, 1.0)
 
 
 def _rows(w: Tensor, tile: int) -> int:
@@ -138,38 +131,27 @@ def _rows(w: Tensor, tile: int) -> int:
     return max(tile // max(per_row, 1), 1)
 
 
-def _run(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    # under autocast weights stay float32
-    if not mode.takes_triton("row_norm", w, a, b, single=True):
-        return row_norm_reference(w, a, b, scaling)
-    from . import row_norm_triton
-
-    return row_norm_triton.row_norm(w, a, b, scaling)
-
-
 def _fake(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    fits = w.shape == (*b.shape[:-1], a.shape[-1]) and a.shape[:-1] == (*w.shape[:-2], b.shape[-1])
-    check("row_norm", "w", "b a", {"w": w, "a": a, "b": b}, fits)
     return w.new_empty(w.shape[:-1], dtype=compute_dtype(w.dtype))
 
 
-_row_norm = register("row_norm(Tensor w, Tensor a, Tensor b, float scaling) -> Tensor", _run, _fake)
+_row_norm = register(
+    "row_norm(Tensor w, Tensor a, Tensor b, float scaling) -> Tensor",
+    # under autocast weights stay float32
+    computed("row_norm", "row_norm_triton.row_norm", row_norm_reference, 3, single=True),
+    _fake,
+)
 
 
-def _run_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    if not mode.takes_triton("row_gain", w, a, b, m, single=True):
-        norm = row_norm_reference(w, a, b, scaling)
-        return divided(m, norm), torch.where(norm == 0, 0.0, 1 / norm)
-    from . import row_norm_triton
-
-    return row_norm_triton.row_gain(w, a, b, m, scaling)
+def _gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    norm = row_norm_reference(w, a, b, scaling)
+    return divided(m, norm), torch.where(norm == 0, 0.0, 1 / norm)
 
 
 def _shapes_of_gain(
     w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     norm = _fake(w, a, b, scaling)
-    check("row_gain", "w", "m", {"w": w, "m": m}, m.shape == norm.shape, "m is [*experts, d_out]")
     return norm, norm.new_empty(norm.shape)
 
 
@@ -193,7 +175,7 @@ class _RowGain(torch.autograd.Function):
 
 _row_gain = register(
     "row_gain(Tensor w, Tensor a, Tensor b, Tensor m, float scaling) -> (Tensor, Tensor)",
-    _run_gain,
+    computed("row_gain", "row_norm_triton.row_gain", _gain, 4, single=True),
     _shapes_of_gain,
     _RowGain,
 )

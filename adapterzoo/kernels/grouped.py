@@ -7,39 +7,39 @@ As in `low_rank` there are two operators: `grouped_shrink` computes t = x Aᵀ f
 `grouped_expand` y + s · t Bᵀ; methods that rescale or rotate rows call them separately. `Groups`
 says which row takes which adapter; factors of different ranks are stacked, padded with zeros. Saves
 x, t, the stacks and, with dropout, one bit for each feature for the backward.
+
+Rows are sorted by adapter once for a batch, and all layers of a forward share the plan. An operator
+takes the groups as the adapter of each row, int64 on the host; Triton gets a plan on the device.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as plain_dropout
-from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from . import _dropout, _grouped_ops, _grouped_torch, mode
-from ._groups import BASE, Groups, on_device
-from .low_rank import low_rank_reference
+from adapterzoo.errors import KernelError
 
-__all__ = [
-    "Groups",
-    "Stack",
-    "grouped_expand",
-    "grouped_low_rank",
-    "grouped_low_rank_reference",
-    "grouped_shrink",
-    "on_device",
-    "stacked",
-    "stacked_down",
-    "stacked_up",
-]
+from . import ops
+from .low_rank import dropout_bits, dropout_mask, dropout_scale, dropout_seed, low_rank_reference
+from .ops import product
+
+# in the index: no adapter
+BASE = -1
+# numbers per chunk in the plan: its adapter, its first row, and one past its last row
+CHUNK = 3
+# tensors that the groups of one batch keep on a device before they start anew
+_MOST_TENSORS = 64
 
 
-class Stack(NamedTuple):
+class Stacked(NamedTuple):
     """Factors of n adapters, for `grouped_low_rank(y, x, *stack, groups)`.
 
     Attributes:
@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     scaling: tuple[float, ...]
 
 
-def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Stack:
+def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Stacked:
     """Stack factors, padded to the widest rank; differentiable.
 
     A caller may keep the stack as long as its factors do not change.
@@ -63,7 +63,7 @@ def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) 
         b: n factors `[d_out, rank_i]`.
         scaling: n factors s.
     """
-    return Stack(stacked_down(a), stacked_up(b), tuple(scaling))
+    return Stacked(stacked_down(a), stacked_up(b), tuple(scaling))
 
 
 def stacked_down(a: Sequence[Tensor]) -> Tensor:
@@ -135,10 +135,6 @@ def grouped_low_rank(
         KernelError: the groups are those of another batch or name an adapter that does not exist;
             or the mode is `"triton"`, and Triton cannot take the operands.
     """
-    groups.check("grouped_low_rank", x, len(a))
-    if mode.is_reference():
-        dropped = plain_dropout(x.to(a[0].dtype), dropout, training) if len(a) else x
-        return grouped_low_rank_reference(y, dropped, a, b, scaling, groups)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         a, b, scaling = stacked([*a], [*b], scaling)
     return grouped_expand(y, grouped_shrink(x, a, groups, dropout, training), b, scaling, groups)
@@ -163,19 +159,14 @@ def grouped_shrink(
     Raises:
         KernelError: see `grouped_low_rank`.
     """
-    groups.check("grouped_shrink", x, a.shape[0])
-    if mode.is_reference():
-        dropped = plain_dropout(x.to(a.dtype), dropout, training)
-        none = a.new_zeros(*x.shape[1:-1], a.shape[1])
-        rows = [none if i == BASE else linear(dropped[r], a[i]) for r, i in enumerate(groups.index)]
-        return torch.stack(rows) if rows else a.new_zeros(*x.shape[:-1], a.shape[1])
+    if ops.is_reference():
+        groups.check(x, len(a))
+        return grouped_shrink_torch(plain_dropout(x, dropout, training), a, 0.0, None, groups)
     noise = None
     if training and dropout:
-        in_triton = mode.takes_triton("grouped_shrink", x, a)
-        noise = _dropout.seed(x) if in_triton else _dropout.bits(x, dropout)
-    elif x.dtype is a.dtype and _calls_torch(x):
-        return _grouped_torch.shrink(x, a, 0.0, None, groups)
-    t: Tensor = _grouped_ops.shrink(x, a, dropout, noise, _plan("grouped_shrink", groups, x, a))
+        in_triton = ops.takes_triton("grouped_shrink", x, a)
+        noise = dropout_seed(x) if in_triton else dropout_bits(x, dropout)
+    t: Tensor = _shrink(x, a, dropout, noise, groups.host)
     return t
 
 
@@ -197,31 +188,359 @@ def grouped_expand(
     Raises:
         KernelError: see `grouped_low_rank`.
     """
-    groups.check("grouped_expand", y, b.shape[0])
-    if mode.is_reference():
-        rows = [
-            y[r] if i == BASE else torch.add(y[r], linear(t[r], b[i]).to(y.dtype), alpha=scaling[i])
-            for r, i in enumerate(groups.index)
-        ]
-        return torch.stack(rows) if rows else y.clone()  # [batch, *tokens, d_out]
-    if y.dtype is t.dtype is b.dtype and _calls_torch(y):
-        return _grouped_torch.expand(y, t, b, scaling, groups)
-    plan = _plan("grouped_expand", groups, y, t, b)
-    place = (torch.device("cpu"), torch.float64) if plan is groups.host else (y.device, torch.float)
-    out: Tensor = _grouped_ops.expand(y, t, b, groups.scales(tuple(scaling), *place), plan)
+    if ops.is_reference():
+        groups.check(y, len(b))
+        return grouped_expand_torch(y, t, b, scaling, groups)
+    scales = groups.scales(tuple(scaling), torch.device("cpu"), torch.float64)
+    out: Tensor = _expand(y, t, b, scales, groups.host)
     return out
 
 
-def _calls_torch(x: Tensor) -> bool:
-    """Return whether to call torch without the operator, which only gradients need.
+class Groups:
+    """The rows of one batch by adapter; made once, immutable, and shared by all layers.
 
-    Not in compiled code, which would be compiled again for the groups of each batch.
+    It does not depend on a layer. Its tensors are made on first use, once for each device, so that
+    layers neither read values from a device nor copy values to one. A batch of the same rows gets
+    the same object again, as each step of decoding does: then nothing is copied, and a forward that
+    has run once can be captured in a CUDA graph.
+
+    Attributes:
+        index: the adapter of each row; -1: none.
+        adapters: those that at least one row takes, ascending.
+        lengths: the number of rows of each of `adapters`.
+        rows: the rows with an adapter, ascending.
+        order: the same rows, sorted by adapter.
+        of_rows: the adapter of each of `rows`.
+        of_all: the adapter of each row of the batch; the first of `adapters` for rows without one.
+        base: the rows without an adapter.
+        host: `index` as a tensor on the CPU, int64 `[batch]`.
     """
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and mode.is_plain(x)
+
+    def __init__(self, index: tuple[int, ...], host: Tensor) -> None:
+        """See `Groups.of`."""
+        found: dict[int, list[int]] = {}
+        for row, adapter in enumerate(index):
+            found.setdefault(adapter, []).append(row)
+        self.index, self.host = index, host
+        self.base = tuple(found.pop(BASE, ()))
+        self.adapters = tuple(sorted(found))
+        self.lengths = tuple(len(found[adapter]) for adapter in self.adapters)
+        self.order = tuple(chain.from_iterable(found[adapter] for adapter in self.adapters))
+        self.rows = tuple(sorted(self.order))
+        self.of_rows = tuple(index[row] for row in self.rows)
+        spare = self.adapters[0] if self.adapters else 0
+        self.of_all = tuple(spare if i == BASE else i for i in index)
+        self._made: dict[tuple[object, ...], Tensor] = {}
+
+    @classmethod
+    def of(cls, index: Sequence[int | None] | Tensor) -> Groups:
+        """Return the plan of a batch.
+
+        Args:
+            index: the number of each row's adapter, from 0; None or -1 for none. The host reads a
+                tensor `[batch]` of integers once.
+
+        Raises:
+            KernelError: an entry is not such a number.
+        """
+        given = index.tolist() if isinstance(index, Tensor) else index
+        values = tuple(BASE if i is None else i for i in given)
+        for row, value in enumerate(values):
+            if type(value) is not int or value < BASE:
+                raise KernelError(
+                    f"Groups.of(index): index[{row}]={value!r} is not the number of an adapter. "
+                    f"Legal are 0, 1, … and None or -1 for rows without an adapter. Write "
+                    f"Groups.of([0, 1, None])."
+                )
+        return (_made if torch.compiler.is_compiling() else _remembered)(values)
+
+    def check(self, x: Tensor, n: int) -> None:
+        """Check that the groups fit the operands.
+
+        Args:
+            x: `[batch, *tokens, width]`.
+            n: number of adapters.
+
+        Raises:
+            KernelError: they are those of another batch, or name an adapter beyond `n`.
+        """
+        batch = len(self.index)
+        if x.dim() < 2 or x.shape[0] != batch:
+            raise KernelError(
+                f"grouped_low_rank: the groups are of {batch} rows, x is {list(x.shape)}. Legal is "
+                f"x [{batch}, *tokens, width]. Write Groups.of(index) with an entry for each row."
+            )
+        if self.adapters and self.adapters[-1] >= n:
+            raise KernelError(
+                f"grouped_low_rank: the groups name adapter {self.adapters[-1]}, and there are {n} "
+                f"adapters. Legal are 0 to {n - 1}. Write Groups.of(index) with these, or None."
+            )
+
+    def numbers(self, name: str, device: torch.device) -> Tensor:
+        """Return an attribute as a tensor of int64.
+
+        Args:
+            name: of the attribute.
+            device: of the tensor.
+        """
+        return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
+
+    def row_scales(
+        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the scaling of each row, `[batch]`; 1 for rows without an adapter."""
+        key = ("rows", scaling, device, dtype)
+        return self._kept(
+            key, device, dtype, lambda: [1.0 if i == BASE else scaling[i] for i in self.index]
+        )
+
+    def scales(
+        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the scaling of each adapter, `[n]`; layers with equal scalings share it."""
+        if torch.compiler.is_compiling():
+            return torch.tensor(scaling, dtype=dtype, device=device)
+        return self._kept((scaling, device, dtype), device, dtype, lambda: scaling)
+
+    def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
+        """Return the plan for the Triton kernels, int32; see `plan_of`.
+
+        Args:
+            tokens: of each row.
+            n: number of adapters.
+            device: of the plan.
+        """
+        key = (tokens, n, device)
+        return self._kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
+
+    def _kept(
+        self,
+        key: tuple[object, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        values: Callable[[], Sequence[float]],
+    ) -> Tensor:
+        """Return a tensor of the batch, made once (or twice, by two threads)."""
+        if _is_gpu(device):
+            # another stream could read it before it is there
+            key = *key, torch.cuda.current_stream(device).cuda_stream
+            if ops.is_captured():
+                # the graph reads its tensors whenever it runs
+                _CAPTURED.add(self)
+        found = self._made.get(key)
+        if found is None:
+            # each length of a prompt has a plan
+            if len(self._made) >= _MOST_TENSORS and self not in _CAPTURED:
+                self._made = {}
+            # an inference tensor could not be saved for a backward
+            with torch.inference_mode(False):
+                found = self._made[key] = on_device(values(), dtype, device)
+        return found
 
 
-def _plan(kernel: str, groups: Groups, x: Tensor, *factors: Tensor) -> Tensor:
-    """Return the groups as an operator's argument: a plan for Triton, or torch's on the host."""
-    if not mode.takes_triton(kernel, x, *factors):
-        return groups.host
-    return groups.plan(math.prod(x.shape[1:-1]), factors[-1].shape[0], x.device)
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor; the host does not wait for a GPU to copy them."""
+    if not _is_gpu(device):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    # fake tensors may be of one that is not there
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
+def _made(index: tuple[int, ...]) -> Groups:
+    with torch.inference_mode(False):
+        return Groups(index, torch.tensor(index, dtype=torch.int64))
+
+
+# for the latest batches; a service that repeats its batches copies nothing
+_remembered = functools.lru_cache(maxsize=64)(_made)
+
+
+# groups whose tensors a CUDA graph reads: they must never be freed
+_CAPTURED: set[Groups] = set()
+
+
+def chunk_rows(tokens: int) -> int:
+    """Return how many rows of an adapter a program takes; a decoding step has few rows."""
+    return 64 if tokens >= 64 else 16
+
+
+def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
+    """Return the rows sorted by adapter, and their chunks: `[batch + n + 1 + CHUNK · chunks]`.
+
+    First the rows of the batch, those without an adapter before the others, which are sorted by
+    adapter; then the place at which each adapter's rows begin, and the end; then the chunks, whose
+    rows are those of x flattened in that order.
+
+    Args:
+        groups: of the batch.
+        tokens: of each row of the batch.
+        n: number of adapters.
+    """
+    lengths = dict(zip(groups.adapters, groups.lengths, strict=True))
+    starts = list(accumulate((lengths.get(i, 0) for i in range(n)), initial=len(groups.base)))
+    step, chunks = chunk_rows(tokens), list[int]()
+    for adapter, first, last in zip(range(BASE, n), [0, *starts], starts, strict=False):
+        for start in range(first * tokens, last * tokens, step):
+            chunks += [adapter, start, min(start + step, last * tokens)]
+    return [*groups.base, *groups.order, *starts, *chunks]
+
+
+def grouped_shrink_torch(
+    x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups
+) -> Tensor:
+    """Project down: t = dropout(x) aᵀ; `noise` as `dropout_bits` drew it.
+
+    `x` `[batch, *tokens, d_in]`, `a` `[n, rank, d_in]` → `[batch, *tokens, rank]` in the dtype
+    of `a`; zero for a row without an adapter.
+    """
+    if noise is not None:
+        x = dropout_mask(noise, x.shape, p).to(a.dtype).mul_(x)  # [batch, *tokens, d_in]
+        x = x.mul_(dropout_scale(p))
+    own = _own(x.to(a.dtype), groups) @ _factors(a, groups).mT  # [rows, tokens, rank]
+    return _placed(own, x.shape, groups)
+
+
+def grouped_shrink_torch_backward(
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups, *needs: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, in its dtype, and of a; empty if not needed.
+
+    Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read.
+    """
+    needs_x, needs_a = needs or (True,) * 2
+    dx, da, kept = x.new_empty(0), a.new_empty(0), None
+    if noise is not None:
+        dt = dt * dropout_scale(p)  # [batch, *tokens, rank]
+        kept = dropout_mask(noise, (*dt.shape[:-1], a.shape[-1]), p).to(a.dtype)
+    own = _own(dt, groups)  # [rows, tokens, rank]
+    if needs_x:
+        dx = _placed(own @ _factors(a, groups), dt.shape, groups)  # [batch, *tokens, d_in]
+        dx = (dx if kept is None else dx * kept).to(x.dtype)
+    if needs_a:
+        x = x.to(a.dtype) if kept is None else kept * x
+        da = _summed(own.mT @ _own(x, groups), a, groups)  # [n, rank, d_in]
+    return dx, da
+
+
+def grouped_expand_torch(
+    y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float] | Tensor, groups: Groups
+) -> Tensor:
+    """Add the update: y + scaling · t bᵀ.
+
+    `y` `[batch, *tokens, d_out]`, `t` `[batch, *tokens, rank]`, `b` `[n, d_out, rank]` → shape and
+    dtype of `y`; a row without an adapter keeps its bits.
+    """
+    update = _scaled(t, scaling, groups) @ _factors(b, groups).to(t.dtype).mT
+    # rounded once, to the dtype of y
+    rows = (_own(y, groups) + update).to(y.dtype)  # [rows, tokens, d_out]
+    if not groups.base:
+        return rows.view(y.shape)
+    places = groups.numbers("rows", y.device)
+    return y.index_copy(0, places, rows.view(len(rows), *y.shape[1:]))
+
+
+def grouped_expand_torch_backward(
+    dy: Tensor,
+    t: Tensor,
+    b: Tensor,
+    scaling: Sequence[float] | Tensor,
+    groups: Groups,
+    *needs: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of t and b; empty if not needed.
+
+    Differentiable again. Without `needs_b`, `t` may be empty: only its dtype is read.
+    """
+    needs_t, needs_b = needs or (True,) * 2
+    dt, db = t.new_empty(0), b.new_empty(0)
+    own = _own(dy.to(t.dtype), groups)  # [rows, tokens, d_out]
+    if needs_t:
+        made = own @ _factors(b, groups).to(t.dtype)  # [rows, tokens, rank]
+        dt = _placed(made * _scales(scaling, made, groups), dy.shape, groups)
+    if needs_b:
+        db = _summed(own.mT @ _scaled(t, scaling, groups), b, groups)  # [n, d_out, rank]
+    return dt, db
+
+
+def _own(t: Tensor, groups: Groups) -> Tensor:
+    """Return the rows with an adapter, `[rows, tokens, width]`, of `[batch, *tokens, width]`."""
+    t = t.reshape(len(groups.index), math.prod(t.shape[1:-1]), t.shape[-1])
+    return t.index_select(0, groups.numbers("rows", t.device)) if groups.base else t
+
+
+def _placed(own: Tensor, shape: tuple[int, ...], groups: Groups) -> Tensor:
+    """Return the inverse of `_own`, `[batch, *tokens, width]`: zeros in rows without an adapter."""
+    shape = *shape[:-1], own.shape[-1]
+    if not groups.base:
+        return own.view(shape)
+    whole = own.new_zeros(shape[0], *own.shape[1:])
+    return whole.index_copy(0, groups.numbers("rows", own.device), own).view(shape)
+
+
+def _factors(factors: Tensor, groups: Groups) -> Tensor:
+    """Return the factor of each row with an adapter, `[rows, …]`, of `[n, …]`."""
+    return factors.index_select(0, groups.numbers("of_rows", factors.device))
+
+
+def _summed(own: Tensor, like: Tensor, groups: Groups) -> Tensor:
+    """Return the sum over each adapter's rows `[n, …]`, of `[rows, …]`; zero if it has none."""
+    numbers = groups.numbers("of_rows", own.device)
+    return own.new_zeros(like.shape).index_add(0, numbers, own).to(like.dtype)
+
+
+def _scales(scaling: Sequence[float] | Tensor, like: Tensor, groups: Groups) -> Tensor:
+    """Return the factor s of each row with an adapter, `[rows, 1, 1]`."""
+    each = tuple(scaling.tolist() if isinstance(scaling, Tensor) else scaling)
+    scales = groups.row_scales(each, like.device, like.dtype)  # [batch]
+    return _own(scales.view(-1, 1, 1), groups)
+
+
+def _scaled(t: Tensor, scaling: Sequence[float] | Tensor, groups: Groups) -> Tensor:
+    """Return s · t of each row with an adapter, `[rows, tokens, rank]`."""
+    own = _own(t, groups)
+    return own * _scales(scaling, own, groups)
+
+
+def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with the `Groups` for torch, with the plan on the device for Triton."""
+    # a backward has two flags at its end
+    at = len(args) - (1 if isinstance(args[-1], Tensor) else 3)
+    x, factor = args[0], args[2] if isinstance(args[2], Tensor) else args[1]
+    groups = Groups.of(args[at])
+    groups.check(x, len(factor))
+    before, after = args[:at], args[at + 1 :]
+    if not in_triton:
+        return *before, groups, *after
+    scaling = args[at - 1]
+    if isinstance(scaling, Tensor) and scaling.is_floating_point():
+        scales = groups.scales(tuple(scaling.tolist()), x.device, torch.float32)
+        before = *args[: at - 1], scales
+    return *before, groups.plan(math.prod(x.shape[1:-1]), len(factor), x.device), *after
+
+
+_shrink, _shrink_backward = product(
+    "grouped_shrink(Tensor x, Tensor a, float p, Tensor? noise, Tensor index) -> Tensor",
+    "grouped_shrink",
+    "grouped_triton.shrink",
+    (grouped_shrink_torch, grouped_shrink_torch_backward),
+    lambda x, a, p, noise, index: x.new_empty((*x.shape[:-1], a.shape[1]), dtype=a.dtype),
+    noise=3,
+    prepare=_prepared,
+    narrows=(1,),
+)
+
+
+_expand, _expand_backward = product(
+    "grouped_expand(Tensor y, Tensor t, Tensor b, Tensor scaling, Tensor index) -> Tensor",
+    "grouped_expand",
+    "grouped_triton.expand",
+    (grouped_expand_torch, grouped_expand_torch_backward),
+    lambda y, t, b, scaling, index: y.new_empty(y.shape),
+    added=True,
+    prepare=_prepared,
+    narrows=(1, 2),
+)

@@ -1,7 +1,7 @@
 """The low-rank update of a mixed batch in Triton: one launch for each product.
 
 The kernels are those of `low_rank_triton` and `compose_triton`, with the batch's plan
-(`_groups.plan_of`): a program takes a chunk of rows of one adapter and reads their numbers from the
+(`grouped.plan_of`): a program takes a chunk of rows of one adapter and reads their numbers from the
 plan, so that rows are not gathered or scattered in memory. Rows without an adapter form chunks too,
 so that every output is written. The gradient of a factor is the sum over the rows of its adapter,
 in a fixed order: the same operands give the same bits.
@@ -16,10 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from . import _dropout, compose_triton
-from ._low_rank_torch import rows_of
-from ._tiles_triton import Plan, precision
+from . import compose_triton, low_rank
 from .low_rank_triton import outer, shrunk
+from .tiles_triton import RowPlan, precision
 
 
 def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor) -> Tensor:
@@ -40,13 +39,15 @@ def shrink_backward(
     """
     needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
-    left, own = rows_of(dt.to(a.dtype)), _plan(dt, a, plan)  # [rows, rank]
+    left, own = low_rank.rows_of(dt.to(a.dtype)), _plan(dt, a, plan)  # [rows, rank]
     if needs_x:
         dx = x.new_empty((*dt.shape[:-1], a.shape[2]))  # [batch, *tokens, d_in]
-        scale = _dropout.kept_scale(p)
+        scale = low_rank.dropout_scale(p)
         compose_triton.write(dx, None, left, a.mT, scale, p=p, noise=noise, plan=own)
     if needs_a:
-        da = outer(rows_of(x), left, p, noise, a.dtype, own, transposed=True)  # [n, rank, d_in]
+        da = outer(
+            low_rank.rows_of(x), left, p, noise, a.dtype, own, transposed=True
+        )  # [n, rank, d_in]
     return dx, da
 
 
@@ -57,7 +58,9 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor) -> Ten
     dtype of `y`; a row without an adapter keeps its bits.
     """
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    return compose_triton.write(out, rows_of(y), rows_of(t), b, scales, plan=_plan(y, b, plan))
+    return compose_triton.write(
+        out, low_rank.rows_of(y), low_rank.rows_of(t), b, scales, plan=_plan(y, b, plan)
+    )
 
 
 def expand_backward(
@@ -73,18 +76,20 @@ def expand_backward(
     if needs_t:
         dt = _shrink(dy, b.to(t.dtype).mT, 0.0, None, own, scales)
     if needs_b:
-        db = outer(rows_of(dy), rows_of(t), 0.0, None, b.dtype, own, scales)  # [n, d_out, rank]
+        db = outer(
+            low_rank.rows_of(dy), low_rank.rows_of(t), 0.0, None, b.dtype, own, scales
+        )  # [n, d_out, rank]
     return dt, db
 
 
 def _shrink(
-    x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Plan, scales: Tensor | None
+    x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: RowPlan, scales: Tensor | None
 ) -> Tensor:
     """Return `s · dropout(x) aᵀ` of each row, in the dtype of `a`."""
-    t = shrunk(rows_of(x), a, p, noise, a.dtype, precision(a.dtype), plan, scales)
+    t = shrunk(low_rank.rows_of(x), a, p, noise, a.dtype, precision(a.dtype), plan, scales)
     return t.view(*x.shape[:-1], a.shape[1])  # [batch, *tokens, rank]
 
 
-def _plan(x: Tensor, factors: Tensor, plan: Tensor) -> Plan:
+def _plan(x: Tensor, factors: Tensor, plan: Tensor) -> RowPlan:
     """Return the plan of a batch `x` `[batch, *tokens, width]` with factors `[n, …]`."""
-    return Plan(plan, x.shape[0], math.prod(x.shape[1:-1]), factors.shape[0])
+    return RowPlan(plan, x.shape[0], math.prod(x.shape[1:-1]), factors.shape[0])

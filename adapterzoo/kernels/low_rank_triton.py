@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _dropout, _low_rank_torch, compose_triton
-from ._launch import launch
-from ._tiles_triton import (
-    Plan,
+from . import compose_triton, low_rank
+from .ops import launch
+from .tiles_triton import (
+    RowPlan,
     Tile,
     added,
     cut,
@@ -171,7 +171,7 @@ def shrunk(
     noise: Tensor | None,
     dtype: torch.dtype,
     exact: str,
-    plan: Plan | None = None,
+    plan: RowPlan | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
     """Return `shrink` of rows `[rows, d_in]` in a dtype, with a precision of the products.
@@ -188,7 +188,7 @@ def shrunk(
     launch(
         shrink_kernel, (programs, parts), x, a, scales, noise, plan and plan.values, t,
         *x.stride(), *stacked_strides(a), rows, width, rank, part, plan.head if plan else 0,
-        plan.tokens if plan else 1, _dropout.threshold(p), _dropout.kept_scale(p),
+        plan.tokens if plan else 1, low_rank.dropout_threshold(p), low_rank.dropout_scale(p),
         PRECISION=exact, **tile.settings,
     )  # fmt: skip
     return added(t, dtype)
@@ -200,7 +200,7 @@ def outer(
     p: float,
     noise: Tensor | None,
     dtype: torch.dtype,
-    plan: Plan | None = None,
+    plan: RowPlan | None = None,
     scales: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
@@ -218,8 +218,8 @@ def outer(
     launch(
         outer_kernel, (programs, parts), x, t, scales, noise, plan and plan.values, out,
         *x.stride(), *t.stride(), *(out.mT if transposed else out).stride(), rows, width, rank,
-        plan.batch if plan else 0, plan.tokens if plan else 1, parts, _dropout.threshold(p),
-        _dropout.kept_scale(p),
+        plan.batch if plan else 0, plan.tokens if plan else 1, parts,
+        low_rank.dropout_threshold(p), low_rank.dropout_scale(p),
         PRECISION=precision(t.dtype), **tile.pipelined,
     )  # fmt: skip
     return added(out, dtype)
@@ -241,8 +241,8 @@ def shrink_backward(
     dtype is read.
     """
     if noise is None:
-        return _low_rank_torch.shrink_backward(dt, x, a, p, None, needs_x, needs_a)
-    (rank, width), scale = a.shape, _dropout.kept_scale(p)
+        return low_rank.shrink_torch_backward(dt, x, a, p, None, needs_x, needs_a)
+    (rank, width), scale = a.shape, low_rank.dropout_scale(p)
     left = dt.reshape(-1, rank).to(a.dtype)  # [rows, rank]
     dx, da = x.new_empty(0), a.new_empty(0)
     if needs_x:

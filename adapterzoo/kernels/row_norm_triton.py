@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch
-from ._tiles_triton import Tile, is_small, product, product_float32, writes_float32
 from .low_rank_triton import shrunk
+from .ops import launch
+from .tiles_triton import Tile, is_small, product, product_float32, writes_float32
 
 # a program cannot keep a larger rank
 _WIDEST_RANK = 64

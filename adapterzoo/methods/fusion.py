@@ -23,7 +23,7 @@ from torch.nn.functional import dropout
 from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Contained
 from adapterzoo.fields import Choice, Maybe, Share, field
-from adapterzoo.kernels.exact import is_autocast
+from adapterzoo.kernels.ops import is_autocast
 from adapterzoo.names import FUSION
 from adapterzoo.registry import Registry
 

@@ -28,9 +28,9 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Share, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import (
     Fields,

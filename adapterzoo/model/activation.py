@@ -18,13 +18,10 @@ from adapterzoo.anatomy import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     ActiveHeads,
-    BoundStep,
     Composition,
     Prompts,
-    Step,
-    bound,
-    by_name,
-    compile_rows,
+    SiteStep,
+    compile_site,
     fused,
     fusion_key,
     fusions_of,
@@ -121,36 +118,38 @@ def make_plan(
     refuse_merged_part(setup, state.merged)
     if len(parts) > 1 or has_tokens(setup):
         _refuse_routed(model, setup, acting)
-    steps: dict[str, Step] = {}
+    sites: dict[str, SiteStep] = {}
     entry = model.anatomy.entry
     names_of = (fuse.name for fuse in fusions_of(setup))
     first_acts = [n for n in names_of if state.fusions[n].config.entry == "first"]
+    fusions = _fusion_layers(model, setup)
     for path, modules in present.items():
         unfused = first_acts if entry is not None and path == entry.path else []
-        step = compile_rows(parts, modules, modules.__getitem__, unfused)
+        step = compile_site(parts, {**modules, **fusions.get(path, {})}, unfused)
         if step is not None:
-            steps[path] = step
-    steps.update(model._head_strategy.steps(parts))
+            sites[path] = step
+    sites.update(model._head_strategy.steps(parts))
     outputs = token_rows.steps(model, parts, acting)
-    if both := sorted(steps.keys() & outputs.keys()):
+    if both := sorted(sites.keys() & outputs.keys()):
         raise CompositionError(
             f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, and "
             "another rows of it. Activate one of them."
         )
-    steps.update(outputs)
+    sites.update(outputs)
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():
-            if reader.removeprefix("+") in steps and reader not in captures.get(source, ()):
+            if reader.removeprefix("+") in sites and reader not in captures.get(source, ()):
                 captures[source] = (*captures.get(source, ()), reader)
     readers = {reader.removeprefix("+") for found in captures.values() for reader in found}
-    sites = _bound(model, setup, steps, present, {*captures, *readers})
+    for path in sites.keys() & {*captures, *readers}:
+        sites[path] = sites[path].busy()
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     inverts = (
         path
         for path, modules in present.items()
-        if path in steps and any(isinstance(m, InvertibleAdapter) for m in modules.values())
+        if path in sites and any(isinstance(m, InvertibleAdapter) for m in modules.values())
     )
     leaving = next(inverts, None)
     prompts = _prompts(model, parts, present)
@@ -175,29 +174,16 @@ def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) 
     return frozenset(max(around, key=len) for around in found)
 
 
-def _bound(
-    model: AdaptedModel,
-    setup: Composition,
-    steps: Mapping[str, Step],
-    present: Mapping[str, Mapping[str, Adapter]],
-    busy: set[str],
-) -> dict[str, BoundStep]:
-    """Return the sites of a plan, with the adapters of those in the base model.
-
-    Those at `busy` paths capture, share or read inputs.
-    """
-    held: dict[str, Mapping[str, Any]] = {**present}
+def _fusion_layers(model: AdaptedModel, setup: Composition) -> dict[str, dict[str, Any]]:
+    """Return the fusion layers of a composition by path and key; one only checked has none yet."""
+    found: dict[str, dict[str, Any]] = {}
     for fuse in fusions_of(setup):
         key = fusion_key(fuse.name)
         for path in model._adapter_state.fusions[fuse.name].paths:
             layers = inject.adapters_of(layer_at(model._backbone, path))
-            # a fusion that is only checked has none yet
-            if path in held and key in layers:
-                held[path] = {**held[path], key: layers[key]}
-    return {
-        path: bound(step, held[path], path not in busy) if path in held else by_name(step)
-        for path, step in steps.items()
-    }
+            if key in layers:
+                found.setdefault(path, {})[key] = layers[key]
+    return found
 
 
 def check_setup(

@@ -16,7 +16,7 @@ from adapterzoo import formats, hub
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
-from adapterzoo.formats import fit, folders
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import build, device_of, inject_path, layer_at
 from adapterzoo.methods import undrawn
@@ -24,11 +24,11 @@ from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
-from .adapterhub import arguments, loaders
+from .adapterhub import arguments
 from .heads import checkpoints, tables, ties, token_rows
 from .heads.interface import LoadOptions
 from .hf import documents
-from .hf.info import info_of, name_of
+from .hf.info import ModelInfo, name_of
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -143,7 +143,7 @@ def load_adapter(
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
     ties.share_equal(model, [name])
-    loaders.load(asked, folder, name)
+    arguments.load_weights(asked, folder, name)
     return name
 
 
@@ -181,7 +181,7 @@ def fitting(
         ConfigError: an argument is not legal.
     """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    info = info_of(model, asked.with_head)
+    info = ModelInfo(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
     name = documents.name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
@@ -243,13 +243,9 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         CheckpointError: there is none.
         DuplicateNameError: a name is in two folders.
     """
-    found = []
-    for each in sorted(Path(folder).glob("*/")):
-        # skip hidden folders: unfinished saves, or not adapters
-        if each.name.startswith("."):
-            continue
-        with folders.reading(each):
-            found += [each] if formats.of(each, "adapter") else []
+    # hidden folders are not adapters
+    folders = [each for each in sorted(Path(folder).glob("*/")) if not each.name.startswith(".")]
+    found = [each for each in folders if formats.of(each, "adapter") is not None]
     if not found:
         raise CheckpointError(
             "no sub-folder holds an adapter. Write the folder that save_all_adapters was given."

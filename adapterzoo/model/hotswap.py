@@ -27,12 +27,12 @@ from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
-from .adapterhub import arguments, loaders
+from .adapterhub import arguments
 from .heads import checkpoints, tables
 from .heads.interface import LoadOptions
 from .hf import documents
 from .hf.hosts import refuse_while_batching
-from .hf.info import info_of
+from .hf.info import ModelInfo
 from .state import AdaptedModel, AdapterRecord, modules_of
 
 _Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
@@ -68,7 +68,7 @@ def load(
         ConfigError: the adapter cannot take these values; nothing has changed.
         UnknownNameError: there is no adapter of this name.
     """
-    stored = formats.read(folder, "adapter", info_of(model, asked.with_head))
+    stored = formats.read(folder, "adapter", ModelInfo(model, asked.with_head))
     name = documents.name_in(asked.load_as, stored, hub_name or folder)
     if or_add and name not in model._adapter_state.records:
         rank = model._adapter_state.slot_rank or 1
@@ -97,7 +97,7 @@ def load(
     if asked.set_active:
         set_active(model, name)
     arguments.report(asked.loading_info)
-    loaders.load(asked, folder, name)
+    arguments.load_weights(asked, folder, name)
     return name, False
 
 

@@ -25,13 +25,21 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
 
-from . import activation, adapters, averaging, checkpointing, fusion, merging, setups, training
+from . import (
+    activation,
+    adapters,
+    averaging,
+    checkpointing,
+    conversion,
+    fusion,
+    merging,
+    setups,
+    training,
+)
 from . import hotswap as hotswapping
-from .adapterhub import arguments, loaders
+from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
-from .conversion import converting
-from .conversion.certificate import Certificate
-from .conversion.converting import Size
+from .conversion import Certificate, Size
 from .heads import checkpoints as head_files
 from .heads import embeddings, ties
 from .heads.interface import HeadNames, HeadStrategy, LoadOptions
@@ -305,7 +313,7 @@ class AdapterModelMixin:
                 effect depends on the input; or it is merged. Nothing has changed.
             UnknownNameError: the adapter or the method is unknown.
         """
-        return converting.convert(
+        return conversion.convert(
             self, adapter_name, to, Size(rank, energy), new_name, overwrite_ok, set_active, inputs
         )
 
@@ -871,9 +879,9 @@ class AdapterModelMixin:
                 adapter.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        custom = loaders.check(self, custom_weights_loaders)
+        custom = arguments.check_loaders(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
-        loaders.save(custom, save_directory, adapter_name)
+        arguments.save_weights(custom, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -955,13 +963,16 @@ class AdapterModelMixin:
             StateError: the model is sharded, or the adapter of a hotswap merged.
             UnknownNameError: there is no adapter for a hotswap.
         """
+        if not isinstance(hotswap, bool) and hotswap != "auto":
+            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
             load_as=one_of(load_as=load_as, adapter_name=adapter_name),
             with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
-            loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
+            loading_info=loading_info,
+            loaders=arguments.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
         folder, hub_name = checkpointing.found(
@@ -969,10 +980,8 @@ class AdapterModelMixin:
         )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
             name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
-        elif hotswap is False or hotswap == "auto":
-            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         else:
-            raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
+            name, is_new = checkpointing.load_adapter(self, folder, asked, hub_name), True
         if is_trainable or (adapter_name is not None and is_new):
             training.set_trainable(self, name, is_trainable)
         return name
@@ -1135,9 +1144,9 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        custom = loaders.check(self, custom_weights_loaders)
+        custom = arguments.check_loaders(self, custom_weights_loaders)
         fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
-        loaders.save(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
+        arguments.save_weights(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1171,9 +1180,9 @@ class AdapterModelMixin:
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
         chosen = arguments.chosen_format(format, use_safetensors)
-        custom = loaders.check(self, custom_weights_loaders)
+        custom = arguments.check_loaders(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
-        loaders.save(custom, save_directory, setups.names_in(adapter_setup)[-1])
+        arguments.save_weights(custom, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1212,7 +1221,7 @@ class AdapterModelMixin:
         return setups.load(
             self, adapter_setup_name_or_path, version, revision, source,
             hub.checked(hub_kwargs), set_active,
-            loaders.check(self, custom_weights_loaders),
+            arguments.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
 
     def load_adapter_fusion(
@@ -1256,7 +1265,7 @@ class AdapterModelMixin:
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
-            loaders=loaders.check(self, custom_weights_loaders),
+            loaders=arguments.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
         return fusion_files.load(self, adapter_fusion_name_or_path, asked)
 

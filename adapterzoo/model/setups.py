@@ -15,12 +15,11 @@ from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
 from adapterzoo.hub.card import card_text, check_card
-from adapterzoo.hub.client import refuse_if_offline
 from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
-from .adapterhub import loaders
+from .adapterhub import arguments
 from .heads import checkpoints as head_files
 from .heads.interface import LoadOptions
 from .hf import fusion_files
@@ -122,7 +121,7 @@ def load(
             activate(model, setup)
             if strategy.is_named and names_of(heads):
                 cast("Any", model).active_head = heads
-        loaders.load(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
+        arguments.load_weights(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()
@@ -185,7 +184,6 @@ def push(
         results=dict(metrics or {}),
     )
     check_card(text)
-    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
     what = "adapter setup" if is_setup else "adapter"
     message = commit_message or f"Upload {what} {name!r}"
     with tempfile.TemporaryDirectory() as temporary:

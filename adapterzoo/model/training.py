@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from adapterzoo.caches import values_kept
 from adapterzoo.composition import Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
-from adapterzoo.formats.digest import digests, fingerprint
+from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies.table import Table
@@ -50,7 +50,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
         raise StateError(
-            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn'), then "
+            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
             "train_adapter('my_task')."
         )
     names = setup.flatten()

@@ -27,11 +27,20 @@ from dataclasses import dataclass
 
 from adapterzoo.configs import AdapterConfig
 
-# importing a file registers its checks
-from . import _configs, _state, _values, _world  # noqa: F401
-from ._case import DTYPES, Case, Check, ConformanceError, cases, checks
+# importing it registers the checks
+from . import _checks  # noqa: F401
+from ._case import (
+    DTYPES,
+    MODEL_CHECKS,
+    Case,
+    Check,
+    ConformanceError,
+    ModelCase,
+    TinyModel,
+    cases,
+    checks,
+)
 from ._host import KINDS
-from ._models import MODEL_CHECKS, ModelCase, TinyModel
 
 __all__ = [
     "DTYPES",

@@ -27,8 +27,7 @@ import torch
 from adapterzoo.configs import AdapterConfig, ConfigUnion, config_strings
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.testing import TinyModel, report_on
-from adapterzoo.testing._case import fields_of
-from adapterzoo.testing._models import ModelCase
+from adapterzoo.testing._case import ModelCase, fields_of
 
 from . import survey
 from .small import small

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.model.state import is_base
 from adapterzoo.testing import TinyModel
-from adapterzoo.testing._models import Inputs, flat, seeded
+from adapterzoo.testing._case import Inputs, flat, seeded
 
 from .meta_inputs import of_first_layer, of_model
 from .tiny_configs import VOCABULARY, tiny_configs

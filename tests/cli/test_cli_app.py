@@ -18,10 +18,8 @@ import torch
 from packaging.requirements import Requirement
 
 import adapterzoo
-from adapterzoo.cli import health, main
-from adapterzoo.cli.app import ExampleCommand
-from adapterzoo.cli.early import FORMATS
-from adapterzoo.cli.learning import POOLINGS
+from adapterzoo.cli import doctor, main
+from adapterzoo.cli.app import FORMATS, POOLINGS, ExampleCommand
 from adapterzoo.errors import ConfigError
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import Pooling
@@ -71,7 +69,7 @@ def test_a_mistake_of_ours_is_not_hidden(monkeypatch):
     def wrong() -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(health, "examine", wrong)
+    monkeypatch.setattr(doctor, "examine", wrong)
     with pytest.raises(ValueError, match="a bug"):
         main(["doctor"])
 
@@ -89,6 +87,43 @@ def test_a_real_process_refuses_without_a_trace():
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("adapterzoo: predict runs/a: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+TRAIN = ("train", "--model", "bert-base-uncased", "--train", "rows.csv")
+NO_FOLDER, EMPTY = "there is no such folder", "'empty' holds no adapter and no head"
+REFUSED = {
+    "train: a file for a folder": (
+        (*TRAIN, "--output", "rows.csv"), 1, "--output 'rows.csv' cannot be written"
+    ),
+    "train: an unknown label": (
+        (*TRAIN, "--output", "out", "--eval", "new.csv"), 1, "has the labels 'c'"
+    ),
+    "train: an unknown pooling": ((*TRAIN, "--output", "out", "--pooling", "best"), 2, "'best'"),
+    "predict: no folder": (("predict", "nope", "--text", "a"), 1, NO_FOLDER),
+    "info: no folder": (("info", "nope"), 1, NO_FOLDER),
+    "info: an empty folder": (("info", "empty"), 1, EMPTY),
+    "verify: an empty folder": (("verify", "empty", "--json"), 1, EMPTY),
+    "convert: a file for a folder": (
+        ("convert", "nope", "rows.csv", "--to", "peft"), 1, "'rows.csv' cannot be written"
+    ),
+    "merge: a folder with files": (("merge", "m", "nope", "full"), 1, "'full' exists already"),
+    "merge: no folder": (("merge", "m", "nope", "out"), 1, NO_FOLDER),
+    "push: an empty folder": (("push", "empty", "me/a"), 1, "'empty' holds no adapter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_command_refuses(run, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("text,label\nfine,a\ndull,b\n")
+    Path("new.csv").write_text("text,label\nfine,a\ndull,c\n")
+    Path("empty").mkdir()
+    Path("full").mkdir()
+    Path("full", "notes.txt").write_text("mine")
+    arguments, code, message = REFUSED[case]
+    result = run(*arguments, code=code)
+    assert message in result.stderr
+    assert not Path("out").exists()
 
 
 # --- doctor ---
@@ -115,7 +150,7 @@ def test_doctor_says_what_there_is(run):
 
 def test_doctor_finds_what_is_missing_or_old(run, monkeypatch):
     asked = [Requirement("torch>=99"), Requirement("nonesuch>=1"), Requirement("click>=8")]
-    monkeypatch.setattr(health, "_required", lambda: asked)
+    monkeypatch.setattr(doctor, "_required", lambda: asked)
     report = json.loads(run("doctor", "--json", code=1).stdout)
     old, missing = report["problems"]
     assert ">=99 is needed" in old
@@ -141,7 +176,7 @@ def test_errors_of_the_library_end_with_1(run, monkeypatch):
     def refuse() -> None:
         raise ConfigError("a = 1 · legal is 2 · write a = 2")
 
-    monkeypatch.setattr(health, "examine", refuse)
+    monkeypatch.setattr(doctor, "examine", refuse)
     result = run("doctor", code=1)
     assert result.stderr == "adapterzoo: doctor: a = 1 · legal is 2 · write a = 2\n"
     assert result.stdout == ""
@@ -152,24 +187,20 @@ _AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
 from click.testing import CliRunner
-from adapterzoo.cli import early, main
-from adapterzoo.errors import CheckpointError
-from adapterzoo.hub.client import settings
+from adapterzoo.cli import main
+from adapterzoo.cli.doctor import hub_settings
 if os.geteuid() == 0:
     os.setuid(65534)
-said = [settings()]
+said = [hub_settings()]
 locked = sys.argv[1]
 for options in (
     ["predict", "a", "--text", "b", "--output", f"{locked}/in/it"],
     ["info", f"{locked}/in"],
     ["train", "--model", "m", "--train", "t.csv", "--output", f"{locked}/in/it"],
+    ["merge", "m", "a", f"{locked}/in/it"],
 ):
     result = CliRunner().invoke(main, options)
     said.append([result.exit_code, result.stderr])
-try:
-    early.check_new(f"{locked}/in/it")
-except CheckpointError as error:
-    said.append(str(error))
 print(json.dumps(said))
 """
 
@@ -188,9 +219,7 @@ def test_a_folder_that_may_not_be_entered_is_told(tmp_path):
     assert done.returncode == 0, done.stderr
     hub, predict, info, train, merge = json.loads(done.stdout.splitlines()[-1])
     assert (hub["cache exists"], hub["cache writable"], hub["token"]) == (False, False, False)
-    for code, message in (predict, train):
+    for code, message in (predict, train, merge):
         assert code == 1
-        assert f"--output {str(locked / 'in/it')!r}" in message
-        assert "can be written" in message
+        assert f"{str(locked / 'in/it')!r} cannot be written" in message
     assert (info[0], "there is no such folder" in info[1]) == (1, True)
-    assert f"{str(locked / 'in/it')!r} cannot be written (Permission denied)" in merge

@@ -16,7 +16,7 @@ import adapterzoo.peft
 from adapterzoo import AdapterConfig, ConfigUnion, LoRAConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
 from adapterzoo.loraplus import create_loraplus_optimizer
-from adapterzoo.model.conversion.outputs import random_inputs
+from adapterzoo.model.conversion import random_inputs
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 HALF, WIDE = torch.bfloat16, torch.float32

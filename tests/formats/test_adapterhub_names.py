@@ -33,6 +33,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CheckpointError
+from adapterzoo.formats.adapterhub.adapters import take_apart
 from adapterzoo.formats.adapterhub.names import (
     LAYOUTS,
     find_block,
@@ -42,9 +43,8 @@ from adapterzoo.formats.adapterhub.names import (
     location_of,
     name_of,
 )
-from adapterzoo.formats.adapterhub.read import take_apart
-from adapterzoo.formats.places import places_of
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.formats.checkpoint import places_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.spelling import adapterhub_spellings
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "adapterhub_names.json"
@@ -221,7 +221,7 @@ def test_a_file_of_the_other_half_of_clip_is_refused(tmp_path):
 def info_about(family):
     with torch.device("meta"):
         config = AutoConfig.for_model(family, **FAMILIES[family]["config"])
-        return info_of(AutoAdapterModel.from_config(config))
+        return ModelInfo(AutoAdapterModel.from_config(config))
 
 
 def test_what_is_nowhere_leads_nowhere():

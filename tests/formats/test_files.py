@@ -156,36 +156,6 @@ def test_every_cut_is_noticed(tmp_path):
             native.read(tmp_path / "x")
 
 
-def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
-    for name in ("x", "other"):
-        save_file({"w": torch.full((3,), float(name == "x"))}, tmp_path / name, {"of": name})
-    check = files.safetensors.safe_open
-
-    def checked(*args, **kwargs):
-        (tmp_path / "other").replace(tmp_path / "x")
-        return check(*args, **kwargs)
-
-    monkeypatch.setattr(files.safetensors, "safe_open", checked)
-    metadata, read = files.read_safetensors(tmp_path / "x")
-    assert metadata == {"of": "x"}
-    assert read["w"].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
-    file = tmp_path / "x"
-    files.write_tensors(file, DOCUMENT, {"w": torch.zeros(10_000)})
-    check = files.safetensors.safe_open
-
-    def checked(*args, **kwargs):
-        found = check(*args, **kwargs)
-        os.truncate(file, file.stat().st_size - 1)
-        return found
-
-    monkeypatch.setattr(files.safetensors, "safe_open", checked)
-    with pytest.raises(CheckpointError, match=r"ends within a tensor.*Copy the checkpoint again"):
-        native.read(file)
-
-
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [(None, "no metadata of adapterzoo. Write a folder"),

@@ -10,7 +10,7 @@ import re
 
 import pytest
 from driver import ClientError
-from server import OWNER, READER, Fault
+from server import OWNER, READER
 from test_faults import START, TESTS
 from test_old_ids import INDEX
 
@@ -18,24 +18,16 @@ TOKEN = ("…", OWNER)
 # fails · the advice in the message, as a pattern · code that has it as {0}, {1}, … · replaced
 ROWS = [
     # names
-    ("hub.resolve('ann/a', 'v9')", r"Write (revision='main')", "hub.resolve('ann/a', {0})"),
     ("hub.resolve('ann/deep')", r"Write ('user/repository/folder')", "hub.resolve({0})", ("user/repository/folder", "ann/deep/b")),
-    ("hub.resolve('ann/deep/../b')", r"Write ('ann/deep/b')", "hub.resolve({0})"),
     ("hub.resolve('ann/a..b')", r"Write ('user/repository')", "hub.resolve({0})", ("user/repository", "ann/a")),
-    ("hub.resolve('https://hub.example/ann/a', source='hf')", r"Write their end, ('user/repository')", "hub.resolve({0}, source='hf')", ("user/repository", "ann/a")),
-    ("hub.resolve('nowhere', source='hf')", r"or ('user/repository')", "hub.resolve({0}, source='hf')", ("user/repository", "ann/a")),
+    ("hub.resolve('https://hub.example/ann/a', source='hf')", r"or ('user/repository')", "hub.resolve({0}, source='hf')", ("user/repository", "ann/a")),
     ("hub.resolve('x' * 300, source='hf')", r"or ('user/repository')", "hub.resolve({0}, source='hf')", ("user/repository", "ann/a")),
     ("hub.resolve('ann/base')", r"write (AutoAdapterModel.from_pretrained\('ann/base'\))", "{0}"),
     ("model.load_adapter_setup('ann/a')", r"Write (load_adapter\('ann/a'\))", "model.{0}"),
     # tokens
     ("hub.resolve('ann/secret', token=False)", r"write (token='…') or run", "hub.resolve('ann/secret', {0})", TOKEN),
-    ("hub.resolve('ann/a', token='hf_wrongWrongWrong')", r"for a public repository write (token=False)", "hub.resolve('ann/a', {0})"),
-    (f"hub.resolve('ann/secret', token={READER!r})", r"write (token='…') or run", "hub.resolve('ann/secret', {0})", TOKEN),
-    (f"hub.resolve('ann/gated', token={READER!r})", r"then write (token='…') or run", "hub.resolve('ann/gated', {0})", TOKEN),
-    (f"source.push_adapter_to_hub('ann/n', 'a', token={READER!r})", r"Write (token='…') with a token that may write", "source.push_adapter_to_hub('ann/n', 'a', {0})", TOKEN),
-    ("forget_token(); hub.resolve('ann/a', token=True)", r"or write (token='…')", "hub.resolve('ann/a', {0})", TOKEN),
-    # the disk
-    ("hub.resolve('ann/a', cache_dir=old_ids.__file__)", r"write (cache_dir='…') or set", "hub.resolve('ann/a', {0})", ("'…'", "cache + '2'")),
+    (f"hub.resolve('ann/gated', token={READER!r})", r"write (token='…') or run", "hub.resolve('ann/gated', {0})", TOKEN),
+    (f"source.push_adapter_to_hub('ann/n', 'a', token={READER!r})", r"write (token='…') or run", "source.push_adapter_to_hub('ann/n', 'a', {0})", TOKEN),
     # ids of AdapterHub
     ("old('a/b/c@ukp')", r"Write ('task/dataset@organization')", "old({0})", ("task/dataset@organization", "sentiment/sst-2@ukp")),
     ("old('a/b/c@ukp')", r"or the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
@@ -44,8 +36,6 @@ ROWS = [
     ("old('sst-2@ukp', 'gpt2')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('sentiment/x@ukp', 'damaged')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('sst-2@ukp', 'text')", r"write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
-    ("old('sst-2@ukp', 'down')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
-    ("old('sst-2@ukp', 'bert', local_files_only=True)", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('imdb@ukp')", r"Write one of ('sentiment/imdb')", "old({0})"),
     ("old('nli/rte@a')", r"Write (config='seq_bn')", "old('nli/rte@a', {0})"),
     ("old('sentiment/sst-2@other')", r"Write (config='seq_bn')", "old('sentiment/sst-2@other', {0})"),
@@ -53,11 +43,8 @@ ROWS = [
 ]  # fmt: skip
 OLD = """
 from adapterzoo.hub import old_ids
-def old(old_id, model_name='bert', config=None, **options):
-    return old_ids.repository_of(old_id, model_name, config, **options)
-def forget_token():
-    import os, pathlib
-    pathlib.Path(os.environ['HF_HOME'], 'token').unlink()
+def old(old_id, model_name='bert', config=None):
+    return old_ids.repository_of(old_id, model_name, config)
 """
 
 
@@ -67,7 +54,6 @@ def full(hub, client, tmp_path):
     client.run(f"if 'source' not in dir():\n    exec({START!r})", tests=TESTS)
     client.run(OLD)
     client.run("old_ids.INDEX = url", url=f"{hub.url}/index/{{}}.json")
-    client.run("import shutil; shutil.rmtree(old_ids._file('x').parent, ignore_errors=True)")
     client.run(
         "model = tiny(); source.save_adapter(folder + '/a', 'a')\n"
         "source.base_model.save_pretrained(folder + '/base')",
@@ -92,17 +78,14 @@ def full(hub, client, tmp_path):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0][:50]} {row[1][-30:]}" for row in ROWS])
-def test_the_advice_of_a_hub_error_works(row, hub, full, tmp_path):
+def test_the_advice_of_a_hub_error_works(row, full):
     fails, pattern, works, *replaced = row
-    cache = str(tmp_path / "cache")
-    broken = Fault("index", "status", status=500, path="down")
-    with hub.broken(broken), pytest.raises(ClientError) as caught:
-        full.run(fails, cache=cache)
+    with pytest.raises(ClientError) as caught:
+        full.run(fails)
     assert caught.value.kind == "HubError"
     found = re.search(pattern, str(caught.value))
     assert found is not None, str(caught.value)
     advice = list(found.groups())
     for old, new in replaced:
         advice = [part.replace(old, new) for part in advice]
-    with hub.broken(broken):
-        full.run(works.format(*advice), cache=cache)
+    full.run(works.format(*advice))

@@ -94,11 +94,10 @@ def test_the_facts_of_other_libraries(listed, name, model, library):
     ("written", "kind", "message"),
     [
         ("list_adapters(library='lora')", "ConfigError", "library='lora'.*'adapterzoo', 'ad"),
-        ("list_adapters(limit=-1)", "ConfigError", "limit=-1 is negative. Write limit=100"),
-        ("adapter_info('ann/zzz')", "HubError", "answers 404 for 'ann/zzz'"),
-        ("adapter_info('ann/c', token=reader)", "HubError", "answers 404 for 'ann/c'.*private"),
-        ("adapter_info('a/b/c')", "HubError", "'a/b/c' is not a legal name"),
-        ("adapter_info('ann/a', 'v9')", "HubError", "has no revision 'v9'"),
+        ("adapter_info('ann/zzz')", "HubError", "'ann/zzz': 404 .*Repository Not Found"),
+        ("adapter_info('ann/c', token=reader)", "HubError", "'ann/c': 404 .*private"),
+        ("adapter_info('a/b/c')", "HubError", "'a/b/c': Repo id must be .*Write 'user/repository'"),
+        ("adapter_info('ann/a', 'v9')", "HubError", "Revision Not Found.*the revision"),
         ("adapter_info('ann/bad')", "HubError", "is not JSON.*Tell its author"),
         ("adapter_info('ann/list')", "HubError", "holds a list, not an object. Tell its author"),
     ],
@@ -113,12 +112,13 @@ def test_what_cannot_be_answered_says_so(hub, listed, written, kind, message):
     del hub.repos["ann/bad"], hub.repos["ann/list"]
 
 
-def test_faults_of_a_search(hub, listed):
-    with hub.broken(Fault("search", "status", 1, status=500)):
-        assert len(ids(listed, "")) == 6
-    for fault, says in (
-        (Fault("search", "status", status=403), r"^list_adapters\(\): the Hub answers 403 for the"),
-        (Fault("search", "html"), r"cannot be used.*Check HF_ENDPOINT"),
-    ):
-        with hub.broken(fault), pytest.raises(ClientError, match=says):
-            ids(listed, "")
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (Fault("search", "status", status=403), r"^list_adapters\(\): the Hub: .*Forbidden"),
+        (Fault("search", "html"), r"the Hub: .*Check the network, HF_ENDPOINT"),
+    ],
+)
+def test_faults_of_a_search(hub, listed, fault, says):
+    with hub.broken(fault), pytest.raises(ClientError, match=says):
+        ids(listed, "")

@@ -10,7 +10,7 @@ from server import Fault
 from transformers import BertConfig
 
 from adapterzoo import AdapterConfig, AutoAdapterModel
-from adapterzoo.formats.adapterhub.hashes import get_adapter_config_hash
+from adapterzoo.formats.adapterhub.adapters import get_adapter_config_hash
 
 # the hashes that the index of AdapterHub has for these two configs
 PFEIFFER, HOULSBY = "9076f36a74755ac4", "b1017368d7a97b11"
@@ -48,7 +48,6 @@ def index(hub, client):
     """The stand-in of AdapterHub's server, with an index of "bert"."""
     client.run("from adapterzoo.hub import old_ids; old_ids.INDEX = url",
                url=f"{hub.url}/index/{{}}.json")  # fmt: skip
-    client.run("import shutil; shutil.rmtree(old_ids._file('x').parent, ignore_errors=True)")
     hub.indexes["bert"] = json.dumps(INDEX).encode()
     return hub.indexes
 
@@ -91,7 +90,6 @@ def test_an_id_is_a_repository(index, client, old_id, config, name):
         ("nli/rte@c", "pfeiffer", r"adapters of 'a', 'b' only"),
         ("sentiment/sst-2@nobody", None, r"no adapter of 'nobody'.*config="),
         ("sentiment/imdb@a", None, r"adapters of 'ukp' only"),
-        ("@ukp/..", None, r"not a legal name"),
         ("a/b/c@ukp", None, r"not an id of AdapterHub"),
     ],
 )
@@ -119,40 +117,18 @@ def test_an_owner_on_the_hub_is_no_part_of_the_index(index, client, hub):
     assert not any(asked)
 
 
-def test_an_index_that_cannot_be_read_is_an_error_or_the_last_one(index, client, hub):
+def test_an_index_that_cannot_be_read_is_an_error(index, client, hub):
     fault = Fault("index", "status", status=500)
-    with hub.broken(fault), pytest.raises(ClientError, match=r"cannot be read.*Check the network"):
-        find(client, "sst-2@ukp")
-    for wrong in (b"<html>", b"[]", b"{", b"[" * 99999):
-        index["bert"] = wrong
-        with pytest.raises(ClientError, match="is not an index"):
-            find(client, "sst-2@ukp")
-    for wrong in (
-        {"sentiment": []},
-        {"sentiment": {"sst-2": 1}},
-        {"sentiment": {"sst-2": {"a": 1}}},
+    with (
+        hub.broken(fault),
+        pytest.raises(ClientError, match=r"would need no index\): .*Check the network"),
     ):
-        index["bert"] = json.dumps(wrong).encode()
-        with pytest.raises(ClientError, match=r"damaged|no adapter"):
-            find(client, "sentiment/sst-2@ukp")
-    client.run("import shutil; shutil.rmtree(old_ids._file('x').parent)")
-    index["bert"] = json.dumps({"x": "y" * 2**24}).encode()
-    with pytest.raises(ClientError, match="more than 16,777,216 bytes"):
         find(client, "sst-2@ukp")
-    index["bert"] = json.dumps(INDEX).encode()
-    assert find(client, "sst-2@ukp")
-    with hub.broken(fault):
-        assert find(client, "sst-2@ukp") == "AdapterHub/sst-2_usual"
-    assert "Using the index that was read last" in client.said()
-    hub.requests.clear()
-    client.run("constants.HF_HUB_OFFLINE = True")
-    try:
-        assert find(client, "sst-2@ukp") == "AdapterHub/sst-2_usual"
-        with pytest.raises(ClientError, match="was never read"):
-            find(client, "sst-2@ukp", model="gpt2")
-    finally:
-        client.run("constants.HF_HUB_OFFLINE = False")
-    assert not hub.requests
+    for wrong in (b"<html>", b"{", b'{"sentiment": []}', b'{"sentiment": {"sst-2": {"a": 1}}}'):
+        index["bert"] = wrong
+        with pytest.raises(ClientError, match=r"Expecting|damaged|no adapter") as caught:
+            find(client, "sentiment/sst-2@ukp")
+        assert caught.value.kind == "HubError"
 
 
 def test_resolve_takes_old_ids(index, client, hub):
@@ -172,10 +148,10 @@ def test_resolve_takes_old_ids(index, client, hub):
     hub.repo("sentiment/sst-2", FILES | {"adapter.safetensors": b"mine"})
     assert weights("sentiment/sst-2") == "mine"
     assert weights("sentiment/sst-2", source="ah") == "weights" * 99
-    both = r"no such repository.*not an old id of AdapterHub either.*no adapter 'sentiment/sst3'"
+    both = r"Repository Not Found.*not an old id of AdapterHub either.*no adapter 'sentiment/sst3'"
     with pytest.raises(ClientError, match=both):
         weights("sentiment/sst3")
-    with pytest.raises(ClientError, match="no such repository") as caught:
+    with pytest.raises(ClientError, match="Repository Not Found") as caught:
         weights("sentiment/sst3", source="hf")
     assert "old id" not in str(caught.value)
     # a folder goes before all

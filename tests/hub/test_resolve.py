@@ -42,13 +42,13 @@ def test_only_the_files_of_an_adapter_are_fetched(hub, client):
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 
-def test_a_second_load_asks_for_the_commit_only(hub, client):
+def test_a_second_load_downloads_nothing(hub, client):
     commit = hub.repo("ann/a", FILES).branches["main"]
     first = resolve(client, "ann/a")
-    for named, requests in (({}, ["GET /api/models/ann/a"]), ({"revision": commit}, [])):
+    for named in ({}, {"revision": commit}):
         hub.requests.clear()
         assert resolve(client, "ann/a", **named) == first
-        assert asked(hub) == requests
+        assert not [line for line in asked(hub) if "/objects/" in line or "/resolve/" in line]
     resolve(client, "ann/a", force_download=True)
     assert f"GET /objects/{sha256(WEIGHTS)}" in asked(hub)
 
@@ -71,14 +71,6 @@ def test_a_subfolder_of_a_repository(hub, client):
     assert resolve(client, "ann/a/runs/b", local_files_only=True) == folder
 
 
-def test_safetensors_go_before_pickles(hub, client):
-    head = {"head_config.json": b"{}", "pytorch_model_head.bin": b"p"}
-    hub.repo("ann/a", FILES | head | {"pytorch_adapter.bin": b"p"})
-    folder = resolve(client, "ann/a")
-    # the head has no other file
-    assert names(folder) == sorted({*FILES, *head})
-
-
 def test_a_local_folder_is_itself_and_nobody_is_asked(hub, client, tmp_path):
     here = client.home / "ann" / "a"
     here.mkdir(parents=True)
@@ -92,18 +84,19 @@ def test_a_local_folder_is_itself_and_nobody_is_asked(hub, client, tmp_path):
         here.rmdir()
 
 
-def test_offline_takes_the_cache_and_asks_nobody(hub, client):
+def test_offline_takes_the_cache_and_asks_nobody(hub, client, tmp_path):
     hub.repo("ann/a", FILES)
     online = resolve(client, "ann/a")
     hub.requests.clear()
     client.run("constants.HF_HUB_OFFLINE = True")
     try:
         assert resolve(client, "ann/a") == online
-        says = r"no such folder here, and 'ann/b' at revision 'main' is not"
-        with pytest.raises(ClientError, match=says):
-            resolve(client, "ann/b")
-        with pytest.raises(ClientError, match=r"at revision 'v2'.*Load it once without that"):
-            resolve(client, "ann/a", "v2")
+        says = "Unset HF_HUB_OFFLINE, and try again with a network"
+        for call in ("hub.resolve('ann/b')", "hub.resolve('ann/a', 'v2')", "adapter_info('ann/a')",
+                     "list_adapters()", f"hub.push({str(online)!r}, 'me/a')"):  # fmt: skip
+            with pytest.raises(ClientError, match=says) as caught:
+                client.run(f"from adapterzoo import adapter_info, hub, list_adapters; {call}")
+            assert caught.value.kind == "HubError"
     finally:
         client.run("constants.HF_HUB_OFFLINE = False")
     assert asked(hub) == []
@@ -115,7 +108,7 @@ def test_a_cache_of_ones_own(hub, client, tmp_path):
     assert folder.is_relative_to(tmp_path / "mine")
     assert not (tmp_path / "cache").exists()
     assert resolve(client, "ann/a", cache_dir=str(tmp_path / "mine"), local_files_only=True)
-    with pytest.raises(ClientError, match="local_files_only=True"):
+    with pytest.raises(ClientError, match="Cannot find an appropriate cached snapshot folder"):
         resolve(client, "ann/a", local_files_only=True)
 
 
@@ -126,22 +119,13 @@ def test_a_download_that_broke_off_is_not_taken_offline(hub, client, broken):
         more |= {"head_config.json": b"{}", "model_head.safetensors": b"head"}
     hub.repo("ann/a", FILES | more)
     fault = Fault("head", "status", status=403, path=broken)
-    with hub.broken(fault), pytest.raises(ClientError, match="answers 403"):
+    with hub.broken(fault), pytest.raises(ClientError, match="'ann/a': 403 Forbidden"):
         resolve(client, "ann/a")
-    with pytest.raises(ClientError, match="not completely, in the cache"):
-        resolve(client, "ann/a", revision=hub.repos["ann/a"].branches["main"],
-                local_files_only=True)  # fmt: skip
+    for revision in ("main", hub.repos["ann/a"].branches["main"]):
+        with pytest.raises(ClientError) as caught:
+            resolve(client, "ann/a", revision=revision, local_files_only=True)
+        assert caught.value.kind == "HubError"
     assert names(resolve(client, "ann/a")) == sorted([*FILES, *more])
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_cache_is_not_taken_offline_and_is_mended_online(hub, client, name):
-    hub.repo("ann/a", FILES)
-    file = resolve(client, "ann/a") / name
-    file.write_bytes(bytes(len(FILES[name])))
-    with pytest.raises(ClientError, match="not completely, in the cache"):
-        resolve(client, "ann/a", local_files_only=True)
-    assert (resolve(client, "ann/a") / name).read_bytes() == FILES[name]
 
 
 def test_the_cache_is_that_of_huggingface_hub(hub, client, tmp_path):
@@ -161,9 +145,9 @@ def test_the_cache_is_that_of_huggingface_hub(hub, client, tmp_path):
 
 def test_a_private_repository_needs_its_token(hub, client):
     hub.repo("ann/secret", FILES, private=True)
-    with pytest.raises(ClientError, match=r"answers 404.*private"):
+    with pytest.raises(ClientError, match=r"404 .*private.*'hf auth login'"):
         resolve(client, "ann/secret", token=READER)
-    with pytest.raises(ClientError, match=r"answers 401.*'hf auth login'"):
+    with pytest.raises(ClientError, match=r"401 .*'hf auth login'"):
         resolve(client, "ann/secret", token=False)
     assert names(resolve(client, "ann/secret")) == sorted(FILES)
     assert names(resolve(client, "ann/secret", token=OWNER)) == sorted(FILES)
@@ -172,9 +156,9 @@ def test_a_private_repository_needs_its_token(hub, client):
     assert sent == {None}
 
 
-def test_a_gated_repository_says_where_to_ask(hub, client):
+def test_a_gated_repository_needs_its_token(hub, client):
     hub.repo("ann/gated", FILES, gated=True)
-    with pytest.raises(ClientError, match=rf"is gated.*{hub.url}/ann/gated"):
+    with pytest.raises(ClientError, match=r"'ann/gated': 403 .*'hf auth login'"):
         resolve(client, "ann/gated", token=READER)
     assert names(resolve(client, "ann/gated")) == sorted(FILES)
 
@@ -182,27 +166,20 @@ def test_a_gated_repository_says_where_to_ask(hub, client):
 @pytest.mark.parametrize(
     ("args", "kind", "message"),
     [
-        (["ann/nobody"], "HubError", "answers 404 for 'ann/nobody'.*no such repository.*Check"),
-        (["ann/a", "v9"], "HubError", "'ann/a' has no revision 'v9'. Write revision='main'"),
-        (["ann/empty"], "HubError", "'ann/empty' has no adapter: none of 'adapter.safetensors'"),
+        (["ann/nobody"], "HubError", "'ann/nobody': 404 .*Repository Not Found.*Check the name"),
+        (["ann/a", "v9"], "HubError", "'ann/a': 404 .*Revision Not Found.*the revision"),
+        (["ann/empty"], "HubError", "'ann/empty' has no complete adapter: its files are 'README"),
         (["ann/model"], "HubError", r"AutoAdapterModel.from_pretrained\('ann/model'\)"),
-        (["ann/a/none"], "HubError", "'ann/a/none' has no adapter"),
-        (["ann/a..b"], "HubError", "'ann/a..b' is not a legal name.*'user/repository'"),
-        (["ann/a/../b"], "HubError", "'../b' is not a folder of a repository.*'ann/a/b'"),
-        (["ann/a b"], "HubError", "'ann/a b' is not a legal name of a repository"),
-        (["runs/review"], "HubError", "there is no such folder here, and the Hub answers 404"),
-        (["runs/review", None, "hf"], "HubError", r"'runs/review'\): the Hub answers"),
-        (["x" * 300], "CheckpointError", "more than 255 bytes.*'user/repository'"),
-        (["ann/" + "x" * 300], "CheckpointError", "more than 255 bytes"),
-        (["ann/" + "x" * 200], "HubError", "is not a legal name of a repository: up to 96"),
-        (["u" * 200 + "/a"], "HubError", "is not a legal name of a repository: up to 96"),
-        (["nowhere"], "CheckpointError", "no such folder.*'user/repository'"),
-        (["./ann/a"], "CheckpointError", "there is no such folder"),
-        (["/no/such/folder"], "CheckpointError", "there is no such folder"),
-        (["~/ann/a"], "CheckpointError", "there is no such folder"),
-        (["C:\\ann\\a"], "CheckpointError", "there is no such folder"),
-        (["log.txt"], "CheckpointError", "is a file"),
-        (["https://x.y/ann/a"], "CheckpointError", "addresses cannot be loaded"),
+        (["ann/a/none"], "HubError", "'ann/a/none' has no complete adapter"),
+        (["ann/a..b"], "HubError", "Cannot have -- or .. in repo_id.*Write 'user/repository'"),
+        (["ann/a b"], "HubError", "Repo id must use alphanumeric.*Write 'user/repository'"),
+        (["ann/" + "x" * 200], "HubError", "the maximum length is 96"),
+        (["runs/review"], "HubError", "Check the name of the folder or repository"),
+        *(
+            ([name], "CheckpointError", "there is no such folder.*'user/repository'")
+            for name in ("nowhere", "./ann/a", "/no/such/folder", "~/ann/a", "C:\\ann\\a",
+                         "log.txt", "https://x.y/ann/a", "x" * 300, "ann/a/../b", "a//b")
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_says_so(hub, client, args, kind, message):
@@ -231,11 +208,9 @@ def test_a_disk_that_is_full_or_closed_says_so(hub, tmp_path):
     try:
         # as a full disk does, this lets a write begin and not end
         alone.run("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))")
-        with pytest.raises(
-            ClientError, match=r"'ann/a' cannot be stored: File too large.*Make room"
-        ):
+        with pytest.raises(ClientError, match=r"'ann/a': .*File too large.*the disk"):
             resolve(alone, "ann/a")
-        with pytest.raises(ClientError, match=r"stored: Not a directory.*/file.*cache_dir="):
+        with pytest.raises(ClientError, match=r"'ann/a': .*Not a directory.*the disk"):
             resolve(alone, "ann/a", cache_dir=str(tmp_path / "file" / "x"))
     finally:
         alone.close()
@@ -244,23 +219,9 @@ def test_a_disk_that_is_full_or_closed_says_so(hub, tmp_path):
     assert {path.suffix for path in large} <= {".incomplete"}
 
 
-def test_a_hub_that_refuses_leaves_what_is_in_the_cache(hub, client):
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_hub_that_refuses_leaves_what_is_in_the_cache(hub, client, status):
     hub.repo("ann/a", FILES)
     folder = resolve(client, "ann/a")
-    for fault in (Fault("info", "status", status=404), Fault("info", "html")):
-        with hub.broken(fault):
-            assert resolve(client, "ann/a") == folder
-        assert "Using the files in the cache." in client.said().splitlines()[-1]
-
-
-def test_an_update_that_breaks_off_leaves_the_old_adapter_for_offline(hub, client):
-    repo = hub.repo("ann/a", FILES)
-    old = resolve(client, "ann/a")
-    repo.commit({"adapter.safetensors": b"new", "adapter_config.json": b"{}"})
-    says = "arrived twice with another content"
-    with hub.broken(Fault("text", "corrupted")), pytest.raises(ClientError, match=says):
-        resolve(client, "ann/a")
-    assert resolve(client, "ann/a", local_files_only=True) == old
-    new = resolve(client, "ann/a")
-    assert new != old
-    assert resolve(client, "ann/a", local_files_only=True) == new
+    with hub.broken(Fault("info", "status", status=status)):
+        assert resolve(client, "ann/a") == folder

@@ -52,7 +52,7 @@ HOLDS = {
     120: (102_400, 48, 24, 1.792e12 / 170),
 }
 LITTLE = {sm: int(per_second * 800e-9) for sm, (*_, per_second) in HOLDS.items()}
-# programs of a kernel that loops, for each multiprocessor: `_tiles_triton` asks for 512
+# programs of a kernel that loops, for each multiprocessor: `tiles_triton` asks for 512
 LAUNCHED = 3
 # instructions of the matrix units, by generation
 MATRIX = {"HMMA": r"\bmma\.sync", "HGMMA": r"\bwgmma\.mma_async", "TCMMA": r"\btcgen05\.mma"}

@@ -7,7 +7,7 @@ from hostile import both_gradients, drawn, near
 from rounded import Rounded, right, rounding
 
 from adapterzoo import kernels
-from adapterzoo.kernels import butterfly, cayley_fold, cayley_fold_triton
+from adapterzoo.kernels import butterfly, cayley, cayley_fold_triton
 from adapterzoo.kernels.cayley import cayley_reference
 
 SHAPES = {
@@ -119,7 +119,7 @@ def module():
         for mask in (None, dropped):
             found = []
             for run, x in (
-                (lambda x, k=mask: cayley_fold.cayley_fold(x, k).squeeze(-4), R.clone()),
+                (lambda x, k=mask: cayley.cayley_fold(x, k).squeeze(-4), R.clone()),
                 (lambda x, k=mask: truth_of(x, k), R.double()),
             ):
                 x.requires_grad_()

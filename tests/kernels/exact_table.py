@@ -36,7 +36,7 @@ from transformers import AutoModel
 from _formulas import FORMULAS, base_model, kept
 from adapterzoo import init, kernels
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.kernels import _launch
+from adapterzoo.kernels import ops
 
 TABLE = Path(__file__).parents[1] / "data" / "exact.json"
 TOKENS = 160
@@ -84,7 +84,7 @@ def _launches(method: str) -> dict[str, dict[str, int]]:
         for module, name in kernels_of(*MODULES):
             kernel = Counted(getattr(module, name), log)
             stack.enter_context(mock.patch.object(module, name, kernel))
-        stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
+        stack.enter_context(mock.patch.object(ops, "INTERPRETED", True))
         stack.enter_context(kernels.use("triton"))
         config = tiny_config("llama")
         config.num_hidden_layers = 1

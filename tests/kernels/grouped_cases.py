@@ -8,7 +8,7 @@ from low_rank_cases import DTYPES, kept, rows_of
 from rounded import Rounded, chained, right
 
 from adapterzoo import kernels
-from adapterzoo.kernels import _dropout, grouped, grouped_triton
+from adapterzoo.kernels import grouped, grouped_triton, low_rank
 from adapterzoo.kernels.grouped import Groups
 
 SCALING = (0.7, 1.5, -0.25)
@@ -33,7 +33,7 @@ def against_float64(groups, x, dy, y, a, b, p=0.0, seed=None):
     plan = groups.plan(math.prod(x.shape[1:-1]), n, x.device)
     scales = groups.scales(SCALING[:n], x.device, torch.float32)
     mask = torch.ones(x.shape, dtype=torch.float64) if seed is None else kept(x.shape, p, seed)
-    scaled = Rounded(mask * _dropout.kept_scale(p))
+    scaled = Rounded(mask * low_rank.dropout_scale(p))
     # each row's own factors, and zeros for a row without adapter
     index = groups.numbers("index", x.device)  # [batch]
     none = index < 0
@@ -133,21 +133,6 @@ def dropout():
     against_float64(Groups.of([2, None, 0]), x, dy, y, a, b, 0.3, seed)
 
 
-def padded_plan():
-    """The plan of a compiled model, which has chunks of nothing at its end."""
-    index, wide = [1, None, 0, 1], torch.float32
-    groups, x = Groups.of(index), drawn(4, 3, 20, dtype=torch.float32)
-    a, b = drawn(3, 2, 20, dtype=wide), drawn(3, 20, 2, dtype=wide)
-    exact, scales = groups.plan(3, 3, x.device), torch.ones(3)
-    padded = torch.ops.adapterzoo.grouped_plan(groups.host, 3, 3, x.device)
-    assert padded.numel() > exact.numel()
-    assert torch.equal(padded[: exact.numel()], exact)
-    t, u = (grouped_triton.shrink(x, a, 0.0, None, plan) for plan in (exact, padded))
-    assert torch.equal(t, u)
-    both = [grouped_triton.expand(x, t, b, scales, plan) for plan in (exact, padded)]
-    assert torch.equal(*both)
-
-
 def three_ways():
     """Triton, torch and the definition in float16: no further from float64 than twice the last."""
     index, dtype = [2, 0, None, 2, 1], torch.float16
@@ -183,7 +168,7 @@ def module():
             found = [out, *both_gradients(out, own)]
         torch.manual_seed(3)
         seed = torch.randint(2**63 - 1, (1,))
-        mask = kept((4, 6, 33), p, seed) * _dropout.kept_scale(p) if p else 1.0
+        mask = kept((4, 6, 33), p, seed) * low_rank.dropout_scale(p) if p else 1.0
 
         def formula(y, x, *factors, mask=mask):
             args = (y, x * mask, factors[:3], factors[3:], scaling, Groups.of(index))
@@ -205,6 +190,5 @@ def cases():
     yield "rows far apart", far_rows
     yield "factors far apart", far_factors
     yield "dropout", dropout
-    yield "a plan with empty chunks", padded_plan
     yield "three ways", three_ways
     yield "through the operators", module

@@ -5,7 +5,7 @@ from hostile import LAYOUTS, arranged, both_gradients, drawn, edged, far
 from rounded import Rounded, chained, right
 
 from adapterzoo import kernels
-from adapterzoo.kernels import _dropout, compose_triton, low_rank, low_rank_triton
+from adapterzoo.kernels import compose_triton, low_rank, low_rank_triton
 
 S = 0.7
 SHAPES = {
@@ -40,7 +40,7 @@ def against_float64(x, dy, y, a, b, p=0.0, seed=None, between=torch.float32):
     """
     wide = a.dtype
     mask = torch.ones(x.shape, dtype=torch.float64) if seed is None else kept(x.shape, p, seed)
-    scaled = Rounded(mask * _dropout.kept_scale(p))
+    scaled = Rounded(mask * low_rank.dropout_scale(p))
     dropped = Rounded(x.to(wide)) * scaled
     own_dy, own_a, own_b = Rounded(dy.to(wide)), Rounded(a), Rounded(b)
     t = low_rank_triton.shrink(x, a, p, seed)
@@ -84,7 +84,7 @@ def kept(shape, p, seed):
             halves = [c[word] >> 16 * high & 0xFFFF for word in (0, 2, 1, 3) for high in (0, 1)]
             for i, half in enumerate(halves):
                 if group * 8 + i < shape[-1]:
-                    mask[row, group * 8 + i] = float(half >= _dropout.threshold(p))
+                    mask[row, group * 8 + i] = float(half >= low_rank.dropout_threshold(p))
     return mask.reshape(shape)
 
 
@@ -140,7 +140,7 @@ def module():
             found = [out, *both_gradients(out, own)]
         torch.manual_seed(3)
         seed = torch.randint(2**63 - 1, (1,))
-        mask = kept((4, 6, 33), p, seed) * _dropout.kept_scale(p) if p else 1.0
+        mask = kept((4, 6, 33), p, seed) * low_rank.dropout_scale(p) if p else 1.0
 
         def formula(y, x, a, b, mask=mask):
             out = y + S * (x * mask) @ a.T @ b.T

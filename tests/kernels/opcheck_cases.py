@@ -7,25 +7,23 @@ import torch
 
 from adapterzoo import kernels
 from adapterzoo.kernels import (
-    _dropout,
-    _launch,
     bottleneck,
     butterfly,
     cayley,
-    cayley_fold,
     compose,
     dora,
     grouped,
     low_rank,
+    ops,
 )
 from adapterzoo.kernels.grouped import Groups
 
 __all__ = ["cases"]
 
-_MODULES = (bottleneck, butterfly, cayley, cayley_fold, compose, dora, grouped, low_rank)
+_MODULES = (bottleneck, butterfly, cayley, compose, dora, grouped, low_rank)
 S, P = 0.7, 0.3
 IN, OUT, BATCH = 24, 20, 4
-MODE = "triton" if _launch.INTERPRETED else "auto"
+MODE = "triton" if ops.INTERPRETED else "auto"
 # 80 is over every limit of a fused backward, 160 over that of rotations
 RANKS = (3, 16, 80, 160)
 # of activations of a width
@@ -39,7 +37,7 @@ LAYOUTS = {
 
 def noise(x):
     """What the forward would draw."""
-    return _dropout.seed(x) if MODE == "triton" else _dropout.bits(x, P)
+    return low_rank.dropout_seed(x) if MODE == "triton" else low_rank.dropout_bits(x, P)
 
 
 def low_rank_update(rank, of):
@@ -111,15 +109,12 @@ def bottlenecks(width, of):
 def mixed_batches(rank, of):
     x, y, t = of(IN), of(OUT), of(rank)
     a, b = torch.randn(3, rank, IN), torch.randn(3, OUT, rank)
-    groups, tokens = Groups.of([2, None, 0, 2]), x.numel() // IN // BATCH
-    plan = groups.plan(tokens, 3, x.device) if MODE == "triton" else groups.host
-    scales = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float if MODE == "triton" else torch.double)
+    index, scales = Groups.of([2, None, 0, 2]).host, torch.tensor([0.5, 1.0, 2.0]).double()
     for drawn in (None, noise(x)):
-        yield "grouped_shrink", (x, a, P, drawn, plan)
-        yield "grouped_shrink_backward", (t, x, a, P, drawn, plan, True, True)
-    yield "grouped_expand", (y, t, b, scales, plan)
-    yield "grouped_expand_backward", (y, t, b, scales, plan, True, True)
-    yield "grouped_plan", (groups.host, tokens, 3, x.device)
+        yield "grouped_shrink", (x, a, P, drawn, index)
+        yield "grouped_shrink_backward", (t, x, a, P, drawn, index, True, True)
+    yield "grouped_expand", (y, t, b, scales, index)
+    yield "grouped_expand_backward", (y, t, b, scales, index, True, True)
 
 
 CHECKED = (low_rank_update, composed, norms, rotations, bottlenecks, mixed_batches)

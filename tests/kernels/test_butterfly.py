@@ -6,10 +6,8 @@ import pytest
 import torch
 from measured import Operations, kept
 from rounded import Rounded, as_near, right, rounding
-from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
-from adapterzoo.errors import KernelError
 from adapterzoo.kernels import butterfly as module
 from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, fold, folded, rotated
 from adapterzoo.kernels.cayley import cayley_reference
@@ -189,7 +187,7 @@ def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m):
 
 def operator(x, Q, transposed=False):
     """`turned` as on a GPU: by the operator, which here runs in torch."""
-    with mock.patch.object(module.mode, "may_take_triton", return_value=True):
+    with mock.patch.object(module.ops, "asks_triton", return_value=True):
         return rotated(x, Q, transposed)
 
 
@@ -255,9 +253,3 @@ def test_autocast_of_the_operator_is_that_of_the_definition():
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype is torch.float32
-
-
-def test_operands_that_do_not_fit_are_named():
-    wrong = pytest.raises(KernelError, match=r"rotate: .*'x \[5, 33\]'.* x is \[\*experts, ")
-    with FakeTensorMode(), wrong:
-        module._rotate(torch.empty(5, 33), torch.empty(2, 16, 16))

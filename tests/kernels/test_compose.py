@@ -187,8 +187,8 @@ def test_of_the_large_tensors_only_the_output_is_kept(least):
 def test_a_captured_graph_keeps_y_as_it_cannot_read_the_gain():
     of = operands()
     with (
-        mock.patch.object(module.mode, "may_take_triton", return_value=True),
-        mock.patch.object(module._launch, "is_captured", return_value=True),
+        mock.patch.object(module.ops, "asks_triton", return_value=True),
+        mock.patch.object(module.ops, "is_captured", return_value=True),
     ):
         large, _ = large_ones_kept(of)
     assert large == [of["y"].untyped_storage().data_ptr()]

@@ -4,9 +4,7 @@ import pytest
 import torch
 from measured import Operations
 from rounded import Rounded, right
-from torch._subclasses import FakeTensorMode
 
-from adapterzoo.errors import KernelError
 from adapterzoo.kernels import dora, use
 from adapterzoo.kernels.dora import direction_reference, row_norm, row_norm_reference
 
@@ -81,10 +79,8 @@ def test_the_norm_of_a_weight_has_the_bits_of_an_update_of_zeros(shape, dtype, t
     w = torch.randn(shape, dtype=torch.float64).to(dtype)
     w = w.mT if transposed else w
     a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
-    with Operations() as run:
-        norm = dora.weight_norm(w)
+    norm = dora.weight_norm(w)
     assert torch.equal(norm, row_norm(w, a, b, 1.0))
-    assert not {name for name in run.names if "mm" in name}
     torch.testing.assert_close(norm.double(), w.double().norm(dim=-1), rtol=1e-5, atol=0)
 
 
@@ -111,14 +107,6 @@ def test_the_operator_passes_opcheck():
     for values in (factors(16, 64, 4), factors(16, 8, 4, 3, dtype=torch.bfloat16)):
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(dora._row_norm, (*values, 0.7), test_utils=checks)
-
-
-def test_factors_that_do_not_fit_are_named():
-    with FakeTensorMode():
-        w, a, b = torch.empty(5, 8), torch.empty(2, 8), torch.empty(6, 2)
-        with pytest.raises(KernelError, match=r"row_norm: .*'w \[5, 8\]', .*'b \[6, 2\]'"):
-            dora._row_norm(w, a, b, 0.7)
-        assert dora._row_norm(w, a, b[:5], 0.7).shape == (5,)
 
 
 def test_autocast_does_not_reach_the_norm():

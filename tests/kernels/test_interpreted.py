@@ -17,7 +17,7 @@ CASES = {
     "rotate": 28,
     "cayley_fold": 38,
     "bottleneck": 41,
-    "grouped": 35,
+    "grouped": 34,
     "opcheck": 97,
 }
 

@@ -17,16 +17,15 @@ import adapterzoo
 from adapterzoo import kernels
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import (
-    _launch,
-    _tiles_triton,
     bottleneck_triton,
     butterfly_triton,
     cayley_fold_triton,
     compose_triton,
     grouped_triton,
     low_rank_triton,
-    mode,
+    ops,
     row_norm_triton,
+    tiles_triton,
 )
 from adapterzoo.kernels.grouped import Groups
 
@@ -62,7 +61,7 @@ def launches(source):
 
 def test_only_the_helper_launches():
     files = {str(p.relative_to(PACKAGE)): launches(p.read_text()) for p in PACKAGE.rglob("*.py")}
-    assert {path for path, lines in files.items() if lines} == {"kernels/_launch.py"}
+    assert {path for path, lines in files.items() if lines} == {"kernels/ops.py"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def kernels_of(*modules):
 
 
 def test_every_module_of_kernels_is_recorded():
-    files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"_tiles_triton"}
+    files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"tiles_triton"}
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
     assert len({name for _, name in kernels_of(*MODULES)}) == 10
 
@@ -119,8 +118,8 @@ def recorded():
             recorder = Recorder(getattr(module, name), current, log)
             stack.enter_context(mock.patch.object(module, name, recorder))
         stack.enter_context(mock.patch.object(torch.cuda, "device_of", device_of))
-        stack.enter_context(mock.patch.object(_launch, "_capability", return_value=(9, 0)))
-        stack.enter_context(mock.patch.object(_tiles_triton, "shared_memory", return_value=232_448))
+        stack.enter_context(mock.patch.object(ops, "_capability", return_value=(9, 0)))
+        stack.enter_context(mock.patch.object(tiles_triton, "shared_memory", return_value=232_448))
         stack.enter_context(FakeTensorMode())
         yield log
 
@@ -242,7 +241,7 @@ def test_tiles_follow_the_shared_memory_of_the_device(recorded):
     warps = []
     for limit, kernels_run in ((232_448, 2), (101_376, 1)):
         recorded.clear()
-        with mock.patch.object(_tiles_triton, "shared_memory", return_value=limit):
+        with mock.patch.object(tiles_triton, "shared_memory", return_value=limit):
             assert butterfly_triton.rotate_backward(x, x, blocks)[0].shape == x.shape
             low_rank_triton.shrink(x, a, 0.0, None)
         # sums of 128 × 128 features spill there: a product for torch
@@ -259,7 +258,7 @@ def test_a_launch_without_the_guard_is_seen(recorded):
 
 def test_rotations_in_float32_are_those_of_torch(recorded):
     x, blocks = torch.empty(300, 48, device="cuda:0"), torch.empty(3, 16, 16, device="cuda:0")
-    with mock.patch.object(butterfly_triton, "_butterfly_torch") as operations:
+    with mock.patch.object(butterfly_triton, "butterfly") as operations:
         y = butterfly_triton.rotate(x, blocks)
         grads = butterfly_triton.rotate_backward(x, x, blocks, True, False)
     assert y is operations.rotate.return_value
@@ -280,18 +279,18 @@ def test_nothing_runs_on_a_cpu_or_an_old_gpu():
     x, a = torch.ones(5, 40), torch.ones(8, 40)
     with pytest.raises(KernelError, match=r"operands are on cpu.*kernels\.use\('auto'\)"):
         low_rank_triton.shrink(x, a, 0.0, None)
-    with mock.patch.object(_launch, "INSTALLED", False):
-        assert _launch.obstacle(x) == "triton is not installed"
-    with FakeTensorMode(), mock.patch.object(_launch, "_capability", return_value=(7, 5)):
-        reason = _launch.obstacle(torch.empty(1, device="cuda:0"))
+    with mock.patch.object(ops, "INSTALLED", False):
+        assert ops.obstacle(x) == "triton is not installed"
+    with FakeTensorMode(), mock.patch.object(ops, "_capability", return_value=(7, 5)):
+        reason = ops.obstacle(torch.empty(1, device="cuda:0"))
     assert reason == "cuda:0 is older than compute capability 8.0"
 
 
 def test_a_compiler_takes_the_capability_without_a_warning():
-    with mock.patch.object(_launch, "_read_capability", return_value=(9, 0)):
-        assert _launch._capability(torch.device("cuda:0")) == (9, 0)
+    with mock.patch.object(ops, "_read_capability", return_value=(9, 0)):
+        assert ops._capability(torch.device("cuda:0")) == (9, 0)
         run = torch.compile(
-            lambda x: x * _launch._capability(x.device)[0], backend="eager", fullgraph=True
+            lambda x: x * ops._capability(x.device)[0], backend="eager", fullgraph=True
         )
         assert run(torch.ones(1)).item() == 9
     torch._dynamo.reset()
@@ -300,21 +299,21 @@ def test_a_compiler_takes_the_capability_without_a_warning():
 def test_torch_computes_on_amd_gpus():
     with (
         FakeTensorMode(),
-        mock.patch.object(_launch, "ROCM", True),
-        mock.patch.object(_launch, "_capability", return_value=(9, 4)),
+        mock.patch.object(ops, "ROCM", True),
+        mock.patch.object(ops, "_capability", return_value=(9, 4)),
     ):
         x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda:0")
-        assert _launch.obstacle(x) == (
+        assert ops.obstacle(x) == (
             "cuda:0 is an AMD GPU, on which the kernels have not been tested"
         )
-        assert not mode.takes_triton("shrink", x)
+        assert not ops.takes_triton("shrink", x)
         # the same operations as on any other device
-        assert mode.is_plain(x)
+        assert ops.is_plain(x)
         with (
-            mock.patch.object(mode, "_mode", "triton"),
+            mock.patch.object(ops, "_mode", "triton"),
             pytest.raises(KernelError, match=r"shrink: cuda:0 is an AMD GPU.*use\('auto'\)"),
         ):
-            mode.takes_triton("shrink", x)
+            ops.takes_triton("shrink", x)
         with (
             mock.patch.object(torch.cuda, "is_available", return_value=True),
             pytest.raises(KernelError, match=r"AMD GPUs\. Set TRITON_INTERPRET=1 .*use\('auto'"),
@@ -324,20 +323,20 @@ def test_torch_computes_on_amd_gpus():
 
 def test_a_mode_holds_until_its_block_ends():
     with kernels.use("reference"):
-        assert mode.is_reference()
+        assert ops.is_reference()
         with kernels.use("auto"):
-            assert not mode.is_reference()
-        assert mode.is_reference()
-    assert not mode.is_reference()
+            assert not ops.is_reference()
+        assert ops.is_reference()
+    assert not ops.is_reference()
     with pytest.raises(ZeroDivisionError), kernels.use("reference"):
         raise ZeroDivisionError
-    assert not mode.is_reference()
+    assert not ops.is_reference()
     try:
         kernels.use("reference")
-        assert mode.is_reference()
+        assert ops.is_reference()
     finally:
         kernels.use("auto")
-    assert not mode.is_reference()
+    assert not ops.is_reference()
 
 
 def test_modes_that_cannot_be_are_refused():
@@ -349,30 +348,30 @@ def test_modes_that_cannot_be_are_refused():
     ):
         kernels.use("triton")
     with (
-        mock.patch.object(_launch, "INSTALLED", False),
+        mock.patch.object(ops, "INSTALLED", False),
         pytest.raises(KernelError, match="triton is not installed"),
     ):
         kernels.use("triton")
-    assert not mode.is_reference()
+    assert not ops.is_reference()
 
 
 def test_auto_takes_triton_on_cuda_for_the_dtypes_it_knows():
-    with FakeTensorMode(), mock.patch.object(_launch, "_capability", return_value=(9, 0)):
+    with FakeTensorMode(), mock.patch.object(ops, "_capability", return_value=(9, 0)):
         half = torch.empty(2, dtype=torch.bfloat16, device="cuda:0")
-        assert mode.takes_triton("shrink", half, half.float())
-        assert not mode.takes_triton("shrink", half, half.double())
-        assert not mode.takes_triton("shrink", torch.empty(2))
+        assert ops.takes_triton("shrink", half, half.float())
+        assert not ops.takes_triton("shrink", half, half.double())
+        assert not ops.takes_triton("shrink", torch.empty(2))
         with kernels.use("reference"):
-            assert not mode.takes_triton("shrink", half)
-        assert not mode.takes_triton("shrink", half.float(), half.float())
-        assert mode.takes_triton("row_norm", half.float(), half.float(), single=True)
-        with mock.patch.object(mode, "_mode", "triton"):
+            assert not ops.takes_triton("shrink", half)
+        assert not ops.takes_triton("shrink", half.float(), half.float())
+        assert ops.takes_triton("row_norm", half.float(), half.float(), single=True)
+        with mock.patch.object(ops, "_mode", "triton"):
             with pytest.raises(KernelError, match=r"shrink: it leaves .* float32 to torch"):
-                mode.takes_triton("shrink", half.float(), half.float())
+                ops.takes_triton("shrink", half.float(), half.float())
             with pytest.raises(KernelError, match=r"shrink: it does not compute in float64"):
-                mode.takes_triton("shrink", half, half.double())
+                ops.takes_triton("shrink", half, half.double())
             with pytest.raises(KernelError, match="operands are on cpu"):
-                mode.takes_triton("shrink", torch.empty(2))
+                ops.takes_triton("shrink", torch.empty(2))
 
 
 def test_triton_is_not_imported_before_it_is_needed():

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from adapterzoo import BatchSplit, init, kernels
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.kernels import _launch
+from adapterzoo.kernels import ops
 
 # of one layer: query, key, value, output, gate, up and down
 SITES = 7
@@ -65,7 +65,7 @@ def log():
         for module, name in kernels_of(*MODULES):
             counted = Counted(getattr(module, name), found)
             stack.enter_context(mock.patch.object(module, name, counted))
-        stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
+        stack.enter_context(mock.patch.object(ops, "INTERPRETED", True))
         stack.enter_context(kernels.use("triton"))
         yield found
 
@@ -120,9 +120,9 @@ def test_the_decisions_of_a_gpu_change_no_result_of_a_mixed_batch(monkeypatch, m
     for on_gpu in (False, True):
         with contextlib.ExitStack() as stack:
             if on_gpu:
-                stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
+                stack.enter_context(mock.patch.object(ops, "INTERPRETED", True))
                 stack.enter_context(kernels.use("triton"))
-                monkeypatch.setattr(kernels.mode, "takes_triton", lambda *args, **single: False)
+                monkeypatch.setattr(kernels.ops, "takes_triton", lambda *args, **single: False)
             for _ in range(2):
                 model.zero_grad()
                 with torch.set_grad_enabled(train):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adapterzoo.kernels._tiles_triton import parted, precision
+from adapterzoo.kernels.tiles_triton import parted, precision
 
 
 def test_few_rows_are_cut_into_parts_that_cover_all_features():

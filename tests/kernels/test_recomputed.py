@@ -7,8 +7,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from adapterzoo.kernels import use
-from adapterzoo.kernels._recomputed import recomputed
 from adapterzoo.kernels.cayley import cayley_neumann
+from adapterzoo.kernels.ops import recomputed
 from adapterzoo.methods.rotation.oft import skew
 
 B = 5

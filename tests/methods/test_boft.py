@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from _stand_in import BlockDiagonal
 from families import tiny_config, tiny_inputs
 from rounded import as_near, rounding
 from snapshots import refused
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from transformers import AutoModel
 
-from _stand_in import BlockDiagonal
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
@@ -266,7 +266,7 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(m, p, count, monkeypatc
         used.append(Q.detach())
         return folded(Q)
 
-    monkeypatch.setattr("adapterzoo.kernels.cayley_fold.folded", record)
+    monkeypatch.setattr("adapterzoo.kernels.cayley.folded", record)
     kept, whole = adapter.rotations(torch.float64).detach(), copy.deepcopy(adapter)
     eye, hits = torch.eye(4, dtype=torch.float64), torch.zeros(m, 8)
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, find
-from adapterzoo.composition import Stack, bound, compile_site
+from adapterzoo.composition import Stack, compile_site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError, MissingEntryError, SiteError
 from adapterzoo.inject import capture_input, put
@@ -108,9 +108,7 @@ def adapt(model, anatomy, configs, dtype=torch.float64):
     setup = Stack(*configs)
     selection.default.plan = Plan(
         setup=setup,
-        sites={
-            path: bound(compile_site(setup, at, at.__getitem__), at) for path, at in present.items()
-        },
+        sites={path: compile_site([setup], at).busy() for path, at in present.items()},
         captures={source: tuple(readers) for source, readers in taps.items()},
     )
     return made

@@ -12,7 +12,7 @@ from families import tiny_config
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.formats.digest import digest, fingerprint
+from adapterzoo.formats.fit import digest, fingerprint
 
 TESTS = Path(__file__).resolve().parents[1]
 

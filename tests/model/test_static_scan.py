@@ -10,7 +10,7 @@ from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
-from adapterzoo.model.hf.info import TaskHeads, head_tensors
+from adapterzoo.model.hf.info import ModelInfo, head_tensors
 
 TASKS = ("SEQUENCE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM", "TOKEN_CLASSIFICATION",
          "QUESTION_ANSWERING", "IMAGE_CLASSIFICATION")  # fmt: skip
@@ -44,7 +44,7 @@ def error_of(tiny, cls, task):
     pooler = "pooler" in dict(model._backbone.named_children())
     labels = config.label2id
     try:
-        found, own, _ = TaskHeads(model).named(cls.__name__, head_tensors(static), labels, pooler)
+        found, own, _ = ModelInfo(model).named(cls.__name__, head_tensors(static), labels, pooler)
         store.add(model, "x", store.config_from(model, found))
     except (InexpressibleError, ConfigError):
         # left out with a warning

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGES = ("methods", "inject", "composition", "checkpoint")
+PACKAGES = ("methods", "inject", "composition", "formats")
 Bug = dict[str, Any]
 
 # fmt: off

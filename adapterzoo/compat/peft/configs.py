@@ -14,8 +14,7 @@ from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import FLAG
-from adapterzoo.formats.peft.heads import task_of
-from adapterzoo.formats.peft.patterns import exactly
+from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.naming import names_of
 from adapterzoo.model.hf.backbone import split_experts

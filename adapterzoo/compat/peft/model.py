@@ -55,7 +55,7 @@ class PeftModel:
         cls,
         model: PreTrainedModel,
         model_id: str | os.PathLike[str],
-        adapter_name: str = methods.DEFAULT,
+        adapter_name: str = DEFAULT,
         is_trainable: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -245,7 +245,7 @@ class PeftModel:
         if len(names) > 1:
             checkpointing.check_saving(cast("Any", self), names, format, with_head)
         for name in names if is_main_process else ():
-            below = "" if name == methods.DEFAULT else name
+            below = "" if name == DEFAULT else name
             self.save_adapter(
                 Path(save_directory) / below, name, with_head=with_head, format=format
             )
@@ -406,7 +406,7 @@ def _again(*made_from: Any) -> Any:
 def get_peft_model(
     model: PreTrainedModel,
     peft_config: Any,
-    adapter_name: str = methods.DEFAULT,
+    adapter_name: str = DEFAULT,
     autocast_adapter_dtype: bool = True,
     low_cpu_mem_usage: bool = False,
     init_data: InitData = None,
@@ -449,7 +449,7 @@ def get_peft_model(
 def inject_adapter_in_model(
     peft_config: Any,
     model: PreTrainedModel,
-    adapter_name: str = methods.DEFAULT,
+    adapter_name: str = DEFAULT,
     low_cpu_mem_usage: bool = False,
 ) -> Any:
     """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
@@ -487,7 +487,7 @@ class LoadResult(NamedTuple):
 def get_peft_model_state_dict(
     model: Any,
     state_dict: Mapping[str, Tensor] | None = None,
-    adapter_name: str = methods.DEFAULT,
+    adapter_name: str = DEFAULT,
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter, and of its head, by their keys in PEFT's files.
 
@@ -511,7 +511,7 @@ def get_peft_model_state_dict(
 def set_peft_model_state_dict(
     model: Any,
     peft_model_state_dict: Mapping[str, Tensor],
-    adapter_name: str = methods.DEFAULT,
+    adapter_name: str = DEFAULT,
 ) -> LoadResult:
     """Give an adapter, and its head, values that `get_peft_model_state_dict` returned.
 
@@ -602,7 +602,7 @@ def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
 def replace_lora_weights_loftq(
     peft_model: Any,
     model_path: str | os.PathLike[str] | None = None,
-    adapter_name: str = methods.DEFAULT,
+    adapter_name: str = DEFAULT,
     callback: Callable[[Any, str], bool] | None = None,
 ) -> None:
     """Give an adapter of LoRA the values that make up best for the quantization of its layers.

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from adapterzoo import formats
 from adapterzoo.errors import CheckpointError, StateError, listing
-from adapterzoo.formats import fit, places
+from adapterzoo.formats import fit
 from adapterzoo.formats import peft as format_of_peft
+from adapterzoo.formats.checkpoint import from_plain
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.heads.interface import HeadRecord, LoadOptions
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
@@ -28,7 +29,7 @@ from adapterzoo.model.state import (
 def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return PEFT's config and tensors for an adapter."""
     sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
-    info = info_of(model)
+    info = ModelInfo(model)
     stored = formats.exported(checkpointing.checkpoint_of(model, name, True, None, "peft"), info)
     return format_of_peft.encoded(stored, info)
 
@@ -86,11 +87,11 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     """
     refuse_merged(model, name)
     theirs, _ = encoded(model, name)
-    stored = format_of_peft.decoded(theirs, tensors, info_of(model))
+    stored = format_of_peft.decoded(theirs, tensors, ModelInfo(model))
     adapter, document = stored.adapter, stored.metadata["head"]
     own = dict(modules_of(model, name))
     config = model._adapter_state.find(name).config
-    adapter = places.own(config, adapter, model.anatomy)
+    adapter = from_plain(config, adapter, model.anatomy)
     fit.check_fit(type(model).__name__, adapter, named_tensors(own, keep_vars=True), None)
     enter, strategy = None, model._head_strategy
     if document is not None:

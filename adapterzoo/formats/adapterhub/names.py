@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.errors import listing
-from adapterzoo.formats.checkpoint import ModelInfo, inexpressible
-from adapterzoo.formats.places import Place
+from adapterzoo.formats.checkpoint import Place, inexpressible
 from adapterzoo.spelling import Container
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 BlockLocation = tuple[int, str]
 """The number of a block and the location in it; or -1 and the path of a layer."""
@@ -205,8 +208,8 @@ def find_location(info: ModelInfo, container: Container, path: str) -> BlockLoca
         return None if location is None else (block.layer, location)
     if container.at == "block":
         return (block.layer, "block") if rest == container.below else None
-    module, end = _split(rest, container.below)
-    if not end or not module:
+    module = rest.removesuffix(f".{container.below}")
+    if module in ("", rest):
         return None
     return block.layer, "cross" if CROSS.search(f"{module}.") else "attention"
 
@@ -222,7 +225,7 @@ def below_model(info: ModelInfo, container: Container) -> str:
     entry = ""
     if container.in_encoder:
         own = LAYOUTS.get(info.model_type)
-        entry = "encoder" if info.config().get("is_encoder_decoder") else own.entry if own else ""
+        entry = "encoder" if info.config.get("is_encoder_decoder") else own.entry if own else ""
     return ".".join(filter(None, (entry, container.below)))
 
 
@@ -232,37 +235,26 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     Raises:
         CheckpointError: it has none.
     """
-    site = place.placement.site
+    site, location, found = place.placement.site, place.placement.location, None
     block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
-    found = None if block is None else _name_in(block, container, place, layout)
+    if block is not None and container.at == "sublayer":
+        sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
+        found = name_of_sublayer(block, sub, layout)
+    elif block is not None and container.at == "layer":
+        found = name_of_layer(block, site, layout) if layout.crosses or not site.cross else None
+    elif block is not None and container.at == "block":
+        found = f"{_block_path(block, layout)}.{container.below}"
+    elif block is not None:
+        asked = [s for s in block.sites if s.role in ("query", "qkv") and s.cross == site.cross]
+        if asked:
+            module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
+            found = f"{module}.{container.below}"
     if found is None:
         raise inexpressible(
             f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
             f"{info.model_type}"
         )
     return found
-
-
-def _name_in(block: Block, container: Container, place: Place, layout: Layout) -> str | None:
-    if container.at == "sublayer":
-        location = place.placement.location
-        sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
-        return name_of_sublayer(block, sub, layout)
-    if container.at == "layer":
-        site = place.placement.site
-        return name_of_layer(block, site, layout) if layout.crosses or not site.cross else None
-    if container.at == "block":
-        return f"{_block_path(block, layout)}.{container.below}"
-    cross = place.placement.site.cross
-    asked = [s for s in block.sites if s.role in ("query", "qkv") and s.cross == cross]
-    if not asked:
-        return None
-    module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
-    return f"{module}.{container.below}"
-
-
-def _split(path: str, end: str) -> tuple[str, str]:
-    return (path[: -len(end) - 1], end) if path.endswith(f".{end}") else (path, "")
 
 
 def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
@@ -311,7 +303,8 @@ def find_layer(block: Block, rest: str) -> Site | None:
         role = next((role for role, pattern in MLP if pattern.search(rest)), None)
     if role is None:
         return None
-    cross = CROSS.search(rest) is not None if "attention" in _kinds_of(role) else None
+    in_mlp = role in ("mlp_in", "mlp_gate", "mlp_out")
+    cross = None if in_mlp else CROSS.search(rest) is not None
     found = [site for site in block.sites if site.role == role and cross in (None, site.cross)]
     return found[0] if len(found) == 1 else None
 
@@ -329,10 +322,6 @@ def name_of_layer(block: Block, site: Site, layout: Layout) -> str:
     """Return AdapterHub's path, without the prefix, of a linear layer."""
     own = site.path.removeprefix(f"{block.path}.")
     return f"{_block_path(block, layout)}.{layout.layers.get(site.role, own)}"
-
-
-def _kinds_of(role: Role) -> tuple[SubLayerKind, ...]:
-    return ("mlp",) if role in ("mlp_in", "mlp_gate", "mlp_out") else ("attention", "cross")
 
 
 def _block_path(block: Block, layout: Layout) -> str:

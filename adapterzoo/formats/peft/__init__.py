@@ -8,73 +8,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument, in_python
 from adapterzoo.formats import files
-from adapterzoo.formats.checkpoint import Base, Checkpoint, Kind, ModelInfo, base_of, formats
+from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, base_of, formats
 
 from .config import CONFIG, checked
-from .heads import head_for, head_from
-from .read import read_adapter
-from .write import encode_adapter
+from .reading import head_from, read_adapter
+from .writing import encode_adapter, head_for
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 _TENSORS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 
 
-class PeftFormat:
-    """The format of PEFT, as `formats` sees it."""
-
-    def recognizes(self, folder: Path, kind: Kind) -> bool:
-        """Return whether a folder has tensors under PEFT's name, or a config of PEFT."""
-        if kind != "adapter":
-            return False
-        if (folder / _TENSORS).is_file() or (folder / _PICKLE).is_file():
-            return True
-        return "peft_type" in files.fields_of(folder / CONFIG)
-
-    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """Return the adapter, and the head where the file has one.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, has a setting that cannot be reproduced
-                here, or names layers that the model lacks.
-        """
-        found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
-        found.metadata["meta"] = meta_in(folder)
-        return found
-
-    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Return the config and the tensors.
-
-        Raises:
-            CheckpointError: PEFT has no such adapter or head.
-        """
-        if kind != "adapter":
-            raise CheckpointError(
-                f"PEFT's format has no heads without an adapter. Write "
-                f"{in_python('save_head(…) with ')}{argument('format', 'native')} or "
-                f"{argument('format', 'adapterhub')}."
-            )
-        config, tensors = encoded(checkpoint, info)
-        # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
-        meta = checkpoint.metadata.get("meta")
-        written = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
-        return {_TENSORS: written, CONFIG: files.json_bytes(config)}
-
-    def base(self, folder: Path) -> Base:
-        """Return the model in the config."""
-        return base_of(files.read_json(folder / CONFIG), "base_model_name_or_path", "revision")
-
-    def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Return the files that PEFT would read."""
-        return (_TENSORS, _PICKLE, CONFIG) if kind == "adapter" else ()
+def _recognizes(folder: Path, kind: Kind) -> bool:
+    if kind != "adapter":
+        return False
+    there = any((folder / name).is_file() for name in (_TENSORS, _PICKLE))
+    return there or "peft_type" in files.fields_of(folder / CONFIG)
 
 
-formats.register("peft")(PeftFormat())
+def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+    found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
+    found.metadata["meta"] = meta_in(folder)
+    return found
+
+
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
+    if kind != "adapter":
+        raise CheckpointError(
+            f"PEFT's format has no heads without an adapter. Write "
+            f"{in_python('save_head(…) with ')}{argument('format', 'native')} or "
+            f"{argument('format', 'adapterhub')}."
+        )
+    config, tensors = encoded(checkpoint, info)
+    # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
+    meta = checkpoint.metadata.get("meta")
+    written = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
+    return {_TENSORS: written, CONFIG: files.json_bytes(config)}
+
+
+formats.register("peft")(
+    Format(
+        _recognizes,
+        _read,
+        _encode,
+        base=lambda folder: base_of(
+            files.read_json(folder / CONFIG), "base_model_name_or_path", "revision"
+        ),
+        owned=lambda kind: (_TENSORS, _PICKLE, CONFIG) if kind == "adapter" else (),
+    )
+)
 
 
 def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -93,11 +83,12 @@ def decoded(
     """Return the adapter, and the head where there is one, of PEFT's config and tensors.
 
     Raises:
-        CheckpointError: as `PeftFormat.read`.
+        CheckpointError: the config has a setting that cannot be reproduced here, or the tensors
+            are of layers that the model lacks.
     """
-    theirs = checked(config)
-    ours, adapter, rest = read_adapter(theirs, tensors, info)
-    head, head_tensors = head_from(theirs, rest, info)
+    peft_config = checked(config)
+    ours, adapter, rest = read_adapter(peft_config, tensors, info)
+    head, head_tensors = head_from(peft_config, rest, info)
     metadata = {
         "name": None,
         "model_type": info.model_type,

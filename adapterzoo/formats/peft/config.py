@@ -1,30 +1,45 @@
-"""`adapter_config.json` of PEFT: its method, and its fields, checked.
+r"""`adapter_config.json` of PEFT: its method and its fields, checked; names of layers; tasks.
 
 A file is refused if a field changes what the adapter computes in a way that cannot be reproduced
 here. Fields that only matter to PEFT's training, and fields that are off, are ignored.
+
+PEFT matches the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`, and the entries of
+a list `target_modules` as ends of paths. Keys from a file are regular expressions that are not
+trusted: their search time is bounded before they run.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from transformers.models.auto import modeling_auto
 
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
 from adapterzoo.formats.checkpoint import method_of, short
+from adapterzoo.patterns import fault
 from adapterzoo.peft_arguments import instead
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
 
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
 CONFIG = "adapter_config.json"
+
 TOKENS = "trainable_token_indices"
+
 # a hint for every adapter that PEFT can merge
 MERGE = (
     "Merge the adapter with PEFT, and load the merged model: "
     "peft_model.merge_and_unload().save_pretrained(…)."
 )
+
 _PARAMETERS = "target_parameters"
+
 _INERT = """
     auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
     layers_pattern layers_to_transform modules_to_save peft_type peft_version revision
@@ -157,3 +172,136 @@ def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointErro
         f"{CONFIG} says {name}={short(value)}; legal is {legal}. If the tensors are right, write "
         f"{name!r}: {hint} there; else copy the checkpoint again."
     )
+
+
+_T = TypeVar("_T")
+
+# texts that match themselves, except that a dot matches any character
+_PLAIN = re.compile(r"[\w.\-]*")
+
+
+def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
+    """Return the value of the first pattern that matches each path; leave out other paths.
+
+    Args:
+        field: of the config, for messages.
+        patterns: PEFT's keys to values.
+        paths: of layers.
+
+    Raises:
+        CheckpointError: a key is not a regular expression, or one that may search for hours.
+    """
+    whole = {rf"(.*\.)?({pattern})$": pattern for pattern in patterns}
+    if (found_fault := fault(whole, max(map(len, paths), default=0), len(paths))) is not None:
+        expression, reason = found_fault
+        raise CheckpointError(
+            f"{field} has the key {whole[expression][:80]!r}: {reason}. Write names of "
+            f"layers as its keys: {{'q_proj': …}}."
+        )
+    compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
+    # most keys are names, whose last part excludes most paths without a search
+    ends = {p: p.rpartition(".")[2] if _PLAIN.fullmatch(p) else "" for p in patterns}
+    found: dict[str, _T] = {}
+    for path in paths:
+        for pattern, value in patterns.items():
+            if path.endswith(ends[pattern]) and compiled[pattern].match(path):
+                found[path] = value
+                break
+    return found
+
+
+def exactly(paths: Iterable[str]) -> str:
+    """Return a regular expression that matches exactly these paths."""
+    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
+
+
+def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
+    """Return the preferred value if any path has it, else the most common one."""
+    if preferred in values.values():
+        return preferred
+    counts: dict[_T, int] = {}
+    for value in values.values():
+        counts[value] = counts.get(value, 0) + 1
+    return max(counts, key=counts.__getitem__)
+
+
+def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
+    """Return a few keys that give paths their values, except for the default.
+
+    A key is the name of layers that all have one value, or a regular expression for the paths
+    that share it.
+    """
+    names: dict[str, set[_T]] = {}
+    for path, value in values.items():
+        names.setdefault(path.rpartition(".")[2], set()).add(value)
+    keys: dict[str, _T] = {}
+    rest: dict[_T, list[str]] = {}
+    for path, value in values.items():
+        name = path.rpartition(".")[2]
+        if value == default:
+            continue
+        if len(names[name]) == 1:
+            keys[re.escape(name)] = value
+        else:
+            rest.setdefault(value, []).append(path)
+    return keys | {exactly(paths): value for value, paths in rest.items()}
+
+
+def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
+    """Return the same as `by_name`, with names or whole paths as keys, for other readers."""
+    keys: dict[str, _T] = {}
+    for key, value in by_name(values, default).items():
+        if not key.startswith("^"):
+            keys[key] = value
+            continue
+        for path in (p for p, v in values.items() if v == value and re.match(key, p)):
+            # the end of another path would name that one too
+            longer = any(other.endswith(f".{path}") for other in values)
+            keys[f"^{re.escape(path)}" if longer else path] = value
+    return keys
+
+
+TASKS: Mapping[str, Mapping[str, Any]] = {
+    "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
+}
+"""PEFT's names of tasks → the classes of transformers for them, by type of model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The task class that an exported adapter belongs to.
+
+    Attributes:
+        model_class: its name.
+        task_type: PEFT's name of the task; None if it has none.
+    """
+
+    model_class: str
+    task_type: str | None
+
+
+def class_in(peft_config: PeftConfig, info: ModelInfo) -> str | None:
+    """Return the class of models that a file belongs to; None if it does not say that."""
+    if peft_config.base_class is not None or peft_config.task_type is None:
+        return peft_config.base_class
+    return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
+
+
+def classes_for(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
+    """Yield the classes of transformers for a task that a type of model has."""
+    found = mapping.get(info.model_type)
+    yield from (found,) if isinstance(found, str) else found or ()
+
+
+def task_of(model_class: str) -> str | None:
+    """Return PEFT's name of the task of a class; None if it has none."""
+    for task, mapping in TASKS.items():
+        classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
+        if model_class in set(classes):
+            return task
+    return None

@@ -33,8 +33,8 @@ from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upcast
 from adapterzoo.errors import CompositionError, ConfigError
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import drawn, generator
 from adapterzoo.methods._sizes import rescaled
 

@@ -36,9 +36,9 @@ from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, Choice, Maybe, Range, Share, field
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named
 from adapterzoo.methods._sizes import RANK, refuse_larger
 from adapterzoo.methods._targets import TargetedConfig

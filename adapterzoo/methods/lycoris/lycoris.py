@@ -20,7 +20,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, SEED, Check, Share, field
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
 from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
 from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled

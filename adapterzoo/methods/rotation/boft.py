@@ -27,11 +27,10 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.fields import MAX_WIDTH, SEED, Range, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
-from adapterzoo.kernels.cayley import cayley
-from adapterzoo.kernels.cayley_fold import cayley_fold
+from adapterzoo.kernels.cayley import cayley, cayley_fold
 from adapterzoo.kernels.compose import compose, compose_reference
-from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable

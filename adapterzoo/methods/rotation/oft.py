@@ -30,12 +30,10 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.fields import FLAG, MAX_WIDTH, SEED, Positive, Range, Share, field
-from adapterzoo.kernels._recomputed import recomputed
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
-from adapterzoo.kernels.cayley import cayley, cayley_neumann
-from adapterzoo.kernels.cayley_fold import cayley_fold
-from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig

@@ -1,15 +1,19 @@
-"""Arguments of `adapters` for saving and loading: what they mean here."""
+"""Arguments of `adapters` for saving and loading, and its `custom_weights_loaders`."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.model import sharding
 from adapterzoo.model.heads.interface import LoadOptions
+from adapterzoo.model.state import AdaptedModel
 
 
 def chosen_format(format: str, use_safetensors: bool | None) -> str:
@@ -112,3 +116,55 @@ def report(loading_info: dict[str, Any] | None) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def check_loaders(model: AdaptedModel, loaders: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Return loaders that can be used, before anything is saved or loaded.
+
+    Args:
+        model: whose adapter is saved or loaded.
+        loaders: objects with the methods `save` and `load` of `adapterzoo.loading.WeightsLoader`.
+
+    Raises:
+        ConfigError: one is not such an object.
+        StateError: there are any, and the model is sharded.
+    """
+    for loader in loaders or ():
+        if isinstance(loader, type) or not all(
+            callable(getattr(loader, method, None)) for method in ("save", "load")
+        ):
+            shown = loader.__name__ if isinstance(loader, type) else "MyLoader"
+            raise ConfigError(
+                f"custom_weights_loaders={loaders!r}: {loader!r} is not an object with the methods "
+                f"save and load. Write custom_weights_loaders=[{shown}(model)], with a subclass "
+                f"of adapterzoo.loading.WeightsLoader."
+            )
+    if loaders:
+        sharding.refuse_if_sharded(model, "Leave custom_weights_loaders out.")
+    return tuple(loaders or ())
+
+
+def save_weights(loaders: Sequence[Any], folder: str | os.PathLike[str], name: str) -> None:
+    """Let each loader save its weights.
+
+    Args:
+        loaders: of `check`.
+        folder: where the adapter is.
+        name: of the adapter.
+    """
+    for loader in loaders:
+        loader.save(folder, name)
+
+
+def load_weights(asked: LoadOptions, folder: Path, name: str) -> None:
+    """Let each loader load its weights.
+
+    Args:
+        asked: of the user, with the loaders.
+        folder: where the adapter is.
+        name: under which it was loaded.
+    """
+    for loader in asked.loaders:
+        loader.load(
+            folder, load_as=asked.load_as, loading_info=asked.loading_info, main_load_name=name
+        )

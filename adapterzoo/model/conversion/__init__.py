@@ -1,1 +1,552 @@
-"""Conversion of an adapter to another method, with a certificate of what it changes."""
+"""Convert an adapter to a method whose adapters can make any change of a weight.
+
+The change ΔW of each weight is written as B A: with the factors of the method where it has them,
+else with those of a truncated SVD. A certificate says what the conversion changes. For methods that
+do not exist here, PEFT computes the changes; it is not required otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo import inject
+from adapterzoo.anatomy import OutputSlice, Site
+from adapterzoo.averaging import Truncated, truncated
+from adapterzoo.composition import parse
+from adapterzoo.configs import AdapterConfig, change_forms
+from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
+from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.inject.building import at_hand, inject_path, layer_at
+from adapterzoo.inject.layers import take_slice
+from adapterzoo.methods import undrawn
+from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
+from adapterzoo.model.adapters import bring_in, make
+from adapterzoo.model.heads.ties import tables_of
+from adapterzoo.model.hf.backbone import text_config
+from adapterzoo.model.sharding import refuse_if_sharded
+from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
+from adapterzoo.names import check_name
+
+from .certificate import Certificate, LayerReport
+
+
+class Change(NamedTuple):
+    """The change of one weight.
+
+    Attributes:
+        path: of the module that holds it.
+        parameter: its name there; None for the weight of a layer.
+        value: `[*experts, d_out, d_in]`, in the widest dtype.
+        factors: A and B with B A = value; None: not known.
+    """
+
+    path: str
+    parameter: str | None
+    value: Tensor
+    factors: tuple[Tensor, Tensor] | None = None
+
+
+class Size(NamedTuple):
+    """How much of a change to keep.
+
+    Attributes:
+        rank: the largest rank; None: not limited.
+        energy: the share of the squared singular values; None: all.
+    """
+
+    rank: int | None
+    energy: float | None
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: both are given, or one is not legal.
+        """
+        rank, energy = self
+        if rank is not None and energy is not None:
+            raise ConfigError(
+                f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one of them."
+            )
+        if rank is not None and (type(rank) is not int or not 1 <= rank <= MAX_WIDTH):
+            raise ConfigError(
+                f"rank={rank!r} is not a whole number from 1 to {MAX_WIDTH:,}. Write rank=8."
+            )
+        if energy is not None and (
+            isinstance(energy, bool) or not isinstance(energy, (int, float)) or not 0 < energy <= 1
+        ):
+            raise ConfigError(
+                f"energy={energy!r} is not a share of the squared singular values, above 0 and at "
+                f"most 1. Write energy=0.99."
+            )
+
+
+class Foreign(NamedTuple):
+    """An adapter of another library on the same base model.
+
+    Attributes:
+        method: its name there.
+        changes: key of each changed parameter → its change as the layer stores it, in the widest
+            dtype.
+        inputs: arguments of a call.
+        outputs: those of the call.
+        are_given: whether the user gave the inputs.
+    """
+
+    method: str
+    changes: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
+    outputs: list[Tensor]
+    are_given: bool
+
+
+Changes = Callable[[], Iterable[Change]]
+
+_Leaf = tuple[str, str | None, OutputSlice | None]
+
+
+@torch.no_grad()
+def convert(
+    model: AdaptedModel,
+    name: str,
+    to: str,
+    size: Size,
+    new_name: str | None = None,
+    overwrite_ok: bool = False,
+    active: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+) -> Certificate:
+    """Add the conversion of an adapter; the adapter does not change, unless it is replaced.
+
+    Args:
+        model: with adapters.
+        name: of the adapter.
+        to: the method.
+        size: how much of the changes to keep.
+        new_name: of the result; None: that of the adapter and of the method.
+        overwrite_ok: whether an adapter of this name may be replaced.
+        active: whether to activate the result as the only adapter.
+        inputs: arguments of a call, to compare outputs; None: random ones.
+
+    Raises:
+        ConfigError: a value is not legal, or no random inputs can be made.
+        StateError: the adapter is more than a change of weights.
+    """
+    form, target = change_forms.find(to), f"{name}_{to}" if new_name is None else new_name
+    size.check()
+    check_name(target)
+    record = model._adapter_state.find(name)
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_merged(model, name)
+    refuse_taken(model, target, overwrite_ok)
+    _refuse_other(model, name)
+    head = name if name in model.known_heads() else None
+    given = random_inputs(model) if inputs is None else check_inputs(inputs)
+    config = form.at_sites_of(record.config, model.anatomy)
+    made, layers = _made(model, config, lambda: _changes_of(model, name), size)
+    before, plain = (outputs(model, each, head, given) for each in (name, None))
+    own_head = model._head_strategy.combined([name], [1.0])
+    bring_in(model, target, made, active)
+    model._head_strategy.give(target, own_head)
+    after = outputs(model, target, head, given)
+    return Certificate(
+        target, record.config.architecture, to, tuple(layers),
+        "random" if inputs is None else "given", difference(before, after),
+        difference(before, plain),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def add_changes(
+    model: AdaptedModel, name: str, foreign: Foreign, to: str, size: Size
+) -> Certificate:
+    """Add an adapter that makes the changes of an adapter of another library.
+
+    Args:
+        model: with adapters.
+        name: of the new adapter.
+        foreign: the changes.
+        to: the method.
+        size: how much of them to keep.
+
+    Raises:
+        ConfigError: a value is not legal.
+        StateError: a change is not that of the weight of a layer that can have adapters.
+    """
+    form, backbone = change_forms.find(to), model._backbone
+    size.check()
+    check_name(name)
+    refuse_taken(model, name, overwrite_ok=False)
+    prefix = next(n for n, module in cast("Any", model).named_modules() if module is backbone)
+    start = f"{prefix}." if prefix else ""
+    sites = {site.path for site in model.anatomy if site.parameter is None}
+    changes = []
+    for key, value in foreign.changes.items():
+        path, _, parameter = key.removeprefix(start).rpartition(".")
+        if not key.startswith(start) or parameter != "weight" or path not in sites:
+            raise StateError(
+                f"the adapter changes {key!r}, which is not the weight of a layer that can have "
+                f"adapters. Merge it with PEFT instead: "
+                f"peft_model.merge_and_unload().save_pretrained(…)."
+            )
+        transposed = inject.stores_transposed(layer_at(backbone, path))
+        changes.append(Change(path, None, value.mT if transposed else value))
+    made, layers = _made(
+        model, form.at_layers([change.path for change in changes]), lambda: changes, size
+    )
+    plain = outputs(model, None, None, foreign.inputs)
+    bring_in(model, name, made, active=False)
+    after = outputs(model, name, None, foreign.inputs)
+    return Certificate(
+        name, foreign.method, to, tuple(layers), "given" if foreign.are_given else "random",
+        difference(foreign.outputs, after), difference(foreign.outputs, plain),
+    )  # fmt: skip
+
+
+def _refuse_other(model: AdaptedModel, name: str) -> None:
+    """Refuse an adapter that does more than change weights of layers."""
+    if tables_of(model, name):
+        raise StateError(
+            f"{name!r} has trained embeddings, which are not a change of a weight. Keep it as it "
+            f"is."
+        )
+    for path, adapter in modules_of(model, name):
+        parts = (part for part in adapter.modules() if isinstance(part, Adapter))
+        for part in parts if path else ():
+            kind = type(part).__name__
+            if not isinstance(part, WeightAdapter | inject.ExpertAdapters):
+                raise StateError(
+                    f"{name!r} has a {kind} adapter at {path!r}, which is not a change of a "
+                    f"weight. Keep it as it is."
+                )
+            if part.stands_alone or (isinstance(part, WeightAdapter) and part.keeps_weight):
+                raise StateError(
+                    f"{name!r} has a {kind} adapter at {path!r}, whose parameters replace those of "
+                    f"the layer (modules_to_save, trainable_token_indices, bias, norms), and a "
+                    f"conversion would lose it. Keep it as it is."
+                )
+
+
+def _changes_of(model: AdaptedModel, name: str) -> Iterator[Change]:
+    """Yield the changes of an adapter, in model order."""
+    for path, adapter in modules_of(model, name):
+        # shared modules do not change a weight themselves
+        if path:
+            yield from _changes_at(model, path, adapter)
+
+
+def _changes_at(model: AdaptedModel, path: str, adapter: Adapter) -> Iterator[Change]:
+    layer = layer_at(model._backbone, path)
+    originals = model._adapter_state.originals.get(path, {})
+    with at_hand(layer):
+        try:
+            for parameter, value, factors in inject.changes(layer, adapter, originals):
+                if not bool(value.isfinite().all()):
+                    raise StateError(
+                        "the change of the weight is not finite. Look for NaN in the adapter, and "
+                        "load another checkpoint."
+                    )
+                yield Change(path, parameter, value, factors)
+        except StateError as error:
+            raise StateError(f"at {path!r}: {error}") from error
+
+
+def _made(
+    model: AdaptedModel, config: Any, changes: Changes, size: Size
+) -> tuple[AdapterRecord, list[LayerReport]]:
+    """Return the new adapter, which is not yet in the model, and the report of each weight.
+
+    Args:
+        model: with adapters.
+        config: of the new adapter, with any ranks.
+        changes: returns the changes of the weights at its sites; called twice.
+        size: how much of them to keep.
+    """
+    sites: dict[tuple[str, str | None], list[Site]] = {}
+    kept: dict[_Leaf, Truncated] = {}
+    for placement in config.placements(model.anatomy):
+        site = placement.site
+        sites.setdefault(_key(site), []).append(site)
+        kept[*_key(site), site.output_slice] = _nothing(site)
+    for key, beside in sites.items():
+        # an adapter of the whole weight takes the change, not those of its parts beside it
+        sites[key] = [site for site in beside if site.output_slice is None] or beside
+    dtype = compute_dtype(config.dtype_at(model.dtype))
+    ranks: dict[str, int] = {}
+    for change in changes():
+        for site in sites[change.path, change.parameter]:
+            value, factors = _part(change, site.output_slice)
+            # noise of a float64 SVD, and what the new factors cannot resolve
+            precision = max(torch.finfo(dtype).eps, max(value.shape) * torch.finfo(value.dtype).eps)
+            found = truncated(value, factors, *size, precision)
+            kept[change.path, change.parameter, site.output_slice] = found
+            ranks[site.name] = max(ranks.get(site.name, 1), found.a.shape[-2])
+    with undrawn(), torch.random.fork_rng(devices=()):
+        record = make(model, cast("AdapterConfig", config.of_ranks(ranks)))
+    for path, adapter in record.coming.items():
+        for parameter, features, leaf in _leaves(adapter):
+            own = kept[path, parameter, features]
+            leaf.set_factors(own.a, own.b)
+    reports = []
+    for change in changes():
+        adapter = record.coming[change.path]
+        new = next(
+            c for c in _changes_at(model, change.path, adapter) if c.parameter == change.parameter
+        )
+        for site in sites[change.path, change.parameter]:
+            features = site.output_slice
+            old, now = _part(change, features)[0], _part(new, features)[0]
+            norm, error = (float(torch.linalg.vector_norm(t)) for t in (old, old - now))
+            names = site.path, site.parameter, site.role if features else None
+            own = kept[change.path, change.parameter, features]
+            shown = ".".join(filter(None, names))
+            reports.append(LayerReport(shown, own.a.shape[-2], norm, error, own.is_exact))
+    return record, reports
+
+
+def _key(site: Site) -> tuple[str, str | None]:
+    """Return the module that holds the weight of a site, and the weight's name if it has one."""
+    parameter = site.parameter.rpartition(".")[2] if site.parameter else None
+    return inject_path(site), parameter
+
+
+def _nothing(site: Site) -> Truncated:
+    """Return the factors of no change."""
+    lead = (site.experts,) if site.experts else ()
+    a, b = torch.zeros(*lead, 0, site.d_in), torch.zeros(*lead, site.d_out, 0)
+    return Truncated(a, b, is_exact=True)
+
+
+def _part(
+    change: Change, features: OutputSlice | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return the change of some output features, and its factors."""
+    if features is None:
+        return change.value, change.factors
+    value = take_slice(change.value, features, -2)  # [*experts, size, d_in]
+    if change.factors is None:
+        return value, None
+    a, b = change.factors
+    return value, (a, take_slice(b, features, -2))
+
+
+def _leaves(
+    adapter: Adapter,
+) -> Iterator[tuple[str | None, OutputSlice | None, FactoredAdapter]]:
+    """Yield the adapters of one place: the parameter, the part of its features, the adapter."""
+    if isinstance(adapter, inject.ExpertAdapters):
+        for parameter, parts in adapter._modules.items():
+            for _, features, leaf in _leaves(cast("Adapter", parts)):
+                yield parameter, features, leaf
+    elif isinstance(adapter, inject.FusedAdapters):
+        for label, features in adapter.slices.items():
+            yield None, features, cast("FactoredAdapter", adapter._modules[label])
+    else:
+        yield None, None, cast("FactoredAdapter", adapter)
+
+
+_TOKENS, _SAMPLES, _SEED = 16, 4000, 0
+
+
+def outputs(
+    model: AdaptedModel, adapter: str | None, head: str | None, inputs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return all tensors of numbers that a call returns, but the loss, in evaluation mode.
+
+    Args:
+        model: with adapters.
+        adapter: the only one that acts; None: none does.
+        head: the head to use; None: the active one.
+        inputs: arguments of the call.
+    """
+    plan = make_plan(model, parse(adapter), head, ())
+    with model._active.entered(plan):
+        return plain_outputs(model, inputs)
+
+
+def plain_outputs(model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Return all tensors of numbers that a call returns, as the model is set.
+
+    Args:
+        model: any model of transformers.
+        inputs: arguments of the call.
+    """
+    training, device = model.training, next(model.parameters()).device
+    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            found = model(**given, return_dict=True)
+    finally:
+        model.train(training)
+    values = [t for key, t in found.items() if key != "loss" and isinstance(t, Tensor)]
+    return [t.cpu().double() for t in values if t.is_floating_point()]
+
+
+def difference(some: list[Tensor], others: list[Tensor]) -> float:
+    """Return the largest difference between outputs of two calls."""
+    pairs = zip(some, others, strict=True)
+    return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def check_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call, if that is what a user gave.
+
+    Raises:
+        ConfigError: they have another type.
+    """
+    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
+        raise ConfigError(
+            f"inputs, a {type(inputs).__name__}, does not map names of arguments of a call to "
+            f"values. Write inputs={{'input_ids': …}}."
+        )
+    return inputs
+
+
+def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return the same random inputs each time: one row of tokens, one image, or one sound.
+
+    Raises:
+        ConfigError: the model reads something else, or more.
+    """
+    called = cast("Any", model)
+    source = torch.Generator("cpu").manual_seed(_SEED)
+    found = _drawn(called, called.main_input_name, token_table(model), source)
+    if found is None:
+        raise _other(called, f"it reads {called.main_input_name}")
+    given = {k: v.to(called.dtype) if v.is_floating_point() else v for k, v in found.items()}
+    try:
+        outputs(model, None, None, given)
+    # a model that reads more raises errors of any kind
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _other(called, " ".join(str(error).split())[:200]) from error
+    return given
+
+
+def _other(model: Any, reason: str) -> ConfigError:
+    inputs = f"inputs={{{model.main_input_name!r}: …}}"
+    hint = in_python(
+        f"Write {inputs}, the arguments of a call.",
+        f"Write in Python: model.convert_adapter(…, {inputs}), with the arguments of a call.",
+    )
+    return ConfigError(
+        f"no random inputs can be made for this {type(model).__name__} ({reason}). {hint}"
+    )
+
+
+def _drawn(
+    model: Any, main: str, table: torch.nn.Embedding | None, source: torch.Generator
+) -> dict[str, Tensor] | None:
+    """Return random inputs, if the config has their sizes."""
+    config = model.config
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=source, device="cpu")
+
+    if main == "input_ids" and table is not None:
+        ids = _tokens(text_config(config), table.num_embeddings, source)  # [1, tokens]
+        return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+    size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
+    if main == "pixel_values" and size and channels:
+        return {main: noise(channels, *(size if isinstance(size, list | tuple) else (size, size)))}
+    bins, frames = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
+    if main == "input_features" and bins and frames and config.is_encoder_decoder:
+        start = torch.tensor([[config.decoder_start_token_id or 0]], device="cpu")
+        return {main: noise(bins, 2 * frames), "decoder_input_ids": start}
+    if main == "input_values":
+        return {main: noise(_SAMPLES)}
+    return None
+
+
+def _tokens(text: Any, count: int, source: torch.Generator) -> Tensor:
+    """Return random tokens `[1, tokens]` without padding."""
+    positions = getattr(text, "max_position_embeddings", None)
+    length = min(_TOKENS, positions - 4) if isinstance(positions, int) else _TOKENS
+    special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+    legal = torch.tensor([n for n in range(count) if n not in special], device="cpu")
+    ids = legal[torch.randint(len(legal), (1, length), generator=source, device="cpu")]
+    end = getattr(text, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < count:
+        # BART and T5 classify at the end of the text
+        ids[:, -1] = end
+    return ids
+
+
+_TENSORS = "adapter_model.safetensors"
+
+
+def changes_by_peft(
+    plain: Any, folder: Path, method: str, inputs: Mapping[str, Any], are_given: bool
+) -> Foreign:
+    """Load an adapter with PEFT, and compare the merged weights with those of the base model.
+
+    Args:
+        plain: the base model of transformers, without adapters; it does not change.
+        folder: of the adapter.
+        method: its name in PEFT.
+        inputs: arguments of a call.
+        are_given: whether the user gave them.
+
+    Raises:
+        CheckpointError: PEFT cannot load or merge the adapter.
+        ConfigError: PEFT is not installed.
+    """
+    peft = _installed(method)
+    if not (folder / _TENSORS).is_file():
+        raise CheckpointError(
+            f"there is no {_TENSORS} in {str(folder)!r}. Save the adapter again with PEFT."
+        )
+    base = copy.deepcopy(plain)
+    # so that the difference of the weights is exact
+    wide = widest(next(plain.parameters()).device)
+    # a tied table by all its names
+    before = {key: p.detach().to(wide) for key, p in plain.named_parameters(remove_duplicate=False)}
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            theirs = peft.PeftModel.from_pretrained(base, folder).eval()
+            found = plain_outputs(theirs, inputs)
+            merged = theirs.to(wide).merge_and_unload()
+    except AdapterZooError:
+        raise
+    # PEFT raises errors of every kind: for prompts, for layers that the model lacks, …
+    except (ArithmeticError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError,
+            ValueError, AttributeError) as error:  # fmt: skip
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"PEFT cannot merge the {method} adapter in {str(folder)!r} into this model "
+            f"({type(error).__name__}: {reason}), so that it cannot be converted. Load it with "
+            f"PEFT into the model that it was trained on."
+        ) from error
+    after = dict(merged.named_parameters(remove_duplicate=False))
+    changes = {
+        key: p.detach().to(wide) - before[key]
+        for key, p in after.items()
+        if key in before and not torch.equal(p.to(wide), before[key])
+    }
+    if not changes:
+        raise CheckpointError(
+            f"the {method} adapter in {str(folder)!r} changes no weight of this model. Write the "
+            f"base model that it was trained on."
+        )
+    return Foreign(method, changes, inputs, found, are_given)
+
+
+def _installed(method: str) -> ModuleType:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            f"the method {method!r} does not exist here, and PEFT, which can compute its changes, "
+            f"is not installed. Write pip install peft."
+        ) from error

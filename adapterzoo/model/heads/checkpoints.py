@@ -12,7 +12,7 @@ from adapterzoo.model import sharding
 from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.hf import documents
 from adapterzoo.model.hf.documents import StrPath
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import AdaptedModel
 
 from .interface import HeadRecord, LoadOptions
@@ -58,7 +58,7 @@ def fitting(
     """Read what `load_head` loads and check it; return its name and what enters it."""
     strategy = model._head_strategy
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    stored = formats.read(Path(folder), "head", info_of(model))
+    stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = documents.name_in(asked.load_as, stored, folder)
     target = name if strategy.is_named else strategy.active_name()
     asked, warn = arguments.overwriting(asked, name, head=strategy.names())

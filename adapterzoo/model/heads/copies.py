@@ -21,7 +21,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from adapterzoo import inject
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.averaging import weighted_sum
-from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
+from adapterzoo.composition import (
+    Composition,
+    Fuse,
+    SiteStep,
+    Stack,
+    fusion_key,
+    parts_of,
+    step_of_copies,
+)
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import StateError
 from adapterzoo.inject.building import (
@@ -258,7 +266,7 @@ def fitted(layer: nn.Module, own: nn.Module) -> nn.Module:
 # --- run, save, merge ---
 
 
-def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
+def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, SiteStep]:
     """Return the step of each layer of the head.
 
     Args:
@@ -273,7 +281,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
     return {
-        HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
+        HEAD + path: step_of_copies([o if o and path in copies[o] else None for o in owners])
         for path in paths
     }
 

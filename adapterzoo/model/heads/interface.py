@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import ActiveHeads, Composition, Step
+from adapterzoo.composition import ActiveHeads, Composition, SiteStep
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, in_python
 from adapterzoo.heads import PredictionHead, token_places
@@ -106,7 +106,7 @@ class HeadStrategy:
         """
         return ActiveHeads(), ()
 
-    def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
+    def steps(self, parts: Sequence[Any]) -> Mapping[str, SiteStep]:
         """Return the step of each layer of the head.
 
         Args:

@@ -16,7 +16,7 @@ from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labe
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.hf.backbone import refuse_unreadable
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import TaskHeads
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
 
 from . import store, tables
@@ -267,7 +267,7 @@ class NamedHeads(HeadStrategy):
             tensors[key] = output_like(self.model.heads.values(), document[FIELD])
         given = document.get("label2id")
         saved = document.get(MODEL_CONFIG)
-        named = TaskHeads(self.model).read(
+        named = ModelInfo(self.model).from_static(
             str(document.get(STATIC)),
             tensors,
             given if isinstance(given, Mapping) else None,

@@ -13,7 +13,7 @@ from torch import nn
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.formats.peft.patterns import exactly
+from adapterzoo.formats.peft.config import exactly
 from adapterzoo.inject.building import layer_at, plain_modules
 from adapterzoo.model.state import AdaptedModel, base_prefix
 from adapterzoo.patterns import matches, short_names

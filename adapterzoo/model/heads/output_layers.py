@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError, argument, in_python
-from adapterzoo.formats.digest import digest
+from adapterzoo.formats.fit import digest
 from adapterzoo.heads import PredictionHead
 
 from .interface import HeadRecord

@@ -12,7 +12,7 @@ from torch import Tensor
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.model.adapters import remove_all
-from adapterzoo.model.hf.info import info_of
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 
@@ -48,7 +48,7 @@ def head_to_keep(
             )
         return None, None, {}
     record = model._head_strategy.record(names[0])
-    info = info_of(model)
+    info = ModelInfo(model)
     try:
         if architecture is not None:
             task_class(architecture)

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Step
+from adapterzoo.composition import Composition, SiteStep
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import OWN_OUTPUT
-from adapterzoo.formats.digest import digest, same_bits
+from adapterzoo.formats.fit import digest, same_bits
 from adapterzoo.heads import STATIC, next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import unregister
 from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import TaskHeads, head_tensors
+from adapterzoo.model.hf.info import ModelInfo, head_tensors
 from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_heads import MODEL_CONFIG, config_fields
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
@@ -40,7 +40,7 @@ class StaticHead(HeadStrategy):
         """Return the names of the adapters and fusions that have a copy."""
         return tuple(self.model._adapter_state.copies)
 
-    def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
+    def steps(self, parts: Sequence[Any]) -> Mapping[str, SiteStep]:
         """Return the copy that each layer of the head uses."""
         return copies.steps_of(self.model, parts)
 
@@ -210,7 +210,7 @@ class StaticHead(HeadStrategy):
         tensors = record.tensors
         if STATIC not in record.document:
             cls = class_name(self.model)
-            tensors = TaskHeads(self.model).write(cls, record.document, tensors)
+            tensors = ModelInfo(self.model).to_static(cls, record.document, tensors)
         mine = copies.tensors_of(self.model, None)
         rest = {key: t for key, t in head_tensors(self.model).items() if key not in mine}
         if name is None:

@@ -18,7 +18,7 @@ from adapterzoo import inject
 from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
-from adapterzoo.formats.digest import digest
+from adapterzoo.formats.fit import digest
 from adapterzoo.inject.building import at_hand, device_of, layer_at, plain_modules
 from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.activation import check_setup, refuse_used, replan

@@ -13,7 +13,7 @@ from torch import nn
 
 from adapterzoo import inject
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.composition import Step, compile_rows
+from adapterzoo.composition import SiteStep, compile_site
 from adapterzoo.configs import Placement
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods.copies.rows import ROWS, TokenRows
@@ -111,7 +111,7 @@ def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
     return all(name in _held(module) for module in held)
 
 
-def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> dict[str, Step]:
+def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> dict[str, SiteStep]:
     """Return the steps of the output layers.
 
     Args:
@@ -119,14 +119,14 @@ def steps(model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]) -> d
         parts: of a composition, one for each kind of rows.
         acting: names of the adapters that act.
     """
-    found: dict[str, Step] = {}
+    found: dict[str, SiteStep] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
         layer = _there(cast("nn.Module", model), path)
         held = {} if layer is None else _held(layer)
         present = {name: module for name, module in held.items() if name in acting}
-        step = compile_rows(parts, present, present.__getitem__)
+        step = compile_site(parts, present)
         if step is not None:
-            found[HEAD + path] = step
+            found[HEAD + path] = step.by_name()
     return found
 
 

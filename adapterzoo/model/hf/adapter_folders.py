@@ -17,7 +17,6 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hub
 from adapterzoo.errors import CheckpointError, HubError, in_python, listing
-from adapterzoo.formats import folders
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,12 +76,11 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     folder = _without_model(path, asked)
     if folder is None:
         return None
-    with folders.reading(folder):
-        format = formats.of(folder, "adapter")
-        if format is None:
-            _refuse_several(folder)
-            return None
-        base = formats.formats[format].base(folder)
+    format = formats.of(folder, "adapter")
+    if format is None:
+        _refuse_several(folder)
+        return None
+    base = formats.formats[format].base(folder)
     if base.name is None:
         shown = os.fspath(path)
         python = (

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,13 +17,11 @@ from torch import nn
 
 from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.formats.native import FORMAT
-from adapterzoo.interface import FILE, AdapterModelInterface
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.adapterhub.config import AdaptersConfig
 from adapterzoo.model.heads import embeddings, tables, ties
 from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
@@ -224,25 +221,3 @@ def enter_interface(model: Any, interface: AdapterModelInterface | None) -> None
         model.base_model_prefix = interface.base_model
     state = model._adapter_state
     state.interface, state.is_base, state.anatomy = interface, None, None
-
-
-def interface_beside(path: object) -> Interface:
-    """Return the interface in the folder of a saved model, None without one."""
-    if not isinstance(path, (str, os.PathLike)):
-        return None
-    return path if (Path(path) / FILE).is_file() else None
-
-
-def add_all(model: Any, configs: Mapping[str, AdapterConfig]) -> None:
-    """Add adapters and fusions as another model has them, with fresh parameters.
-
-    Args:
-        model: with adapters.
-        configs: `adapters_config` of that model, or names to configs.
-    """
-    for name, config in configs.items():
-        model.add_adapter(name, config)
-    if isinstance(configs, AdaptersConfig):
-        for name in configs.fusions:
-            fused, names = configs.get_fusion(name)
-            model.add_adapter_fusion(names, fused, name)

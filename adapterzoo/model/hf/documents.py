@@ -21,7 +21,7 @@ from adapterzoo.model import sharding
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, token_table
 from adapterzoo.names import check_name
 
-from .info import info_of
+from .info import ModelInfo
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def write(
     Raises:
         CheckpointError: the format cannot express it, or the folder cannot be written.
     """
-    info = info_of(model)
+    info = ModelInfo(model)
     _refuse_sharded(model, format)
     sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
 
@@ -58,7 +58,7 @@ def check(model: AdaptedModel, stored: Checkpoint, kind: formats.Kind, format: s
         CheckpointError: it cannot.
     """
     _refuse_sharded(model, format)
-    formats.encoded(stored, kind, format, info_of(model))
+    formats.encoded(stored, kind, format, ModelInfo(model))
 
 
 def _refuse_sharded(model: AdaptedModel, format: str) -> None:
@@ -78,7 +78,7 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
         model: that it is taken from.
         name: of what is saved.
     """
-    info = info_of(model)
+    info = ModelInfo(model)
     return {
         "name": name,
         "model_type": info.model_type,

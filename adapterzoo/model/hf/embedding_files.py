@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.formats import files, folders
+from adapterzoo.formats import files
 from adapterzoo.model.heads import embeddings
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel
@@ -53,8 +53,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
     """
     folder = Path(folder)
     layer = embeddings.free_place(model, name)
-    with folders.reading(folder):
-        weight = files.read_tensor(folder / _TABLE)
+    weight = files.read_tensor(folder / _TABLE)
     if weight.dim() != 2 or weight.shape[1] != layer.embedding_dim or not len(weight):
         raise CheckpointError(
             f"{str(folder / _TABLE)!r} holds {list(weight.shape)}, and embeddings of this "
@@ -81,12 +80,11 @@ def _tokenizer(folder: Path) -> Any:
     # importing tokenizers takes time, and most models need none
     from transformers import AutoTokenizer
 
-    with folders.reading(folder):
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except _UNREADABLE as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(
-                f"the tokenizer in {str(folder)!r} cannot be read ({reason}). Delete that folder "
-                f"to load the embeddings alone."
-            ) from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"the tokenizer in {str(folder)!r} cannot be read ({reason}). Delete that folder "
+            f"to load the embeddings alone."
+        ) from error

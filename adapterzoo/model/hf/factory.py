@@ -13,6 +13,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -23,7 +24,9 @@ from adapterzoo import inject
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, naming
 from adapterzoo.inject import set_class
+from adapterzoo.interface import FILE
 from adapterzoo.model import batches
+from adapterzoo.model.adapterhub.config import AdaptersConfig
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
@@ -423,7 +426,12 @@ def init(
     made._start_adapters()
     config_entry.enter_interface(made, given)
     with naming(f"init({name})"):
-        config_entry.add_all(made, adapters_config or {})
+        for name, config in (adapters_config or {}).items():
+            made.add_adapter(name, config)
+        if isinstance(adapters_config, AdaptersConfig):
+            for name in adapters_config.fusions:
+                fused, names = adapters_config.get_fusion(name)
+                made.add_adapter_fusion(names, fused, name)
     return model
 
 
@@ -476,7 +484,10 @@ def load_model(
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)
         return cast("M", adapter_folders.load(adapter, load, kwargs))
-    given = config_entry.interface_beside(path) if interface is None else interface
+    given = interface
+    # a saved model has its interface beside it
+    if given is None and isinstance(path, (str, os.PathLike)) and (Path(path) / FILE).is_file():
+        given = path
     if given is not None:
         kwargs[INTERFACE] = given
     loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)

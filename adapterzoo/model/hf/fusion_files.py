@@ -11,12 +11,12 @@ import torch
 
 from adapterzoo import formats
 from adapterzoo.composition import Fuse
-from adapterzoo.errors import CheckpointError
-from adapterzoo.formats import fit, fusions
-from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.errors import CheckpointError, argument, unknown_name
+from adapterzoo.formats import adapterhub, files, fit, native
+from adapterzoo.formats.checkpoint import Checkpoint, inexpressible
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model import fusion, sharding
-from adapterzoo.model.adapterhub import arguments, loaders
+from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.fusion import FuseArgument
 from adapterzoo.model.heads import checkpoints
 from adapterzoo.model.heads.interface import LoadOptions
@@ -24,7 +24,9 @@ from adapterzoo.model.state import AdaptedModel, fusion_modules, named_tensors
 from adapterzoo.names import check_name
 
 from . import documents
-from .info import info_of
+from .info import ModelInfo
+
+_FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
 
 def save(
@@ -40,7 +42,13 @@ def save(
     name = fusion.as_fuse(adapter_names, None).name
     found = state.find_fusion(name)
     documents.check_meta(meta)
-    fusions.check_format(format)
+    if format == "peft":
+        raise inexpressible(
+            "PEFT has no fusion of adapters, and its format cannot store one",
+            *(argument("format", name) for name in _FORMATS),
+        )
+    if format not in _FORMATS:
+        raise unknown_name("", "format", format, _FORMATS)
     sharding.reshard(model)
     document = {
         **documents.provenance(model, name),
@@ -49,17 +57,25 @@ def save(
         "meta": dict(meta or {}),
     }
     layers = dict(fusion_modules(model, name))
-    info = info_of(model)
+    info = ModelInfo(model)
     configs = [state.find(adapter).config for adapter in found.adapters]
     if with_head:
         # whether it can be written is known before anything is
         head_name = with_head if isinstance(with_head, str) else name
         checkpoints.save(model, folder, head_name, format)
+
+    def write(stored: Checkpoint) -> None:
+        if format == "native":
+            contents = native.encode(stored, native.FUSION)
+        else:
+            safe = format != "adapterhub"
+            contents = adapterhub.encode_fusion(info, stored, configs, safe=safe)
+        stale = (*native.names_of_files(native.FUSION), *adapterhub.FUSION_TENSORS)
+        files.warn_of_another(Path(folder), native.FUSION, name)
+        files.write_all(Path(folder), contents, stale)
+
     with sharding.gathering(model, layers.values()):
-        stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
-        sharding.save(
-            model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs)
-        )
+        sharding.save(model, Checkpoint(document, named_tensors(layers, keep_vars=True)), write)
 
 
 def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions) -> str:
@@ -70,7 +86,14 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
     """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     find = model._adapter_state.find
-    stored = fusions.read(Path(folder), info_of(model), lambda name: find(name).config)
+    folder = Path(folder)
+    # a folder with both was mixed by hand: prefer the file that cannot hold code
+    is_native = (folder / native.names_of_files(native.FUSION)[0]).is_file()
+    if is_native or not adapterhub.holds_fusion(folder):
+        stored = native.load(folder, native.FUSION)
+    else:
+        with files.one_save(folder):
+            stored = adapterhub.read_fusion(ModelInfo(model), folder, lambda n: find(n).config)
     names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
     listed = names if isinstance(names, list) else []
     if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):
@@ -88,12 +111,12 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
     for path, layer in made.items():
         fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
     enter_head = None
-    if asked.with_head and formats.of(Path(folder), "head") is not None:
+    if asked.with_head and formats.of(folder, "head") is not None:
         _, enter_head = checkpoints.fitting(model, folder, asked)
     fusion.enter(model, fuse, config, made, asked.set_active)
     if enter_head is not None:
         enter_head()
     warn()
     arguments.report(asked.loading_info)
-    loaders.load(asked, Path(folder), fuse.name)
+    arguments.load_weights(asked, folder, fuse.name)
     return fuse.name

@@ -1,11 +1,11 @@
-"""The facts about a model that checkpoint formats need: heads, tensors, modules and their names."""
+"""A model as the formats of checkpoints see it, and the heads of task classes as named heads."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,10 +13,9 @@ import transformers
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
-from adapterzoo.anatomy import without_wrappers
+from adapterzoo.anatomy import Anatomy, without_wrappers
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
-from adapterzoo.formats.checkpoint import ModelInfo
-from adapterzoo.formats.digest import same_values
+from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
 from adapterzoo.inject.building import layer_at, plain_state
@@ -27,45 +26,6 @@ from adapterzoo.model.state import base_prefix
 from . import task_heads
 from .backbone import describe, renamer, split_experts, text_config
 from .task_classes import from_static, is_task, to_static
-
-
-def info_of(model: Any, with_head: bool = True) -> ModelInfo:
-    """Return the facts about a model that checkpoint formats need.
-
-    Args:
-        model: with adapters.
-        with_head: whether the user wants the head too.
-    """
-    config = model.config
-    text = text_config(config)
-    tasks = TaskHeads(model)
-    strategy = model._head_strategy
-    return ModelInfo(
-        anatomy=model.anatomy,
-        prefix=base_prefix(model).removesuffix("."),
-        model_type=config.model_type,
-        model_class=class_name(model),
-        model_name=name_of(model),
-        hidden_size=getattr(text, "hidden_size", None),
-        config=lambda: tasks.config,
-        named_heads=strategy.is_named,
-        static_head=functools.cache(
-            lambda: _shapes(record.tensors) if (record := strategy.record(None)) else {}
-        ),
-        from_static=tasks.read,
-        to_static=tasks.write,
-        tied=tasks.tied,
-        untied=tasks.untied,
-        with_head=with_head,
-        dtype=model.dtype,
-        renamed=renamer(model),
-        tensor=functools.partial(_tensor_of, model),
-        modules=functools.partial(_task_modules, model),
-        split_experts=frozenset(
-            layer for layers in split_experts(config.model_type).values() for layer in layers
-        ),
-        output=functools.cache(lambda: frozenset(strategy.output_tensors())),
-    )
 
 
 def name_of(model: Any) -> str | None:
@@ -83,22 +43,111 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-class TaskHeads:
-    """Named heads of a model as the heads of transformers' task classes, and back."""
+class ModelInfo:
+    """A model as the formats of checkpoints see it: its names, tensors, modules and heads.
 
-    def __init__(self, model: Any) -> None:
+    Attributes:
+        anatomy: of the base model; its paths are those of `Checkpoint.adapter`.
+        prefix: of the base model's keys in the whole model, such as "bert"; empty when the model
+            has no base model below it.
+        model_type: as in its config.
+        model_class: name of its class.
+        model_name: the name or path that it was loaded from.
+        named_heads: whether it has heads by name, or one static head.
+        with_head: whether the user wants the head too; without it formats need not look at one.
+        dtype: of its parameters.
+    """
+
+    def __init__(self, model: Any, with_head: bool = True) -> None:
         """Keep the model.
 
         Args:
             model: with adapters.
+            with_head: whether the user wants the head too.
         """
         self._model = model
+        self.anatomy: Anatomy = model.anatomy
+        self.prefix = base_prefix(model).removesuffix(".")
+        self.model_type: str = model.config.model_type
+        self.model_class = class_name(model)
+        self.model_name = name_of(model)
+        self.named_heads: bool = model._head_strategy.is_named
+        self.with_head = with_head
+        self.dtype: torch.dtype = model.dtype
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the hidden states."""
+        return getattr(text_config(self._model.config), "hidden_size", None)
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
         """The dict of the model's config, with that of the text part on top."""
         own = self._model.config
         return {**_as_dict(own), **_as_dict(text_config(own))}
+
+    @functools.cached_property
+    def static_head(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the static head's tensors by key."""
+        record = self._model._head_strategy.record(None)
+        return {} if record is None else _shapes(record.tensors)
+
+    @functools.cached_property
+    def output(self) -> frozenset[str]:
+        """The keys of the output layer of the static head, if it is a language model's."""
+        return frozenset(self._model._head_strategy.output_tensors())
+
+    @functools.cached_property
+    def split_experts(self) -> frozenset[str]:
+        """Names that PEFT takes for the former layers of fused experts, wherever they are."""
+        layers = split_experts(self.model_type).values()
+        return frozenset(name for names in layers for name in names)
+
+    @functools.cached_property
+    def renamed(self) -> Callable[[str], str]:
+        """Maps a path or key of the model in older releases of transformers to the present one."""
+        return renamer(self._model)
+
+    def tensor(self, key: str) -> Tensor | None:
+        """Return a parameter or buffer, without merged adapters; None if there is none.
+
+        Args:
+            key: as in the state dict of the whole model.
+        """
+        path, _, name = key.rpartition(".")
+        layer = path.removeprefix(base_prefix(self._model))
+        merged = self._model._adapter_state.originals.get(layer, {})
+        if name in merged:
+            return cast("Tensor", merged[name])
+        try:
+            module = layer_at(self._model, path)
+        except KeyError:
+            return None
+        found = module._parameters.get(name)
+        return module._buffers.get(name) if found is None else found
+
+    def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
+        """Return the paths of all modules of a task class, with the tensors that each saves.
+
+        Args:
+            task_class: name of a class of transformers.
+        """
+        model, cls = self._model, getattr(transformers, task_class, None)
+        if not isinstance(model, cls or type(model)):
+            model = _on_meta(cls, model.config)
+        found: dict[str, tuple[str, ...]] = {}
+        dicts: tuple[str, ...] = ()
+        # a container comes before the modules in it
+        for path, module in model.named_modules():
+            if isinstance(module, AdapterDict):
+                dicts = (*dicts, f"{path}.")
+            elif path and not path.startswith(dicts):
+                kept = module._parameters | module._buffers
+                skipped = module._non_persistent_buffers_set
+                found[without_wrappers(path)] = tuple(
+                    n for n, t in kept.items() if t is not None and n not in skipped
+                )
+        return found
 
     def named(
         self,
@@ -159,7 +208,7 @@ class TaskHeads:
         except InexpressibleError:
             return static
 
-    def read(
+    def from_static(
         self,
         architecture: str,
         tensors: Mapping[str, Tensor],
@@ -201,11 +250,7 @@ class TaskHeads:
         cls: Any = getattr(transformers, architecture, None)
         if cls is None or not is_task(architecture):
             return dict(tensors)
-        config = copy.deepcopy(self._model.config)
-        # other attention implementations do not support the meta device
-        config._attn_implementation = "eager"
-        with torch.device("meta"):
-            needed = head_tensors(cls(config))
+        needed = head_tensors(_on_meta(cls, self._model.config))
         there = {id(t) for key, t in needed.items() if key in tensors}
         lacking = [key for key, t in needed.items() if id(t) not in there]
         if not lacking:
@@ -213,9 +258,9 @@ class TaskHeads:
         strategy, found = self._model._head_strategy, dict[str, Tensor]()
         for name in strategy.names():
             record = strategy.record(name)
-            for kind in (architecture, *(config.architectures or ())):
+            for kind in (architecture, *(self._model.config.architectures or ())):
                 with contextlib.suppress(CheckpointError):
-                    whole = self.write(kind, record.document, record.tensors)
+                    whole = self.to_static(kind, record.document, record.tensors)
                     found = {k: t.detach() for k, t in whole.items() if k in lacking} | found
         lost = [k for k in lacking if k not in found or found[k].shape != needed[k].shape]
         if lost:
@@ -224,7 +269,7 @@ class TaskHeads:
             )
         return {**found, **tensors}
 
-    def write(
+    def to_static(
         self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return a named head's tensors as those of a task class.
@@ -321,10 +366,7 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
         # T5's language model holds the parts of the base model, not the base model itself
         if type(model.config) not in MODEL_MAPPING:
             return {}
-        config = copy.deepcopy(model.config)
-        config._attn_implementation = "eager"
-        with torch.device("meta"):
-            inside = {*AutoModel.from_config(config).state_dict()}
+        inside = {*_on_meta(AutoModel.from_config, model.config).state_dict()}
         # a quantized layer has more tensors than a plain one
         layers = {key.rpartition(".")[0] for key in inside} - {""}
         inside |= {key for key in own if key.rpartition(".")[0] in layers}
@@ -332,52 +374,10 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
     return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
 
 
-# --- tensors and modules ---
-
-
-def _tensor_of(model: Any, key: str) -> Tensor | None:
-    """Return a parameter or buffer of a model, without merged adapters; None if there is none.
-
-    Args:
-        model: with adapters.
-        key: as in its state dict.
-    """
-    path, _, name = key.rpartition(".")
-    merged = model._adapter_state.originals.get(path.removeprefix(base_prefix(model)), {})
-    if name in merged:
-        return cast("Tensor", merged[name])
-    try:
-        module = layer_at(model, path)
-    except KeyError:
-        return None
-    found = module._parameters.get(name)
-    return module._buffers.get(name) if found is None else found
-
-
-def _task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the paths of all modules of a task class, with the tensors that each saves.
-
-    Args:
-        model: gives the config, and the modules if it is of the class itself.
-        task_class: name of a class of transformers.
-    """
-    cls: Any = getattr(transformers, task_class, None)
-    if not isinstance(model, cls or type(model)):
-        config = copy.deepcopy(model.config)
-        # other attention implementations do not support the meta device
-        config._attn_implementation = "eager"
-        with torch.device("meta"):
-            model = cls(config)
-    found: dict[str, tuple[str, ...]] = {}
-    dicts: tuple[str, ...] = ()
-    # a container comes before the modules in it
-    for path, module in model.named_modules():
-        if isinstance(module, AdapterDict):
-            dicts = (*dicts, f"{path}.")
-        elif path and not path.startswith(dicts):
-            kept = module._parameters | module._buffers
-            skipped = module._non_persistent_buffers_set
-            found[without_wrappers(path)] = tuple(
-                n for n, t in kept.items() if t is not None and n not in skipped
-            )
-    return found
+def _on_meta(cls: Any, config: Any) -> Any:
+    """Return a model of a class of transformers on the meta device."""
+    config = copy.deepcopy(config)
+    # other attention implementations do not support the meta device
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        return cls(config)

@@ -20,7 +20,7 @@ from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
 from adapterzoo.model.state import base_prefix
 
-from .info import TaskHeads
+from .info import ModelInfo
 from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def keep_static_head(
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
-    tasks = TaskHeads(model)
+    tasks = ModelInfo(model)
     labels = tasks.config.get("label2id")
     try:
         kind = {k: v for k, v in tasks.config.items() if k == "problem_type" and v is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from adapterzoo.config_base import Config
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo
-from adapterzoo.formats.peft.heads import head_for
+from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.peft.writing import head_for
 from adapterzoo.heads import (
     Backbone,
     HeadConfig,
@@ -23,6 +23,9 @@ from adapterzoo.heads import (
     StaticHead,
     head_types,
 )
+
+if TYPE_CHECKING:
+    from .info import ModelInfo
 
 # --- heads ---
 

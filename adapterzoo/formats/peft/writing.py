@@ -1,30 +1,47 @@
-"""Write an adapter as PEFT's config and tensors, exactly or not at all."""
+"""Write an adapter as PEFT's config and tensors, exactly or not at all.
+
+`reading` says how PEFT keeps what is trained besides an adapter, and adapters of parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor
+from transformers.models.auto import modeling_auto
 
+from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.formats.checkpoint import Checkpoint, ModelInfo
-from adapterzoo.formats.digest import same_bits
-from adapterzoo.formats.places import Place, places_of, shared_tensors
+from adapterzoo.formats.checkpoint import Checkpoint, Place, places_of, shared_tensors
+from adapterzoo.formats.fit import same_bits
+from adapterzoo.heads import head_types
 from adapterzoo.patterns import short_names
+from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
-from . import beside, parameters
-from .heads import TASKS, Task
-from .patterns import by_path, most_common
+from .config import TASKS, TOKENS, Task, by_path, classes_for, most_common, task_of
+from .reading import (
+    DELTA,
+    FIELD_AT,
+    WRAPPED,
+    base_tensor,
+    fields_for_extras,
+    parameter_of,
+    start_of_rows,
+)
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
     summary vocab_projector vocab_transform
 """
+
 _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
@@ -62,22 +79,22 @@ def encode_adapter(
     sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
     owners = {n: _path_in_task(site.path, modules, info, task) for n, site in sites.items()}
     paths = {
-        name: f"{owners[name]}.{parameters.parameter_of(sites[name])}" if each.is_parameter
+        name: f"{owners[name]}.{parameter_of(sites[name])}" if each.is_parameter
         else owners[name]
         for name, each in layers.items()
     }  # fmt: skip
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
-    depths = parameters.depths(sites.values(), [*info.anatomy.weights()])
+    around = wrapper_depths(sites.values(), [*info.anatomy.weights()])
     for name, layer in layers.items():
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        owner = parameters.wrapped(owners[name], depths.get(name, 0))
+        owner = wrapped(owners[name], around.get(name, 0))
         for own, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[own][0]}"] = tensor
-    found, also = beside.write(
+    found, also = _write_extras(
         more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
     )
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
@@ -105,7 +122,7 @@ def _of_model(
 def _parts(
     config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
-    """Return the spelling of the method, its adapters by `Site.name`, and what is beside them."""
+    """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
     by_name: dict[str, list[PeftPart]] = {}
     at: dict[str, dict[str, Tensor]] = {}
@@ -117,7 +134,7 @@ def _parts(
         start = place.key("")
         here = at.get(place.path, {}).items()
         own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
-        if place.placement.location in beside.FIELD_AT:
+        if place.placement.location in FIELD_AT:
             more.append((place, own))
             continue
         name = type(member).__name__
@@ -148,7 +165,7 @@ def _output(
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
     site = parts[0].placement.site
-    is_parameter = parameters.is_written(site, spelling, info)
+    is_parameter = is_written(site, spelling, info)
     if len(parts) == 1 and site.output_slice is None:
         return PeftOutput(parts, spelling.write(parts[0]), is_parameter)
     if spelling.join is None:
@@ -330,3 +347,175 @@ def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
     return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))
+
+
+def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
+    """Return whether an adapter is written as that of a parameter.
+
+    So is that of a layer whose name PEFT would take for a former layer of experts.
+
+    Raises:
+        CheckpointError: it must be, and PEFT has no such adapter of the method.
+    """
+    if site.parameter is not None:
+        return True
+    name = site.path.rpartition(".")[2]
+    related = {s.peft_type for s in peft_spellings.values() if s.of_parameters}
+    if name not in info.split_experts or spelling.peft_type not in related:
+        return False
+    if not spelling.of_parameters:
+        raise CheckpointError(
+            f"the adapter is at {site.path!r}, and in a {info.model_class} PEFT takes the name "
+            f"{name!r} for a layer of experts. Write {argument('format', 'native')}."
+        )
+    return True
+
+
+def wrapper_depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int]:
+    """Return how many wrappers are around that of each adapted parameter, by `Site.name`.
+
+    Args:
+        sites: adapted ones.
+        order: the parameters of the model, in its order.
+    """
+    place = {name: number for number, name in enumerate(order)}
+    by_module: dict[str, list[str]] = {}
+    own = {site.name: site.path for site in sites if site.parameter is not None}
+    for name in sorted(own, key=place.__getitem__, reverse=True):
+        by_module.setdefault(own[name], []).append(name)
+    return {name: depth for names in by_module.values() for depth, name in enumerate(names)}
+
+
+def wrapped(path: str, depth: int) -> str:
+    """Return the path of a module below this many wrappers."""
+    return ".".join((path, *(WRAPPED,) * depth))
+
+
+def _write_extras(
+    places: Sequence[tuple[Place, Mapping[str, Tensor]]],
+    spelling: PeftSpelling,
+    adapted: Mapping[str, str],
+    modules: Mapping[str, tuple[str, ...]],
+    path_in_task: Callable[[str], str],
+    info: ModelInfo,
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return PEFT's fields and its tensors without the prefix.
+
+    Args:
+        places: what is trained besides the adapters, with its tensors by parameter.
+        spelling: of the method.
+        adapted: paths of the adapted layers, here and in the task class.
+        modules: of the task class.
+        path_in_task: path here → path in the task class.
+        info: of the model.
+
+    Raises:
+        CheckpointError: PEFT's method has no such field.
+    """
+    fields: Fields = {}
+    tensors: dict[str, Tensor] = {}
+    saved: list[str] = []
+    tokens: dict[int, tuple[str | None, str, list[int]]] = {}
+    for place, values in places:
+        path, config = path_in_task(place.path), place.placement.config.to_dict()
+        kind = FIELD_AT[place.placement.location]
+        if kind not in fields_for_extras(spelling):
+            raise CheckpointError(
+                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} has no "
+                f"such field. Write {argument('format', 'native')}."
+            )
+        if kind == "modules_to_save":
+            saved.append(path)
+            start = f"{path}."
+            tensors |= {start + n.removeprefix("layer."): t for n, t in values.items()}
+        elif kind == "bias":
+            inside = ".base_layer" if place.path in adapted else ""
+            tensors[f"{path}{inside}.bias"] = values["own"]
+            # a config for all biases lists no layers
+            fields["bias"] = "all" if config["paths"] is None else ADAPTED_BIASES
+        elif (key := id(place.placement.config)) not in tokens:
+            tokens[key] = config["table"], path, list(config["tokens"])
+            tensors[path + start_of_rows(spelling) + DELTA] = values["rows"]
+            for layer in _sharing(place.path, modules, info) if spelling.rows_field else ():
+                # each has a tensor of its own in the file
+                tensors.setdefault(f"{layer}.{DELTA}", values["rows"].clone())
+    if saved:
+        names = short_names(saved, modules)
+        # PEFT compares ends even within words
+        others = [path for path in modules if path not in saved]
+        if names is None or any(path.endswith(names) for path in others):
+            names = tuple(sorted(saved))
+        fields["modules_to_save"] = list(names)
+    if tokens and spelling.rows_field:
+        fields |= _rows_alone(spelling, list(tokens.values()))
+    elif tokens:
+        found = list(tokens.values())
+        alone = len(found) == 1 and found[0][0] is None
+        listed = {path: ids for _, path, ids in found}
+        fields[TOKENS] = found[0][2] if alone else listed
+    return fields, tensors
+
+
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
+    """Return the paths in the task class of all modules with the table at a path."""
+    own = base_tensor(path, "weight", info)
+    weights = [name for name, tensors in modules.items() if "weight" in tensors]
+    return [name for name in weights if info.tensor(f"{name}.weight") is own]
+
+
+def _rows_alone(
+    spelling: PeftSpelling, found: Sequence[tuple[str | None, str, list[int]]]
+) -> Fields:
+    """Return the fields of a method that only trains rows, which are the same in each table."""
+    lists = [ids for _, _, ids in found]
+    if lists != [lists[0]] * len(lists):
+        raise CheckpointError(
+            f"the tables have rows of different tokens, and PEFT's {spelling.peft_type} has one "
+            f"list for all. Write {argument('format', 'native')}."
+        )
+    return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
+
+
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
+    """Return the task class that an adapter is written for, and its head's tensors by key there.
+
+    Raises:
+        CheckpointError: PEFT has no such head.
+    """
+    metadata = checkpoint.metadata.get("head")
+    if not info.named_heads:
+        return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
+    if metadata is None:
+        return _without_head(info), {}
+    config = dict(metadata.get("config") or {})
+    if (own := config.get("model_class")) is not None:
+        return Task(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
+    head_type = config.get("head_type")
+    known = head_types.get(str(head_type))
+    task_type = None if known is None else known.peft_task
+    mapping = TASKS.get(str(task_type), {})
+    if known is not None and known.peft_classes is not None:
+        mapping = getattr(modeling_auto, known.peft_classes)
+    model_class = next(iter(classes_for(mapping, info)), None)
+    if model_class is None:
+        raise CheckpointError(
+            f"transformers has no class with a {head_type!r} head for "
+            f"{info.model_type!r} that PEFT could load this one into. Write "
+            f"{argument('with_head', False)}."
+        )
+    return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
+
+
+def _without_head(info: ModelInfo) -> Task:
+    """Return the class for adapters without a head: one that generates, else the base model."""
+    encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
+        ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
+        # PEFT's task_type would require `input_ids`
+        (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+        ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
+        (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
+    )
+    found = [Task(c, task) for task, mapping in generating for c in classes_for(mapping, info)]
+    return found[0] if found else Task(info.model_class, None)

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from . import _launch
-from ._groups import CHUNK, chunk_rows
+from . import ops
+from .grouped import CHUNK, chunk_rows
 
-_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+_INTERPRETED = tl.constexpr(ops.INTERPRETED)
 _CHUNK = tl.constexpr(CHUNK)
 # rows of a decoding step
 FEW = 64
@@ -67,8 +67,8 @@ class Tile(NamedTuple):
         return {**self.settings, "STAGES": self.stages}
 
 
-class Plan(NamedTuple):
-    """The rows of a mixed batch by adapter; see `_groups.plan_of`.
+class RowPlan(NamedTuple):
+    """The rows of a mixed batch by adapter; see `grouped.plan_of`.
 
     Attributes:
         values: int32.

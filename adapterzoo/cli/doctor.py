@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import shutil
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
-from adapterzoo.hub.client import settings
-from adapterzoo.kernels import _launch, mode
+from adapterzoo.kernels import ops
+
+from .output import nearest
 
 _OWN = "adapterzoo"
 # libraries that are not required
@@ -29,7 +33,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "peers": peers,
         "devices": [_device(device) for device in _devices()],
-        "hub": settings(),
+        "hub": hub_settings(),
         "problems": _problems(),
     }
 
@@ -69,6 +73,26 @@ def _problems() -> list[str]:
                 f"needed. Write pip install '{requirement.name}{requirement.specifier}'."
             )
     return found
+
+
+def hub_settings() -> dict[str, Any]:
+    """Return the settings of `huggingface_hub`."""
+    cache = Path(constants.HF_HUB_CACHE)
+    there = nearest(cache)
+    try:
+        has_token = get_token() is not None
+    except PermissionError:
+        # a token that this user may not read
+        has_token = False
+    return {
+        "endpoint": constants.ENDPOINT,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": has_token,
+        "cache": str(cache),
+        "cache exists": there == cache and cache.is_dir(),
+        "cache writable": os.access(there, os.W_OK | os.X_OK),
+        "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",
+    }
 
 
 def _obstacle(name: str) -> str | None:
@@ -118,9 +142,9 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 def _kernels(device: torch.device) -> str:
     """Return the implementation of the kernels on a device."""
     x = torch.zeros(1, device=device)
-    if mode.is_reference():
+    if ops.is_reference():
         return "their definitions (mode 'reference')"
-    if not mode.asks_triton(x):
+    if not ops.asks_triton(x):
         return "torch operations"
-    why = _launch.obstacle(x)
+    why = ops.obstacle(x)
     return "Triton" if why is None else f"torch operations ({why})"

@@ -1,0 +1,126 @@
+"""What a name given to `load_adapter` refers to, and which files of a folder are an adapter's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from adapterzoo.errors import CheckpointError, ConfigError, HubError, in_python
+
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+
+# of each pair the first existing file is used: safetensors cannot hold code; the first file of a
+# group is the native one, which has the config in it
+_WEIGHTS = {
+    ADAPTER_CONFIG: (
+        ("adapter.safetensors", "pytorch_adapter.bin"),
+        ("adapter_model.safetensors", "adapter_model.bin"),
+    ),
+    "head_config.json": (
+        ("head.safetensors",),
+        ("model_head.safetensors", "pytorch_model_head.bin"),
+    ),
+    "adapter_fusion_config.json": (
+        ("adapter_fusion.safetensors",),
+        ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
+    ),
+}
+_CONFIGS = (*_WEIGHTS, "adapter_interface.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RepoRef:
+    """A folder in a repository of the Hub.
+
+    Attributes:
+        repo_id: `user/repository`.
+        subfolder: path in it with slashes; empty for its root.
+    """
+
+    repo_id: str
+    subfolder: str = ""
+
+    def path(self, name: str) -> str:
+        """Return the path in the repository of a file of this folder."""
+        return f"{self.subfolder}/{name}" if self.subfolder else name
+
+
+def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | RepoRef:
+    """Return the folder that a name refers to, without a request.
+
+    An existing folder takes precedence over a repository of the same name. `user/repository/a/b` is
+    the folder `a/b` of a repository.
+
+    Args:
+        name: a path object is always a path.
+        source: `"hf"`: the Hub, even if there is such a folder.
+
+    Raises:
+        CheckpointError: there is no such folder, and the name cannot be on the Hub.
+        ConfigError: the source is unknown.
+        HubError: `source="hf"`, and the Hub cannot have a repository of this name.
+    """
+    if source not in ("hf", None):
+        raise ConfigError(
+            f"source={source!r} is unknown. Write source='hf' for the Hub, 'ah' for an old id of "
+            f"AdapterHub, or None for a folder first and then the Hub."
+        )
+    # unlike Path.exists, os.access does not raise if a name is too long or a parent not accessible
+    is_here = os.access(name, os.F_OK)
+    if source is None and is_here and Path(name).is_dir():
+        return Path(name)
+    text = os.fspath(name)
+    parts = text.rstrip("/").split("/")
+    is_path = text.startswith("~") or "\\" in text or ":" in text or len(parts) == 1
+    if source is None:
+        is_path = is_path or is_here or not isinstance(name, str)
+    if is_path or {"", ".", ".."} & {*parts}:
+        raise (CheckpointError if source is None else HubError)(
+            f"there is no such folder, and {text!r} cannot be a repository of the Hub. Write "
+            f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')} or "
+            f"'user/repository'."
+        )
+    return RepoRef("/".join(parts[:2]), "/".join(parts[2:]))
+
+
+def is_public_name(name: object) -> bool:
+    """Return whether others can load a base model by this name, which must not be a local path."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str) and not os.access(name, os.F_OK)
+
+
+def wanted(names: Iterable[str]) -> list[str]:
+    """Return the files of a folder that are an adapter's: weights, then configs.
+
+    Returns:
+        Nothing if the folder has no weights.
+    """
+    there = set(names)
+    pairs = (pair for group in _WEIGHTS.values() for pair in group)
+    weights = [next(name for name in pair if name in there) for pair in pairs if there & {*pair}]
+    return [*weights, *(name for name in _CONFIGS if name in there)] if weights else []
+
+
+def is_complete(names: Iterable[str]) -> bool:
+    """Return whether a folder has weights, and each of its weights and configs has the other."""
+    there = set(names)
+    parts = [
+        (config in there, any(there & {*pair} for pair in pairs), pairs[0][0] in there)
+        for config, pairs in _WEIGHTS.items()
+    ]
+    return any(w for _, w, _ in parts) and all(c == w or native for c, w, native in parts)
+
+
+def known_files() -> list[str]:
+    """Return every name that a file of an adapter may have."""
+    pairs = (pair for group in _WEIGHTS.values() for pair in group)
+    return [*(name for pair in pairs for name in pair), *_CONFIGS]
