@@ -292,7 +292,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-class _Density(Check):
+class Density(Check):
     """A number above 0, up to 1."""
 
     legal = "a number above 0 to 1"
@@ -330,7 +330,7 @@ def _prunes(strategy: Strategy) -> bool:
 
 
 _OPTIONS = {
-    "density": _Option(_Density(), _prunes, 0.5, is_required=_prunes),
+    "density": _Option(Density(), _prunes, 0.5, is_required=_prunes),
     "majority_sign_method": _Option(
         Choice("total", "frequency"), lambda strategy: strategy.elects, "total", unset="total"
     ),

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from .anatomy import unwrapped, without_wrappers
@@ -23,15 +24,18 @@ from .configs import AdapterConfig
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .formats import files, fit, native
 from .formats.checkpoint import Checkpoint
-from .heads import IGNORED, PredictionHead
+from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import checkpointing
-from .model.heads import checkpoints as head_files
-from .model.heads.inputs import decoder_labels, shift_labels
+from .model.heads import files as head_files
+from .model.heads import named
+from .model.heads.forward import decoder_labels, shift_labels
+from .model.heads.records import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hf import fusion_files
-from .model.hf.hosts import collated
+from .model.hf.hosts import collated, gives_loss
 from .model.mixin import AdapterModelMixin
+from .model.sharding import class_name
 from .model.state import (
     AdaptedModel,
     fusion_modules,
@@ -146,7 +150,7 @@ class AdapterTrainer(Trainer):
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the active named heads; none for a model with a static head."""
-        return self._adapted._head_strategy.active_heads()
+        return named.active_heads(self._adapted)
 
     def _take(self, model: nn.Module) -> None:
         adapted = unwrapped(model)
@@ -215,7 +219,7 @@ class AdapterTrainer(Trainer):
             )
         own_loss = self.compute_loss_func is not None
         own_loss |= type(self).compute_loss is not AdapterTrainer.compute_loss
-        missing = None if own_loss else model._head_strategy.missing_loss()
+        missing = None if own_loss else _missing_loss(model)
         if missing is not None:
             raise StateError(
                 f"{call}: {type(model).__name__} has no active head, so there is no loss{missing}"
@@ -258,7 +262,27 @@ class AdapterTrainer(Trainer):
         return None
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
-        return self._adapted._head_strategy.counted_labels(batch)
+        """Return the labels whose count divides a batch's loss, −100 for those that do not count.
+
+        None if there is no single count: several heads that differ in it, or spans and trees.
+        """
+        model: Any = self._adapted
+        if not model._has_named_heads:
+            labels = batch.get("labels")
+            if not isinstance(labels, Tensor):
+                return None
+            causal = class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            return next_labels(labels) if causal else labels
+        prefix = "decoder_" if model.config.is_encoder_decoder else ""
+        mask = batch.get(f"{prefix}attention_mask")
+        found = []
+        for name, head in self._heads().items():
+            labels = head.config.find_labels(name, batch)
+            if labels is None or len(head.config.label_names) > 1:
+                return None
+            found.append(head.config.shift(head.config.mask_labels(labels, mask)))
+        counts = {int((labels != IGNORED).sum()) for labels in found}
+        return found[0] if len(counts) == 1 else None
 
     def compute_loss(
         self,
@@ -386,6 +410,19 @@ def _count(labels: Tensor) -> int:
     return int((labels != IGNORED).sum())
 
 
+def _missing_loss(model: Any) -> str | None:
+    """Return a hint if a forward with labels gives no loss; None if it does."""
+    if not model._has_named_heads:
+        hint = ". Write AutoAdapterModel.from_pretrained(…), which has named heads."
+        return None if gives_loss(type(model)) else hint
+    if model._active.heads.names or gives_loss(model.backbone_class):
+        return None
+    return (
+        f"; there are {listing(model.heads)}. Write add_classification_head('my_task') "
+        f"and train_adapter(…) after it, or model.active_head = 'my_task'."
+    )
+
+
 def _hint(model: Any) -> str:
     setup = model.active_adapters
     names = list(model.adapters_config if setup is None else setup.flatten())
@@ -424,7 +461,7 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    state, heads = model._adapter_state, model._head_strategy.saved_names()
+    state, heads = model._adapter_state, saved_names(model)
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
     for name in _apart(model):
@@ -461,11 +498,10 @@ def restore_trained(model: AdaptedModel, folder: Path) -> None:
 
 def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
-    strategy = model._head_strategy
     kept = {id(p) for p in own_parameters_of(model)}
-    for name in strategy.saved_names():
-        record = strategy.record(name)
-        kept |= {id(t) for t in record.tensors.values()} if record is not None else set()
+    for name in saved_names(model):
+        found = record_of(model, name)
+        kept |= {id(t) for t in found.tensors.values()} if found is not None else set()
     return {
         without_wrappers(name): p
         for name, p in model.named_parameters()
@@ -490,7 +526,7 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
 
 def _apart(model: AdaptedModel) -> list[str]:
     """Return the heads that are not in an adapter's file, those of fusions included."""
-    names = model._head_strategy.saved_names()
+    names = saved_names(model)
     return [name for name in names if name not in model._adapter_state.records]
 
 
@@ -513,7 +549,7 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
                 f"the checkpoint has the {kinds} {listing(there)}, the model "
                 f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds}."
             )
-    heads = model._head_strategy.saved_names()
+    heads = saved_names(model)
     for name, record in state.records.items():
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
@@ -548,8 +584,8 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
 
 
 def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
-    strategy, document = model._head_strategy, stored.metadata.get("head")
-    record, saved = strategy.record(name), dict(stored.head)
+    document = stored.metadata.get("head")
+    record, saved = record_of(model, name), dict(stored.head)
     if document is not None:
-        saved = dict(strategy.completed(name, document, saved))
+        saved = dict(completed(model, name, document, saved))
     return Part(f"head {name!r}", saved, {} if record is None else record.tensors)

@@ -32,7 +32,7 @@ from transformers import (
 import adapterzoo
 from adapterzoo import AdapterTrainer, AutoAdapterModel, Seq2SeqAdapterTrainer
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
-from adapterzoo.model.heads.tables import table_of
+from adapterzoo.model.heads.copies import table_of
 
 TOKENS = 6
 QUIET: dict[str, Any] = {

@@ -289,7 +289,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         CheckpointError: it is damaged, or holds code or anything other than tensors.
     """
     if file.suffix == ".safetensors":
-        return read_safetensors(file)[1]
+        return read_safetensors(file)
     loaded = _unpickled(file)
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and _is_plain(value) for key, value in loaded.items()
@@ -326,16 +326,15 @@ def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors of a safetensors file, on the CPU.
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, on the CPU.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     with _opened(file) as opened:
         # clone: the tensors are views of the file, which could change later
-        tensors = {key: opened.get_tensor(key).clone() for key in sorted(opened.keys())}
-        return opened.metadata() or {}, tensors
+        return {key: opened.get_tensor(key).clone() for key in sorted(opened.keys())}
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
@@ -345,18 +344,8 @@ def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
         CheckpointError: the file is damaged, or the value is not an object.
     """
     with _opened(file) as opened:
-        return parse_metadata(file, opened.metadata() or {}, key)
-
-
-def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
-    """Return the object under a key of a safetensors file's metadata; None if there is none.
-
-    Raises:
-        CheckpointError: the value is not an object.
-    """
-    if key not in metadata:
-        return None
-    return _object(metadata[key], f"{str(file)!r}: its metadata {key!r}", AGAIN)
+        text = (opened.metadata() or {}).get(key)
+    return None if text is None else _object(text, f"{str(file)!r}: its metadata {key!r}", AGAIN)
 
 
 def check_regular(file: Path) -> None:

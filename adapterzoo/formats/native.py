@@ -28,8 +28,6 @@ FUSION = "adapter_fusion"
 # two slashes: not even a site called "head" can have such a key
 _HEAD = "head//"
 _HASH = "sha256"
-# keys in older files
-_OLD_HASHES = ("digest", "digests")
 # in messages: characters of a value, and number of differences
 _WIDTH, _LINES = 60, 3
 
@@ -111,14 +109,13 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is missing or damaged, or another library wrote it.
     """
-    texts, tensors = files.read_safetensors(file)
-    metadata = files.parse_metadata(file, texts, files.NATIVE)
+    metadata = files.read_metadata(file, files.NATIVE)
     if metadata is None:
         raise CheckpointError(
             f"{str(file)!r} has tensors, but no metadata of adapterzoo. Write a folder that "
             f"adapterzoo saved."
         )
-    return metadata, tensors
+    return metadata, files.read_safetensors(file)
 
 
 def _as_written(
@@ -126,11 +123,9 @@ def _as_written(
 ) -> dict[str, Any]:
     """Return the metadata, after checking their hash and comparing them with the JSON copy."""
     expected = metadata.pop(_HASH, None)
-    for old in _OLD_HASHES:
-        metadata.pop(old, None)
     copy = file.with_name(f"{file.stem}_config.json")
     try:
-        if expected is not None and expected != fingerprint(metadata, tensors):
+        if expected != fingerprint(metadata, tensors):
             raise CheckpointError(
                 f"{str(file)!r} is not what was written: metadata or tensors have another SHA-256 "
                 f"than {_short(expected)}; nothing has been loaded. {files.AGAIN}."

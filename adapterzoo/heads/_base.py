@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.config_base import Config, config_class
 from adapterzoo.contracts import Head
+from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Maybe, Range, Share, field
 from adapterzoo.registry import Registry
 
@@ -266,10 +267,21 @@ class PredictionHead(Head):
         """
         return hidden
 
+    # --- the layer onto the vocabulary ---
+
+    # version counter of its weight when that was copied from the base model's checkpoint
+    _taken: int | None = None
+
+    @property
+    def _output_path(self) -> str | None:
+        """The path of the linear layer onto the vocabulary; None without one."""
+        return None
+
     @property
     def output_embeddings(self) -> nn.Linear | None:
         """The linear layer onto the vocabulary; None without one."""
-        return None
+        path = self._output_path
+        return None if path is None else cast("nn.Linear", self.get_submodule(path))
 
     def get_output_embeddings(self) -> nn.Linear | None:
         """Return the layer with a row for each token of the vocabulary, None without one."""
@@ -277,11 +289,26 @@ class PredictionHead(Head):
 
     @property
     def output_key(self) -> str | None:
-        """The key of that layer's weight in the head's `state_dict`; None without one."""
+        """The key of that layer's weight in files that may leave it out; None: none may."""
         return None
 
-    # whether the output embeddings are known to be unchanged from the base model's checkpoint
-    of_checkpoint: bool = False
+    # not a plain attribute: any change of the weight makes it False
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether that layer is known to be unchanged from the base model's checkpoint."""
+        layer = self.output_embeddings
+        return layer is not None and self._taken == layer.weight._version
+
+    @of_checkpoint.setter
+    def of_checkpoint(self, value: bool) -> None:
+        layer = self.output_embeddings
+        known = value and layer is not None and not layer.weight.is_inference()
+        self._taken = layer.weight._version if layer is not None and known else None
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Forget the origin of the layer: a copy starts with another version counter."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._taken = None
 
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding; return False and do nothing if it does not fit.
@@ -289,14 +316,28 @@ class PredictionHead(Head):
         Args:
             weight: `[vocab_size, embedding_size]`.
         """
-        return False
+        layer = self.output_embeddings
+        if layer is None or layer.weight.shape != weight.shape:
+            return False
+        layer.weight = weight
+        return True
 
+    # not a setter: nn.Module would add the assigned layer as another child
     def replace_output(self, layer: nn.Module) -> None:
         """Replace the output embeddings; without any, do nothing.
 
         Raises:
             ConfigError: it is not a linear layer.
         """
+        if self._output_path is None:
+            return
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(
+                f"{layer!r}: the output embeddings are a linear layer. Write "
+                f"set_output_embeddings(nn.Linear(d_model, vocab_size))."
+            )
+        self.set_submodule(self._output_path, layer)
+        self.of_checkpoint = False
 
     def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
         """Give the output embeddings another number of rows; without any, do nothing.
@@ -305,6 +346,15 @@ class PredictionHead(Head):
             weight: `[vocab_size, embedding_size]`.
             bias: `[vocab_size]`; None without one.
         """
+        layer = self.output_embeddings
+        if layer is None:
+            return
+        layer.weight, layer.out_features = weight, weight.shape[0]
+        if bias is not None:
+            if bias.shape != layer.bias.shape:
+                layer.bias.grad = None
+            # a task class may hold it a second time
+            layer.bias.data = bias
 
     @abstractmethod
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:

@@ -164,35 +164,9 @@ class TaskHead(PredictionHead):
     # --- the vocabulary ---
 
     @property
-    def output_embeddings(self) -> nn.Linear | None:
-        """The linear layer onto the vocabulary; None without one."""
-        if self.output_path is None:
-            return None
-        return cast("nn.Linear", self.get_submodule(self.output_path))
+    def _output_path(self) -> str | None:
+        return self.output_path
 
     def tie(self, weight: nn.Parameter) -> bool:
-        """Share the weight of the input embedding; return False and do nothing if it does not fit.
-
-        Args:
-            weight: `[vocab_size, embedding_size]`.
-        """
-        layer = self.output_embeddings
-        if layer is None or not self.is_tied or layer.weight.shape != weight.shape:
-            return False
-        layer.weight = weight
-        return True
-
-    def replace_output(self, layer: nn.Module) -> None:
-        """Replace the layer onto the vocabulary; without one, do nothing."""
-        if self.output_path is not None:
-            self.set_submodule(self.output_path, layer)
-
-    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
-        """Give the layer onto the vocabulary another weight and bias."""
-        layer = self.output_embeddings
-        if layer is None:
-            return
-        layer.weight, layer.out_features = weight, weight.shape[0]
-        if bias is not None:
-            # the class may hold it a second time
-            layer.bias.data = bias
+        """Share the weight of the input embedding, if the class does and it fits."""
+        return self.is_tied and super().tie(weight)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.configs import Placement
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import Check
 from adapterzoo.peft_arguments import PeftArgument
 
@@ -78,6 +79,13 @@ def unsayable(placement: Placement, config: str, why: str) -> str | None:
     if site.transposed:
         return f"{config} at {site.path!r}, a Conv1D, where {why}"
     return None
+
+
+def only_native(why: str) -> CheckpointError:
+    """Return the error of what PEFT's one adapter for a layer cannot express."""
+    return CheckpointError(
+        f"{why}, and PEFT has one adapter for a layer. Write {argument('format', 'native')}."
+    )
 
 
 def whole_width(site: Site) -> int:

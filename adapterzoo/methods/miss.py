@@ -26,7 +26,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
-from adapterzoo.errors import CheckpointError, ConfigError, argument
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Share, field
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
@@ -43,7 +43,16 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft import EXCLUDED, TARGETS, bias, ours, row_numbers, unsayable, whole_width
+from ._peft import (
+    EXCLUDED,
+    TARGETS,
+    bias,
+    only_native,
+    ours,
+    row_numbers,
+    unsayable,
+    whole_width,
+)
 from ._targets import TargetedConfig
 
 FORMS = Choice(True, False, "mini", "bat")
@@ -284,8 +293,7 @@ def _read_layer(layer: PeftLayer) -> Fields:
         words = {"bat": "[d_out / r, r, r]", "mini": "[r, a divisor of d_out]"}
         raise CheckpointError(
             f"at {layer.name!r} miss_block is {shape}; with r={r} and init_weights={form!r} it is "
-            f"{words.get(form, '[r, d_out]')} for d_in={d_in} and d_out={d_out}. Copy both files "
-            f"again from where they were saved."
+            f"{words.get(form, '[r, d_out]')}, d_in={d_in}, d_out={d_out}. Copy both files again."
         )
     return {
         "r": r,
@@ -307,10 +315,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     d_out = whole_width(site)
     blocks = [part.tensors["miss_block"] for part in parts]
     if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
-        raise CheckpointError(
-            f"the adapters at {site.path!r} differ in r, or have init_weights='bat', and PEFT has "
-            f"one matrix of r rows per layer. Write {argument('format', 'native')}."
-        )
+        raise only_native(f"the adapters at {site.path!r} differ in r, or are of the form 'bat'")
     joined = blocks[0].new_zeros(blocks[0].shape[0], d_out)
     for part, block in zip(parts, blocks, strict=True):
         own = part.placement.site.output_slice
@@ -329,10 +334,8 @@ def _write_layer(layer: PeftOutput) -> Fields:
     configs = [part.placement.config.to_dict() for part in layer.parts]
     block, one = layer.tensors["miss_block"], configs[0]
     if len({config["miss_dropout"] for config in configs}) > 1:
-        raise CheckpointError(
-            f"the adapters at {layer.parts[0].placement.site.path!r} differ in miss_dropout, and "
-            f"PEFT has one for each layer. Write {argument('format', 'native')}."
-        )
+        path = layer.parts[0].placement.site.path
+        raise only_native(f"the adapters at {path!r} differ in miss_dropout")
     is_joined = len(configs) > 1 or layer.parts[0].placement.site.output_slice is not None
     form = one["init_weights"] if one["init_weights"] in ("mini", "bat") and not is_joined else True
     return {

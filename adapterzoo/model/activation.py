@@ -52,12 +52,13 @@ from adapterzoo.errors import (
     naming,
     unknown_name,
 )
+from adapterzoo.heads import token_places
 from adapterzoo.inject.building import layer_at
 from adapterzoo.runtime import HEAD, Plan, current_task
 
-from .heads import token_rows
+from .heads import copies
 from .heads.embeddings import refuse_own_size
-from .heads.interface import HeadNames
+from .heads.named import HeadNames, for_setup, show_labels
 from .hf.backbone import plain_token
 from .hf.hosts import refuse_trained, refuse_while_batching
 from .state import (
@@ -99,7 +100,7 @@ def make_plan(
     _refuse_unfused(model, setup)
     heads = head_setup
     if not isinstance(heads, ActiveHeads):
-        heads = model._head_strategy.for_setup(setup, heads, model._active.heads)
+        heads = for_setup(model, setup, heads, model._active.heads)
     # a merged adapter acts through the base weights
     acting = [name for name in names if name not in state.merged]
     for name in acting:
@@ -128,8 +129,8 @@ def make_plan(
         step = compile_site(parts, {**modules, **fusions.get(path, {})}, unfused)
         if step is not None:
             sites[path] = step
-    sites.update(model._head_strategy.steps(parts))
-    outputs = token_rows.steps(model, parts, acting)
+    sites.update(copies.steps_of(model, parts))
+    outputs = copies.row_steps(model, parts, acting)
     if both := sorted(sites.keys() & outputs.keys()):
         raise CompositionError(
             f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, and "
@@ -233,7 +234,7 @@ def _prompts(
             f"{listing(adapters)} join {listing(joins)}, and all tokens of a call must join the "
             "same. Activate them one by one."
         )
-    places = model._head_strategy.token_places()
+    places = token_places()
     tokens = cast("TokenInput", model.anatomy.tokens)
     return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), places)
 
@@ -245,11 +246,11 @@ def set_active(
     setup = parse(adapter_setup)
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
-    heads = model._head_strategy.for_setup(setup, None, default.plan.heads)
+    heads = for_setup(model, setup, None, default.plan.heads)
     skipped = check_layers(skip_layers, len(model.anatomy.blocks))
     refuse_while_batching(model)
     default.plan = make_plan(model, setup, heads, skipped)
-    model._head_strategy.activated()
+    show_labels(model)
 
 
 def replan(model: AdaptedModel) -> None:

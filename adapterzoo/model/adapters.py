@@ -31,9 +31,10 @@ from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
-from .heads import token_rows
+from .heads import copies
+from .heads.copies import leave_groups, list_ties, tables_of
 from .heads.embeddings import refuse_own_size
-from .heads.ties import leave_groups, list_ties, tables_of
+from .heads.named import release, share_table
 from .hf import hosts
 from .hf.hosts import refuse_while_batching
 from .hf.init_data import Collected, InitData, embedded_text, fitted
@@ -88,7 +89,8 @@ def add(
         check(record)
     bring_in(model, name, record, active)
     if with_output:
-        model._head_strategy.save_output(name)
+        copies.put(model, name, copies.made(model, with_output=True))
+        replan(model)
 
 
 def _for_model(
@@ -103,7 +105,7 @@ def _for_model(
         interface.check_method(config)
     for member in config.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
-    config, with_output = model._head_strategy.without_head(config)
+    config, with_output = copies.without_head(model, config)
     return config if in_file else config.below(base_prefix(model), model.anatomy), with_output
 
 
@@ -275,7 +277,7 @@ def make(
     }
     for path, module in modules.items():
         inject.check_put(layers[path], path, inject.container_of(module))
-    modules |= token_rows.shared(by_path, modules)
+    modules |= copies.shared_rows(by_path, modules)
     if shared is not None:
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}
@@ -317,10 +319,10 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         if record.reads_calls:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
-    model._head_strategy.installed(name)
+    share_table(model, name)
     # other adapters change no ties
-    if tables_of(model, name) or token_rows.paths_of(model, name):
-        token_rows.update(model)
+    if tables_of(model, name) or copies.rows_of(model, name):
+        copies.update_rows(model)
     list_ties(model, name)
 
 
@@ -337,7 +339,7 @@ def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey
 
 def remove(model: AdaptedModel, name: str) -> None:
     """Remove an adapter with its copy of a static head, and from the group that it shares with."""
-    model._head_strategy.removing(name)
+    release(model, name)
     leave_groups(model, [name])
     uninstall(model, name)
     list_ties(model, name)
@@ -346,7 +348,7 @@ def remove(model: AdaptedModel, name: str) -> None:
 def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
-    token_rows.leave(model, name)
+    copies.leave_rows(model, name)
     record = state.records.pop(name)
     model._active.forget(name)
     state.plans.clear()
@@ -369,7 +371,7 @@ def remove_all(model: AdaptedModel) -> None:
     state, backbone = model._adapter_state, model._backbone
     model._active.default.plan = Plan(None, model._active.default.plan.heads)
     for name, fusion in state.fusions.items():
-        model._head_strategy.removing(fusion_key(name))
+        copies.take(model, fusion_key(name))
         for path in fusion.paths:
             inject.take(layer_at(backbone, path), fusion_key(name))
     state.fusions.clear()
@@ -439,7 +441,7 @@ def move(
     """Move or cast one adapter, with its head."""
     for _, module in modules_of(model, name):
         module.to(device=device, dtype=dtype)
-    for layer in model._head_strategy.modules_with(name):
+    for layer in copies.modules_with(model, name):
         layer.to(device=device, dtype=dtype)
     # which adapters can be active together depends on their dtypes
     replan(model)

@@ -17,10 +17,10 @@ from adapterzoo.inject.building import at_hand, layer_at
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
-from .activation import refuse_taken
+from .activation import refuse_taken, replan
 from .adapters import bring_in, make
-from .heads import store
-from .heads.ties import tables_of
+from .heads import copies, named, store
+from .heads.copies import tables_of
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of
 
@@ -74,9 +74,11 @@ def average(
         )
     config = type(configs[0]).combined(configs, strategy, model.anatomy)
     record = _combined(model, config, names, own, strategy, options.get("seed"))
-    head = model._head_strategy.combined(names, own)
+    head = copies.combined(model, names, own)
     bring_in(model, name, record, active)
-    model._head_strategy.give(name, head)
+    if head:
+        copies.put(model, name, head)
+        replan(model)
 
 
 def _combined(
@@ -167,7 +169,7 @@ def average_head(
     """
     names, own = weighted(heads, weights, normalize)
     strategy = combination("linear")
-    found = [store.find(model, each) for each in names]
+    found = [named.find(model, each) for each in names]
     checked = store.free_name(model, name, overwrite_ok)
     kinds = dict.fromkeys(str(head.config.head_type) for head in found)
     if len(kinds) > 1:
@@ -176,9 +178,9 @@ def average_head(
         )
     dicts = [head.config.to_dict() for head in found]
     strategy.refuse_differing(dicts, {"dropout_prob"}, "the names of heads of one config")
-    made = store.built(model, found[0].config)
-    theirs = [store.own_tensors(model, head) for head in found]
-    mine = store.own_tensors(model, made)
+    made = named.built(model, found[0].config)
+    theirs = [named.own_tensors(model, head) for head in found]
+    mine = named.own_tensors(model, made)
     for each, tensors in zip(names, theirs, strict=True):
         if tensors.keys() != mine.keys():
             raise CompositionError(

@@ -22,6 +22,7 @@ from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan
 
 from .activation import make_plan
+from .heads.named import for_rows
 from .state import AdaptedModel
 
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
@@ -200,7 +201,7 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
         while len(state.plans) >= _KEPT_PLANS:
             del state.plans[next(iter(state.plans))]
         state.plans[parts] = plan
-    heads, by_part = model._head_strategy.for_rows(parts, one_head)
+    heads, by_part = for_rows(model, parts, one_head)
     return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True, heads=by_part))
 
 

@@ -25,14 +25,16 @@ from adapterzoo.names import check_name, one_of
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
 from .adapterhub import arguments
-from .heads import checkpoints, tables, ties, token_rows
-from .heads.interface import LoadOptions
+from .heads import copies, records, sharing, tables
+from .heads import files as head_files
 from .hf import documents
 from .hf.info import ModelInfo, name_of
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
     AdapterRecord,
+    LoadOptions,
+    heads_of,
     modules_of,
     named_tensors,
     tensors_of,
@@ -89,15 +91,14 @@ def checkpoint_of(
     model: AdaptedModel, name: str, with_head: bool, meta: Mapping[str, Any] | None, format: str
 ) -> Checkpoint:
     """Return an adapter and its head; arguments as of `save_adapter`."""
-    strategy = model._head_strategy
     record = model._adapter_state.find(name)
     documents.check_meta(meta)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
     head = None
     if with_head:
-        head_name = strategy.name_with(name)
-        head = strategy.record(head_name, alone=head_name != name, short=format == "native")
+        head_name = records.name_with(model, name)
+        head = records.record_of(model, head_name, head_name != name, format == "native")
     base = {}
     if format == "native" and (sampled := documents.sample_of_base(model)):
         base[documents.BASE] = sampled
@@ -142,7 +143,7 @@ def load_adapter(
     """
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
-    ties.share_equal(model, [name])
+    sharing.share_equal(model, [name])
     arguments.load_weights(asked, folder, name)
     return name
 
@@ -186,8 +187,8 @@ def fitting(
     name = documents.name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
     head_name = head_name_of(model, stored, asked, name)
-    records, heads = model._adapter_state.records, model._head_strategy.names()
-    there = {"adapter": records, **({"head": heads} if with_head and head_name == name else {})}
+    known, heads = model._adapter_state.records, tuple(heads_of(model))
+    there = {"adapter": known, **({"head": heads} if with_head and head_name == name else {})}
     of_head, warn_of_head = arguments.overwriting(asked, head_name, head=heads)
     asked, warn = arguments.overwriting(asked, name, **there)
     refuse_taken(
@@ -197,12 +198,12 @@ def fitting(
     record = filled(model, stored, left_out, asked.dtype)
     enter_head, warn_of_loss = None, None
     if with_head:
-        record_of_head = checkpoints.head_in(stored)
+        record_of_head = head_files.head_in(stored)
         try:
-            enter_head = model._head_strategy.fitting(record_of_head, head_name, of_head)
+            enter_head = head_files.fitting(model, record_of_head, head_name, of_head)
         except CheckpointError as error:
             # a named head that the model's class cannot have
-            if model._head_strategy.is_named or "config" not in record_of_head.document:
+            if model._has_named_heads or "config" not in record_of_head.document:
                 raise
             warn_of_loss = arguments.without_head(name, error)
     elif asked.id2label is not None:
@@ -231,7 +232,7 @@ def fitting(
 def head_name_of(model: AdaptedModel, stored: Checkpoint, asked: LoadOptions, name: str) -> str:
     """Return the name of an adapter's head: the adapter's, unless its file gives another one."""
     own = stored.metadata.get("head_name")
-    if asked.load_as is not None or own is None or not model._head_strategy.is_named:
+    if asked.load_as is not None or own is None or not model._has_named_heads:
         return name
     return check_name(own)
 
@@ -259,7 +260,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         )
     for _, enter in loads:
         enter()
-    ties.share_equal(model, names)
+    sharing.share_equal(model, names)
     return names
 
 
@@ -292,8 +293,8 @@ def filled(
         )
     record = tables.with_table(model, record, paths, empty)
     skeleton = named_tensors(record.coming, keep_vars=True)
-    copies = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
-    fit.check_fit(type(model).__name__, fit.converted(tensors, copies), skeleton, dtype)
+    copied = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
+    fit.check_fit(type(model).__name__, fit.converted(tensors, copied), skeleton, dtype)
     by_path = fit.by_path(tensors)
     modules: dict[str, Adapter] = {}
     taken: set[int] = set()
@@ -304,7 +305,7 @@ def filled(
             continue
         places, values = list(record.places[path]), by_path.get(path, {})
         modules[path] = _with_values(model, module, path, places, values, dtype, taken)
-    modules |= token_rows.shared(record.places, modules)
+    modules |= copies.shared_rows(record.places, modules)
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
     return dataclasses.replace(record, coming=modules, meta=kept)

@@ -27,6 +27,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
 from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, set_active
+from .heads import copies
 from .hf.backbone import text_config
 from .hf.hosts import refuse_while_batching
 from .sharding import refuse_if_sharded
@@ -172,7 +173,7 @@ def _remove(model: AdaptedModel, name: str) -> None:
     model._active.forget(name, is_fusion=True)
     # plans hold the layers
     model._adapter_state.plans.clear()
-    model._head_strategy.removing(fusion_key(name))
+    copies.take(model, fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(layer_at(model._backbone, path), fusion_key(name))
     plan = model._active.default.plan

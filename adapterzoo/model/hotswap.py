@@ -28,12 +28,12 @@ from adapterzoo.formats.checkpoint import Checkpoint
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
 from .adapterhub import arguments
-from .heads import checkpoints, tables
-from .heads.interface import LoadOptions
+from .heads import copies, records
+from .heads import files as head_files
 from .hf import documents
 from .hf.hosts import refuse_while_batching
 from .hf.info import ModelInfo
-from .state import AdaptedModel, AdapterRecord, modules_of
+from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
 
 _Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
 
@@ -267,18 +267,18 @@ def _writes_of_head(
         CheckpointError: the head has other sizes, or another config.
         ConfigError: there is none.
     """
-    strategy, record = model._head_strategy, checkpoints.head_in(stored)
+    record = head_files.head_in(stored)
     hint = f"Write {argument('with_head', False, 'load_adapter')}."
-    if name not in strategy.saved_names():
+    if name not in records.saved_names(model):
         raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
     # its checks; what it returns would replace the head
-    strategy.fitting(record, name, dataclasses.replace(asked, overwrite_ok=True))
-    if strategy.is_named and not isinstance(record.document.get("config"), Mapping):
+    head_files.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
+    if model._has_named_heads and not isinstance(record.document.get("config"), Mapping):
         raise ConfigError(
             f"the file holds the head of a task class, and {name!r} has a named one. {hint}"
         )
-    tensors = strategy.completed(name, record.document, record.tensors)
-    own = strategy.record(name)
+    tensors = records.completed(model, name, record.document, record.tensors)
+    own = records.record_of(model, name)
     mine = {} if own is None else own.tensors
     fit.check_fit(type(model).__name__, tensors, mine, asked.dtype)
     return [Write(mine[key], values) for key, values in tensors.items()]
@@ -347,7 +347,7 @@ def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
     config = model._adapter_state.find(name).config.of_rank(rank)
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
-    if tables.table_of(model, name) is not None:
+    if copies.table_of(model, name) is not None:
         raise StateError(_EMBEDDINGS.format(name=name))
     return config
 

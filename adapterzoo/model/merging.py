@@ -17,7 +17,7 @@ from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.quantized import is_quantized
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
-from .heads import token_rows
+from .heads import copies, plain
 from .hf.hosts import refuse_trained, refuse_while_batching
 from .hf.untying import untied
 from .sharding import refuse_if_sharded
@@ -64,9 +64,9 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
                 inject.mergeable(module)
         _refuse_unwritable(model, path)
     # rows that act in all modules with a table may change it
-    rows = [p for p in modules if any(token_rows.act_on_all(model, name, p) for name in added)]
+    rows = [p for p in modules if any(copies.act_on_all(model, name, p) for name in added)]
     _refuse_tied(model, (path for path in modules if path not in rows))
-    model._head_strategy.check_merging(names)
+    copies.check_merging(model, names)
     first = _first_with(model, modules)
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
@@ -85,7 +85,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
         state.originals = kept
         raise
     state.merged = names
-    model._head_strategy.merge()
+    copies.merge(model)
     replan(model)
 
 
@@ -104,7 +104,7 @@ def reset(model: AdaptedModel) -> None:
     for path, originals in state.originals.items():
         _restore(layer_at(model._backbone, path), originals)
     state.originals.clear()
-    model._head_strategy.reset()
+    copies.reset(model)
     state.merged = ()
     replan(model)
 
@@ -123,13 +123,13 @@ def merge_and_unload(
         with untied(changed) if _needs_untying(changed, added) else contextlib.nullcontext():
             merge(changed, added)
 
-    return model._head_strategy.unloaded(change, architecture)
+    return plain.unloaded(model, change, architecture)
 
 
 def unload(model: AdaptedModel, architecture: str | None) -> Any:
     """Return a plain model of transformers without adapters."""
     _refuse_unloading(model)
-    return model._head_strategy.unloaded(reset, architecture)
+    return plain.unloaded(model, reset, architecture)
 
 
 def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def _refuse_unloading(model: AdaptedModel) -> None:
             f"an AdapterSetup of this thread holds, with {plan.setup!r}. Leave the "
             f"'with AdapterSetup(…)' block first."
         )
-    if model._head_strategy.plain_class() is None:
+    if plain.plain_class(model) is None:
         raise StateError(
             f"{type(model).__name__} is a class of yours that always has adapters. Write "
             "merge_adapter('a'), or adapterzoo.init(model) of a class of transformers."
@@ -235,11 +235,11 @@ def _needs_untying(model: AdaptedModel, added: Sequence[str]) -> bool:
 
     Rows of a table that act in all of these layers do not.
     """
-    if any(token_rows.paths_of(model, name) for name in added):
+    if any(copies.rows_of(model, name) for name in added):
         return False
     try:
         _refuse_tied(model, {path for name in added for path, _ in modules_of(model, name) if path})
-        model._head_strategy.check_merging((*model._adapter_state.merged, *added))
+        copies.check_merging(model, (*model._adapter_state.merged, *added))
     except StateError:
         return True
     return False

@@ -39,19 +39,21 @@ from . import (
 from . import hotswap as hotswapping
 from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
-from .conversion import Certificate, Size
-from .heads import checkpoints as head_files
-from .heads import embeddings, ties
-from .heads.interface import HeadNames, HeadStrategy, LoadOptions
-from .heads.static import StaticHead
-from .hf import config_entry, embedding_files, fusion_files, hosts, owned, vocabularies
+from .conversion import Size
+from .conversion.certificate import Certificate
+from .heads import copies, embeddings, sharing
+from .heads import files as head_files
+from .heads.named import HeadNames
+from .hf import config_entry, fusion_files, hosts, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
     AdapterState,
+    LoadOptions,
     anatomy_of,
     backbone_of,
     by_location,
     fusion_modules,
+    heads_of,
     modules_of,
 )
 
@@ -70,9 +72,7 @@ class AdapterModelMixin:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    @property
-    def _head_strategy(self) -> HeadStrategy:
-        return StaticHead(self)
+    _has_named_heads = False
 
     @property
     def _backbone(self) -> nn.Module:
@@ -96,7 +96,7 @@ class AdapterModelMixin:
 
     def known_heads(self) -> tuple[str, ...]:
         """Return the names of the model's heads; a model without named heads has none."""
-        return self._head_strategy.names()
+        return tuple(heads_of(self))
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """Return the modules of an adapter with the paths of their layers, in model order.
@@ -398,7 +398,7 @@ class AdapterModelMixin:
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
-        ties.share(self, adapter_names, name, reference_adapter_name)
+        sharing.share(self, adapter_names, name, reference_adapter_name)
 
     def unshare_parameters(
         self, adapter_names: MultiTask | Sequence[str] | str, name: str | None = None
@@ -413,7 +413,7 @@ class AdapterModelMixin:
             StateError: an adapter shares nothing, or not under this name; or as above.
             UnknownNameError: an adapter is unknown.
         """
-        ties.unshare(self, adapter_names, name)
+        sharing.unshare(self, adapter_names, name)
 
     # --- activate ---
 
@@ -680,7 +680,7 @@ class AdapterModelMixin:
             StateError: the model is sharded.
             UnknownNameError: there are no embeddings of this name.
         """
-        embedding_files.save(self, path, name, tokenizer)
+        vocabularies.save(self, path, name, tokenizer)
 
     def load_embeddings(self, path: str | os.PathLike[str], name: str) -> Any:
         """Load embeddings that `save_embeddings`, here or of `adapters`, wrote, and activate them.
@@ -697,7 +697,7 @@ class AdapterModelMixin:
             DuplicateNameError: the name is taken.
             StateError: as `set_active_embeddings`.
         """
-        return embedding_files.load(self, path, name)
+        return vocabularies.load(self, path, name)
 
     # --- merge ---
 
@@ -1395,7 +1395,7 @@ class AdapterModelMixin:
         """Return the tied parameters of base model, heads and adapters: keys to keys."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
         # transformers calls this in the constructor
-        return {**pairs, **ties.ties(self)} if "_adapter_state" in vars(self) else pairs
+        return {**pairs, **copies.ties(self)} if "_adapter_state" in vars(self) else pairs
 
     def _adjust_bias(self, output_embeddings: nn.Module, input_embeddings: Any) -> None:
         # transformers takes what has a tied parameter for an output layer
@@ -1417,7 +1417,7 @@ class AdapterModelMixin:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the model live on if its base model is still used, whose methods are those here."""
         # a default, since at the end of the process modules lose their globals
-        if not ends() and owned.outlive(cast("Any", self)):
+        if not ends() and owned.keep_alive(cast("Any", self)):
             activation.register(self)
 
     @classmethod
@@ -1430,8 +1430,8 @@ class AdapterModelMixin:
     def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
-        embeddings.arrive(model)
-        ties.after_loading(model)
+        embeddings.activate_saved(model)
+        sharing.after_loading(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

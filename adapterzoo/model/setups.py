@@ -20,10 +20,10 @@ from adapterzoo.names import one_of
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
 from .adapterhub import arguments
-from .heads import checkpoints as head_files
-from .heads.interface import LoadOptions
+from .heads import files as head_files
+from .heads.records import saved_names
 from .hf import fusion_files
-from .state import AdaptedModel
+from .state import AdaptedModel, LoadOptions, heads_of
 
 
 def names_in(adapter_setup: object) -> list[str]:
@@ -54,7 +54,7 @@ def save(
     folder, state = Path(folder), model._adapter_state
     for name in names_in(adapter_setup):
         state.find(name)
-    setup, heads = cast("Composition", parse(adapter_setup)), model._head_strategy.saved_names()
+    setup, heads = cast("Composition", parse(adapter_setup)), saved_names(model)
     for fuse in fusions_of(setup):
         state.find_fusion(fuse.name)
     for name in names_of(head_setup):
@@ -91,13 +91,13 @@ def load(
     wanted = one_of(version=version, revision=revision)
     folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
-    strategy, state = model._head_strategy, model._adapter_state
+    state = model._adapter_state
     fused = [fuse.name for fuse in fusions_of(setup)]
     if taken := sorted({*fused} & state.fusions.keys()):
         raise DuplicateNameError(
             f"there is a fusion {taken[0]!r}. Write delete_adapter_fusion({taken[0]!r}) first."
         )
-    known = {*strategy.names()}
+    known = {*heads_of(model)}
     loads = [
         checkpointing.fitting(model, folder / name, LoadOptions(load_as=name))
         for name in setup.flatten()
@@ -116,10 +116,10 @@ def load(
             head_files.load(model, folder / name, LoadOptions(load_as=name))
         enter_head = None
         if heads is True:
-            _, enter_head = head_files.fitting(model, folder, LoadOptions(set_active=True))
+            _, enter_head = head_files.read(model, folder, LoadOptions(set_active=True))
         if set_active:
             activate(model, setup)
-            if strategy.is_named and names_of(heads):
+            if model._has_named_heads and names_of(heads):
                 cast("Any", model).active_head = heads
         arguments.load_weights(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
@@ -131,7 +131,7 @@ def load(
 
 def _delete_heads(model: AdaptedModel, known: set[str]) -> None:
     """Delete the named heads that are not known."""
-    for name in {*model._head_strategy.names()} - known:
+    for name in {*heads_of(model)} - known:
         model.delete_head(name)
 
 

@@ -6,10 +6,11 @@ Tensors live in the modules of the model, except for the originals of merged wei
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,13 +25,11 @@ from adapterzoo.anatomy import (
 from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import ConfigError, listing, unknown_name
+from adapterzoo.errors import ConfigError, in_python, listing, unknown_name
 from adapterzoo.inject.building import layer_at
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Plan
-
-from .heads.interface import HeadStrategy
 
 DEFAULT_EMBEDDINGS = "default"
 """The name of the model's own table of tokens."""
@@ -180,9 +179,7 @@ class AdaptedModel(Protocol):
     _active: ActiveState
     _adapter_state: AdapterState
 
-    @property
-    def _head_strategy(self) -> HeadStrategy:
-        """The model's heads."""
+    _has_named_heads: bool
 
     @property
     def _backbone(self) -> nn.Module:
@@ -194,6 +191,39 @@ class AdaptedModel(Protocol):
 
     def __getattr__(self, name: str) -> Any:
         """Find what a `PreTrainedModel` has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """Arguments of `load_adapter`, `load_head` and `load_adapter_fusion`; see there."""
+
+    load_as: str | None = None
+    with_head: bool = True
+    leave_out: Iterable[int] | None = None
+    id2label: Mapping[int, str] | None = None
+    set_active: bool = False
+    overwrite_ok: bool | None = False
+    dtype: torch.dtype | None = None
+    config: Any = None
+    model_name: str | None = None
+    loading_info: dict[str, Any] | None = None
+    loaders: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        """Check the dtype.
+
+        Raises:
+            ConfigError: it is not one.
+        """
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise ConfigError(
+                f"dtype={self.dtype!r} is not a dtype{in_python('. Write dtype=torch.float32')}."
+            )
+
+
+def heads_of(model: AdaptedModel) -> Mapping[str, Any]:
+    """Return the named heads; a model with the static head of its class has none."""
+    return cast("Mapping[str, Any]", model.heads._modules) if model._has_named_heads else {}
 
 
 def backbone_of(model: AdaptedModel) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.caches import values_kept
-from adapterzoo.composition import Stack, fusions_of, parse
+from adapterzoo.composition import Composition, Stack, fusions_of, parse
 from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
@@ -20,15 +20,17 @@ from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies.table import Table
 
 from . import adapters
-from .activation import refuse_merged, set_active
-from .heads import embeddings, tables
-from .heads.ties import tables_of
+from .activation import refuse_merged, replan, set_active
+from .heads import copies, embeddings, tables
+from .heads.copies import tables_of
+from .heads.records import all_tensors
 from .hf.hosts import refuse_untrained
 from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
     fusion_modules,
+    heads_of,
     modules_of,
     named_tensors,
     own_parameters_of,
@@ -63,7 +65,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
         if not tables_of(model, name):
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
-    model._head_strategy.check_training(setup)
+    _check_heads(model, setup)
     refuse_untrained(model, setup, _parameters(model, names, train_embeddings))
     set_active(model, setup)
     for name in names if train_embeddings and is_own else ():
@@ -95,7 +97,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
         raise StateError("there is no fusion in it. Write Fuse('a', 'b').")
     for name in setup.flatten():
         model._adapter_state.find(name)
-    model._head_strategy.check_training(setup)
+    _check_heads(model, setup)
     layers = (layer for fuse in fuses for _, layer in fusion_modules(model, fuse.name))
     trained = [p for layer in layers for p in layer.parameters()]
     for name in setup.flatten() if unfreeze_adapters else ():
@@ -113,9 +115,42 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
     model._adapter_state.trains = True
     for parameter in trained:
         parameter.requires_grad_(True)
-    model._head_strategy.train(train_embeddings)
+    _train_heads(model, train_embeddings)
     # holds the statistics of norms that are frozen now
     module.train()
+
+
+def _check_heads(model: AdaptedModel, setup: Composition | None) -> None:
+    """Check that adapters without a copy of a static head can get one."""
+    owners = copies.owners_of(setup)
+    missing = [o for o in owners if o is not None and o not in model._adapter_state.copies]
+    if missing and copies.layers_of(model):
+        refuse_if_sharded(model, "Write it before fully_shard(model).")
+
+
+def _train_heads(model: AdaptedModel, train_embeddings: bool) -> None:
+    """Train only the active heads, and their output layers only where asked for.
+
+    Adapters without a copy of a static head get one.
+    """
+    plan = model._active.default.plan
+    heads, backbone = heads_of(model), {id(p) for p in model._backbone.parameters()}
+    count = len(model._adapter_state.copies)
+    trained = list(copies.trained(model, plan.setup))
+    if len(model._adapter_state.copies) > count:
+        replan(model)
+    outside = [p for p in model.parameters() if id(p) not in backbone]
+    for parameter in outside if not model._has_named_heads else ():
+        parameter.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    for name, head in heads.items():
+        for parameter in head.parameters():
+            if id(parameter) not in backbone:
+                parameter.requires_grad_(name in plan.heads.names)
+        layer = head.output_embeddings
+        if layer is not None and not train_embeddings:
+            layer.requires_grad_(False)
 
 
 def hold_statistics(model: AdaptedModel) -> None:
@@ -155,7 +190,7 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
-    for parameter in embeddings.waiting_parameters(model) if freezes else ():
+    for parameter in embeddings.inactive_parameters(model) if freezes else ():
         parameter.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
@@ -196,7 +231,7 @@ def set_trainable(model: Any, name: str, is_trainable: bool) -> None:
 def require_grad(model: AdaptedModel, name: str, is_trained: bool) -> None:
     """Let an adapter and its head get gradients, or not."""
     own = [*parameters_of(model, name)]
-    own += [p for m in model._head_strategy.modules_with(name) for p in m.parameters()]
+    own += [p for m in copies.modules_with(model, name) for p in m.parameters()]
     for parameter in own:
         if parameter.is_floating_point():
             parameter.requires_grad_(is_trained)
@@ -312,7 +347,7 @@ def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
         found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
     for name, tensor in embeddings.tensors(model).items():
         found[f"embedding {name}"] = tensor
-    return {**found, **model._head_strategy.all_tensors()}
+    return {**found, **all_tensors(model)}
 
 
 # --- the summary ---

@@ -5,19 +5,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft.utils import merge_utils
 
 from adapterzoo import Average
 from adapterzoo.averaging import (
     STRATEGIES,
     combination,
-    elected,
     largest,
     random,
     signed_roots,
     split,
     weighted,
-    weighted_sum,
 )
 from adapterzoo.errors import ConfigError, UnknownNameError
 
@@ -34,29 +31,6 @@ def equal(found, expected):
 
 
 # --- against PEFT ---
-
-
-@pytest.mark.parametrize("density", [0.01, 0.3, 0.5, 0.99])
-def test_what_stays_is_what_peft_keeps_or_draws(density):
-    for tensor in tensors():
-        expected = merge_utils.magnitude_based_pruning(tensor, density)
-        assert torch.equal(largest(tensor, density), expected)
-        torch.manual_seed(5)
-        expected = merge_utils.random_pruning(tensor, density, rescale=True)
-        torch.manual_seed(5)
-        assert torch.equal(random(tensor, density), expected)
-
-
-@pytest.mark.parametrize("method", ["total", "frequency"])
-def test_elected_signs_are_those_of_peft(method):
-    own = tensors()
-    # zeros have no sign, and where all are zero nobody agrees
-    own[0][0], own[1][:2], own[2][:3] = 0.0, 0.0, 0.0
-    own[2][4] = -own[1][4] - own[0][4]
-    mask = merge_utils.calculate_majority_sign_mask(torch.stack(own), method)
-    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-    expected = merge_utils.disjoint_merge(torch.stack(own) * weights[:, None, None], mask)
-    equal(elected(own, WEIGHTS, method), expected)
 
 
 # --- by hand ---
@@ -118,23 +92,6 @@ def test_the_order_of_adapters_means_nothing(weights, shuffler, name):
     shuffler.shuffle(order)
     found = strategy.mix([own[i] for i in order], [weights[i] for i in order])
     torch.testing.assert_close(found, strategy.mix(own, weights), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", ["total", "frequency"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_elected_with_one_sign_everywhere_is_the_sum_by_the_count(count, method):
-    own = [tensor.abs() + 0.1 for tensor in tensors(count)]
-    weights = [0.5 + i for i in range(count)]
-    equal(elected(own, weights, method), weighted_sum(own, weights) / count)
-
-
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_equal_tensors_with_weights_of_sum_one_are_that_tensor(count, name):
-    strategy = combination(name, **options(name, density=1.0))
-    (tensor,) = tensors(1)
-    weight = 1.0 if strategy.strategy.elects else 1.0 / count
-    equal(strategy.mix([tensor] * count, [weight] * count), tensor)
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)

@@ -65,14 +65,6 @@ def test_metadata_that_changed_in_its_file_are_refused(model, saved):
         model.load_adapter(saved, load_as="b")
 
 
-def test_metadata_of_an_older_release_have_no_hash_and_are_read(model, saved):
-    metadata = metadata_of(saved)
-    del metadata["sha256"]
-    write_inside(saved, metadata | {"digest": "0" * 32, "digests": {}})
-    assert model.load_adapter(saved, load_as="b") == "b"
-    assert adapter_bits(model, "b") == adapter_bits(model, "a")
-
-
 FEW = "where the tensors' file says null"
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another value": (more_alpha, "config.alpha=16 where the tensors' file says 8"),

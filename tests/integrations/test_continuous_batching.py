@@ -59,6 +59,19 @@ def test_what_is_active_for_all_threads_answers(model):
         assert batched(model) == alone(model)
 
 
+def test_a_run_computes_norms_once(model, monkeypatch):
+    model.add_adapter("batching-d", "dora[r=4]", set_active=True)
+    seen, plain = [], torch.linalg.vector_norm
+    counting = lambda *args, **kwargs: seen.append(1) or plain(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(torch.linalg, "vector_norm", counting)
+    model(torch.tensor([PROMPTS[0]]))
+    once = len(seen)
+    seen.clear()
+    found = batched(model)
+    assert len(seen) == once > 0
+    assert found == alone(model)
+
+
 def test_a_setup_is_refused_in_place_of_the_base_model(model):
     with AdapterSetup(A):
         with pytest.raises(StateError, match=r"thread of its own.*set_active_adapters\(Stack"):

@@ -199,9 +199,9 @@ def test_head_types(model):
         model.add_prediction_head_from_config("new", {"head_type": "tagging", "classes": 3})
     with refused(model, ConfigError, "register_custom_head('mine')", "Derive one from"):
         model.register_custom_head("mine", 5)
-    with refused(model, UnknownNameError, "'None'", "Known head types: "):
+    with refused(model, UnknownNameError, "no head type None", "Known head types: "):
         model.add_prediction_head_from_config("new", {})
-    with refused(model, ConfigError, "not 'tagging'", "Write {'head_type': "):
+    with refused(model, ConfigError, "is a dict of its fields", "Write {'head_type': "):
         model.add_prediction_head_from_config("new", "tagging")
     with refused(model, UnknownNameError, "no head 5", "Known heads: "):
         model.active_head = 5

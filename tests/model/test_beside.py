@@ -285,7 +285,7 @@ def test_a_name_of_the_head_says_that_the_head_is_trained_anyway():
 # --- what is refused ---
 
 WRONG = {
-    "no module": ({"modules_to_save": ["nope"]}, SiteError, "nope.*Names of modules"),
+    "no module": ({"modules_to_save": ["nope"]}, SiteError, "nope.*Write some of"),
     "negative": ({"trainable_token_indices": [1, -2]}, ConfigError, "different token numbers"),
     "twice": ({"trainable_token_indices": [1, 1]}, ConfigError, "different token numbers"),
     "none": ({"trainable_token_indices": []}, ConfigError, "different token numbers"),

@@ -9,8 +9,9 @@ from transformers.models.auto import modeling_auto
 from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.heads import InexpressibleError
-from adapterzoo.model.heads import store
-from adapterzoo.model.hf.info import ModelInfo, head_tensors
+from adapterzoo.model.heads import named, store
+from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.hf.task_classes import head_tensors
 
 TASKS = ("SEQUENCE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM", "TOKEN_CLASSIFICATION",
          "QUESTION_ANSWERING", "IMAGE_CLASSIFICATION")  # fmt: skip
@@ -45,11 +46,11 @@ def error_of(tiny, cls, task):
     labels = config.label2id
     try:
         found, own, _ = ModelInfo(model).named(cls.__name__, head_tensors(static), labels, pooler)
-        store.add(model, "x", store.config_from(model, found))
+        store.add(model, "x", named.config_from(model, found))
     except (InexpressibleError, ConfigError):
         # left out with a warning
         return None
-    filled = store.find(model, "x").state_dict(keep_vars=True)
+    filled = named.find(model, "x").state_dict(keep_vars=True)
     try:
         with torch.no_grad():
             for key, tensor in own.items():

@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoModel
 
 from adapterzoo.heads import HeadConfig, InexpressibleError, LMHead
-from adapterzoo.model.heads.inputs import head_input
+from adapterzoo.model.heads.forward import head_input
 from adapterzoo.model.hf.backbone import describe
 from adapterzoo.model.hf.task_classes import from_static, to_static
 

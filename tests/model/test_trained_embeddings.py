@@ -19,8 +19,7 @@ from transformers import (
 import adapterzoo
 from adapterzoo import AutoAdapterModel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, StateError
-from adapterzoo.model.heads.tables import table_of
-from adapterzoo.model.heads.ties import tables_of, ties
+from adapterzoo.model.heads.copies import table_of, tables_of, ties
 
 FAMILIES = ["bert", "gpt2", "llama", "t5", "bart", "gemma2", "albert"]
 HEADS = {

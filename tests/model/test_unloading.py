@@ -23,8 +23,8 @@ from adapterzoo.errors import (
     UnknownNameError,
 )
 from adapterzoo.inject import Adapted
-from adapterzoo.model.heads.store import own_tensors
-from adapterzoo.model.hf.info import head_tensors
+from adapterzoo.model.heads.named import own_tensors
+from adapterzoo.model.hf.task_classes import head_tensors
 
 ALL = LoRAConfig(target_modules="all-linear", lora_bias=True)
 CASES = {

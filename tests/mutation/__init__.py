@@ -1,8 +1,8 @@
 """How many planted bugs do the tests catch?
 
-`mutants.json` lists 60 bugs, drawn once with a seed: each is a function, one statement or condition
-of it, and what stands there instead. They are found again by function and text, so the same list
-fits a tree that has changed elsewhere; what no longer fits is reported.
+`mutants.json` lists 60 bugs, drawn with a seed and ported since: each is a function, one statement
+or condition of it, and what stands there instead. They are found again by function and text, so the
+same list fits a tree that has changed elsewhere; what no longer fits is reported.
 
     python -m tests.mutation record   # which tests reach which bug: the whole suite, once
     python -m tests.mutation kill     # plants one bug after the other, runs the tests that reach it

@@ -16,7 +16,7 @@ from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import FLAG
 from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
-from adapterzoo.model.heads.naming import names_of
+from adapterzoo.model.heads.copies import names_of
 from adapterzoo.model.hf.backbone import split_experts
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
@@ -137,7 +137,7 @@ def _checked_task(model: AdaptedModel, task: Any) -> Any:
         ConfigError: the class has another one.
     """
     asked = getattr(task, "value", task)
-    own = None if model._head_strategy.is_named else task_of(class_name(model))
+    own = None if model._has_named_heads else task_of(class_name(model))
     # a list: values of any type can be looked for in it
     legal = [*(COMMON["task_type"].values or ())]
     if asked is not None and (asked not in legal or own not in (None, asked)):
@@ -151,7 +151,7 @@ def _checked_task(model: AdaptedModel, task: Any) -> Any:
 
 def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:
     """Return `modules_to_save` as PEFT completes it for a task, without names of no module."""
-    if model._head_strategy.is_named or not (names is None or _are_names(names)):
+    if model._has_named_heads or not (names is None or _are_names(names)):
         return names
     every = [*(names or ()), *(_SAVED.get(task or "", ()))]
     paths = [path for path, _ in plain_modules(cast("nn.Module", model))]

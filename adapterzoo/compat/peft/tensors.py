@@ -15,11 +15,14 @@ from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.checkpoint import from_plain
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
-from adapterzoo.model.heads.interface import HeadRecord, LoadOptions
+from adapterzoo.model.heads.copies import modules_with
+from adapterzoo.model.heads.files import fitting
+from adapterzoo.model.heads.records import HeadRecord, record_of, saved_names
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
+    LoadOptions,
     modules_of,
     named_tensors,
     own_parameters_of,
@@ -93,15 +96,15 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
     config = model._adapter_state.find(name).config
     adapter = from_plain(config, adapter, model.anatomy)
     fit.check_fit(type(model).__name__, adapter, named_tensors(own, keep_vars=True), None)
-    enter, strategy = None, model._head_strategy
+    enter = None
     if document is not None:
         asked = LoadOptions(overwrite_ok=True)
-        enter = strategy.fitting(HeadRecord(document, stored.head), name, asked)
+        enter = fitting(model, HeadRecord(document, stored.head), name, asked)
     values = fit.by_path(adapter)
     for path, module in own.items():
         fit.fill(module, values.get(path, {}))
     # a head that is there keeps its tensors, which an optimizer may have
-    there = strategy.record(name) if name in strategy.saved_names() else None
+    there = record_of(model, name) if name in saved_names(model) else None
     if there is not None:
         with torch.no_grad():
             for key in stored.head.keys() & there.tensors.keys():
@@ -112,9 +115,9 @@ def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
 
 def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     """Return what adapters, heads and the training may change, each tensor once."""
-    state, strategy = model._adapter_state, model._head_strategy
+    state = model._adapter_state
     modules: list[Any] = [m for name in state.records for _, m in modules_of(model, name)]
-    modules += [m for name in state.records for m in strategy.modules_with(name)]
+    modules += [m for name in state.records for m in modules_with(model, name)]
     own = {id(t) for m in modules for t in m.state_dict(keep_vars=True).values()}
     own |= {id(p) for p in own_parameters_of(model)}
     found: dict[int, tuple[str, Tensor]] = {}

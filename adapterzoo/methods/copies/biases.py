@@ -10,18 +10,18 @@ Cost: d_out parameters at each layer, one addition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
+from adapterzoo.contracts import BaseLayer, replaced
 from adapterzoo.errors import SiteError, listing
+
+from .base import Copy
 
 
 @config_class
@@ -60,9 +60,10 @@ class BiasConfig(AdapterConfig):
         return OwnBias(site, device, dtype)
 
 
-class OwnBias(WeightAdapter):
+class OwnBias(Copy):
     """y = base(x) + b' − b."""
 
+    noun: ClassVar[str] = "a bias"
     keeps_weight: ClassVar[bool] = True
 
     def __init__(self, site: Site, device: torch.device, dtype: torch.dtype) -> None:
@@ -77,12 +78,6 @@ class OwnBias(WeightAdapter):
         # the output of a convolution, or a norm of channels, is [batch, d_out, *places]
         self.is_spatial = site.kind == "layer"
         self.own = nn.Parameter(torch.zeros(site.d_out, device=device, dtype=dtype))
-
-    def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the values of the layer."""
-        if base.bias is not None:
-            with torch.no_grad():
-                self.own.copy_(base.bias)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer with the other bias. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -110,18 +105,3 @@ class OwnBias(WeightAdapter):
     def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
         """Return the values of the layer."""
         return {} if base.bias is None else {"own": base.bias}
-
-    def combine(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
-        base: BaseLayer,
-    ) -> None:
-        """Combine the biases linearly.
-
-        Raises:
-            CompositionError: the strategy leaves out entries.
-        """
-        strategy.refuse_pruning("a bias")
-        self.combine_linearly(["own"], adapters, weights, strategy, base)

@@ -11,20 +11,20 @@ Cannot do: layers that are called with more than one input, quantized ones, batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, CopyAdapter, replaced
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.patterns import Modules, matches
+
+from .base import Copy
 
 
 @config_class
@@ -36,8 +36,10 @@ class CopyConfig(AdapterConfig):
         return LayerCopy(site.transposed or site.kind == "embedding")
 
 
-class LayerCopy(CopyAdapter):
+class LayerCopy(Copy, CopyAdapter):
     """y = layer(x) with a copy of the layer."""
+
+    noun: ClassVar[str] = "a copy of a layer"
 
     def __init__(self, transposed: bool) -> None:
         """Wait for the copy.
@@ -47,12 +49,6 @@ class LayerCopy(CopyAdapter):
         """
         super().__init__()
         self.transposed = transposed
-
-    def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the values of the layer."""
-        with torch.no_grad():
-            for name, value in base.parameters.items():
-                self._own(name).copy_(value)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the output of the copy, or with earlier adapters add its change."""
@@ -90,22 +86,6 @@ class LayerCopy(CopyAdapter):
     def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
         """Return the values of the layer."""
         return {f"layer.{name}": value for name, value in base.parameters.items()}
-
-    def combine(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
-        base: BaseLayer,
-    ) -> None:
-        """Combine the parameters linearly.
-
-        Raises:
-            CompositionError: the strategy leaves out entries.
-        """
-        strategy.refuse_pruning("a copy of a layer")
-        names = [name for name, _ in self.named_parameters()]
-        self.combine_linearly(names, adapters, weights, strategy, base)
 
     def _own(self, name: str) -> Tensor:
         own: Tensor = self.layer._parameters[name]  # type: ignore[assignment]

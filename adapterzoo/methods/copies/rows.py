@@ -17,17 +17,18 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.averaging import Combination
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import BaseLayer, WeightAdapter, replaced
+from adapterzoo.contracts import BaseLayer, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.fields import Check
 from adapterzoo.methods._init import DTYPES
 from adapterzoo.patterns import matches, names_below
+
+from .base import Copy, looked_up
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
@@ -155,7 +156,7 @@ class TokenRowsConfig(AdapterConfig):
         return TokenRows(self.tokens, site.d_out, device, own)
 
 
-class TokenRows(WeightAdapter):
+class TokenRows(Copy):
     """The table, or the output layer tied to it, with other rows for some tokens.
 
     Attributes:
@@ -163,6 +164,7 @@ class TokenRows(WeightAdapter):
         tokens: their numbers, in ascending order.
     """
 
+    noun: ClassVar[str] = "a row of a table"
     stands_alone: ClassVar[bool] = True
     tokens: Tensor
 
@@ -188,11 +190,6 @@ class TokenRows(WeightAdapter):
         """Set the numbers again, after a model was made on the meta device."""
         self.tokens = torch.tensor(self.ids, device=self.rows.device, dtype=torch.long)
 
-    def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the values of the table."""
-        with torch.no_grad():
-            self.rows.copy_(base.weight.mT[self.tokens])
-
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the embeddings `[*batch, d]` of tokens `x` `[*batch]`.
 
@@ -206,14 +203,7 @@ class TokenRows(WeightAdapter):
         at = torch.searchsorted(self.tokens, ids).clamp(max=len(self.tokens) - 1)  # [*batch]
         padding = base.padding_idx
         still = self.ids.index(padding) if padding in self.ids else None
-        own = embedding(at, self.rows, still)  # [*batch, d]
-        scale = base.scale
-        if isinstance(scale, Tensor):
-            # cast like the families that have such a scale
-            own = own * scale.to(own.dtype)
-        elif scale != 1.0:
-            own = own * scale
-        own = own.to(y.dtype)
+        own = looked_up(at, self.rows, still, base, y.dtype)  # [*batch, d]
         listed = (self.tokens[at] == ids).unsqueeze(-1)  # [*batch, 1]
         return torch.where(listed, own if y is plain else y + (own - plain), y)
 
@@ -246,21 +236,6 @@ class TokenRows(WeightAdapter):
     def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
         """Return the values of the table."""
         return {"rows": base.weight.mT[self.tokens]}
-
-    def combine(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
-        base: BaseLayer,
-    ) -> None:
-        """Combine the rows linearly.
-
-        Raises:
-            CompositionError: the strategy leaves out entries.
-        """
-        strategy.refuse_pruning("a row of a table")
-        self.combine_linearly(["rows"], adapters, weights, strategy, base)
 
 
 def tables_in(

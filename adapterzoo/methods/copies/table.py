@@ -11,20 +11,25 @@ Cost: vocab_size · d parameters for each adapter, in memory; a file holds the r
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
-from adapterzoo.contracts import BaseLayer, WeightAdapter
+from adapterzoo.contracts import BaseLayer
+
+from .base import Copy, looked_up
 
 
-class Table(WeightAdapter):
+class Table(Copy):
     """The embedding with its own table.
 
     Attributes:
         table: holds the weight `[vocab_size, d]`. It is a module because transformers ties it, and
             would mistake the method `bias` of an adapter for a tensor.
     """
+
+    noun: ClassVar[str] = "a table"
 
     def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make the table; `init_from_layer` or a file fills it.
@@ -40,22 +45,14 @@ class Table(WeightAdapter):
         # from_pretrained draws no random numbers
         self.table = nn.Embedding.from_pretrained(values, freeze=False)
 
-    def init_from_layer(self, base: BaseLayer) -> None:
-        """Take the values of the embedding."""
-        with torch.no_grad():
-            self.table.weight.copy_(base.weight.mT)
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return the values of the embedding."""
+        return {"table.weight": base.weight.mT}
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the rows of the tokens `x` `[*batch]` → `[*batch, d]`."""
         y, plain = base(x), base.original(x)
-        own = embedding(x, self.table.weight, base.padding_idx)  # [*batch, d]
-        scale = base.scale
-        if isinstance(scale, Tensor):
-            # cast like the families that have such a scale
-            own = own * scale.to(own.dtype)
-        elif scale != 1.0:
-            own = own * scale
-        own = own.to(y.dtype)
+        own = looked_up(x, self.table.weight, base.padding_idx, base, y.dtype)  # [*batch, d]
         # if no adapter acted before, return the bits of the table
         return own if y is plain else y + (own - plain)
 

@@ -275,8 +275,7 @@ def _check_model(shown: str, tokens: Sequence[int], anatomy: Anatomy) -> None:
     if outside := [token for token in tokens if token >= size]:
         raise SiteError(
             f"{shown}: the model has the tokens 0 to {size - 1}, not {listing(outside)}. Write "
-            f"the ids of its own tokenizer, or model.resize_token_embeddings({max(outside) + 1}) "
-            f"first if they are new."
+            f"ids of its tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
         )
 
 

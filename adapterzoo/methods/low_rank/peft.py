@@ -27,6 +27,7 @@ from adapterzoo.methods._peft import (
     TARGETS,
     TOKENS,
     bias,
+    only_native,
     ours,
     row_numbers,
     whole_width,
@@ -93,16 +94,11 @@ _ARGUMENTS = PeftArguments(
         ),
         "megatron_core": PeftArgument("megatron.core"),
         "qalora_group_size": PeftArgument(16),
-        **{
-            name: PeftArgument(hint="this method has no initial values from data. Leave it out.")
-            for name in ("corda_config", "eva_config")
-        },
-        **{
-            name: PeftArgument(hint="it belongs to initial values that are not here. Leave it out.")
-            for name in ("loftq_config", "lora_ga_config")
-        },
+        **dict.fromkeys(
+            ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config"),
+            PeftArgument(),
+        ),
         "ensure_weight_tying": PeftArgument(False),
-        "velora_config": PeftArgument(hint="it compresses activations. Leave it out."),
         **{
             name: PeftArgument(hint=f"{reason}, which is not supported here. Leave it out.")
             for name, reason in _REFUSED.items()
@@ -128,15 +124,11 @@ _FROM_DATA: Mapping[str, PeftArgument] = {
         part_class="CordaConfig",
         parts={
             **{name: ours(default, name) for name, (default, _) in OPTIONS["corda"].items()},
-            "cache_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
-            "covariance_file": PeftArgument(hint="nothing is kept in files. Leave it out."),
-            "verbose": PeftArgument(False, hint="there is no progress to print. Leave it out."),
-            "use_float16_for_covariance": PeftArgument(
-                False, hint="covariances are never in half precision. Leave it out."
-            ),
-            "prune_temporary_fields": PeftArgument(
-                True, hint="there are no temporary fields. Leave it out."
-            ),
+            "cache_file": PeftArgument(),
+            "covariance_file": PeftArgument(),
+            "verbose": PeftArgument(False),
+            "use_float16_for_covariance": PeftArgument(False),
+            "prune_temporary_fields": PeftArgument(True),
         },
     ),
     "loftq_config": PeftArgument(
@@ -205,16 +197,14 @@ def _read_layer(layer: PeftLayer) -> Fields:
     if not fits or not a.shape[0] or a.shape[0] % count:
         each = f"; the rank counts for each of {count} experts" if count > 1 else ""
         raise CheckpointError(
-            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}; one adapter "
-            f"has [rank, d_in] and [d_out, rank]{each}. Copy the file again from where it was "
-            f"saved."
+            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}, not "
+            f"[rank, d_in] and [d_out, rank]{each}. Copy the file again."
         )
     rank = a.shape[0] // count
     if rank != fields["r"]:
         raise CheckpointError(
             f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
-            f"rank {rank}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
-            f"in adapter_config.json."
+            f"rank {rank}. Correct 'r' or 'rank_pattern' in adapter_config.json."
         )
     init, site = fields["init_lora_weights"], layer.site
     drops = site.is_called and site.kind != "embedding"
@@ -246,11 +236,8 @@ def _write_layer(layer: PeftOutput) -> Fields:
     one = configs[0]
     said = {(c.scaling_at(site.name), c.use_rslora, c.dropout) for c in configs}
     if len(said) > 1:
-        raise CheckpointError(
-            f"the adapters at {site.name!r} differ in scaling or dropout (scaling, use_rslora, "
-            f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
-            f"{argument('format', 'native')}."
-        )
+        what = f"scaling or dropout (scaling, use_rslora, dropout: {listing(sorted(said))})"
+        raise only_native(f"the adapters at {site.name!r} differ in {what}")
     _check_parameter(layer, one)
     alpha = one.alpha_at(site.name)
     if len(parts) > 1:
@@ -353,9 +340,8 @@ def _read(layer: PeftLayer) -> Tensors:
     init, site = layer.fields["init_lora_weights"], layer.site
     if init in _REPRODUCED:
         raise CheckpointError(
-            f"adapter_config.json says init_lora_weights={init!r} with target_parameters: that "
-            f"initialization changed the weight of {layer.name!r}. Merge the adapter with PEFT, "
-            f"and load the merged model."
+            f"init_lora_weights={init!r} with target_parameters changed the weight of "
+            f"{layer.name!r}. Merge the adapter with PEFT, and load the merged model."
         )
     a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], _experts_of(site)
     a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
@@ -394,11 +380,8 @@ def _check_parameter(layer: PeftOutput, config: LowRankConfig) -> None:
     """
     site = layer.parts[0].placement.site
     if layer.is_parameter and (config.dropout or "lora_B_bias" in layer.tensors):
-        raise CheckpointError(
-            f"the adapter at {site.name!r} has dropout={config.dropout} or a bias of B, and PEFT "
-            f"can adapt the layer only as a parameter (target_parameters), which has neither. "
-            f"Write {argument('format', 'native')}."
-        )
+        has = f"dropout={config.dropout} or a bias of B, which a parameter cannot have"
+        raise only_native(f"the adapter at {site.name!r} has {has}")
 
 
 def _is_flipped(site: Site) -> bool:
@@ -420,9 +403,8 @@ def _read_start(layer: PeftLayer) -> Tensors:
     w = layer.weight()
     if w is None:
         raise CheckpointError(
-            f"adapter_config.json says init_lora_weights={init!r}: PEFT has subtracted a part of "
-            f"the weight of {layer.name!r}, and here it is quantized or has no values, so that "
-            f"the part is unknown. Load the adapter into the model in the dtype of its training."
+            f"init_lora_weights={init!r}: PEFT has subtracted a part of the weight of "
+            f"{layer.name!r}, which is quantized here. Load it in the dtype of its training."
         )
     rank = layer.tensors["lora_A"].shape[0]
     s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
@@ -446,11 +428,8 @@ def _write_invoked_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
         return written
     for layer, found in zip(layers, own, strict=True):
         if len(found) > 1:
-            raise CheckpointError(
-                f"the adapters at {layer.parts[0].placement.site.path!r} differ in {_INVOCATION} "
-                f"({listing(sorted(found))}), and PEFT has one adapter per layer. Write "
-                f"{argument('format', 'native')}."
-            )
+            path, given = layer.parts[0].placement.site.path, listing(sorted(found))
+            raise only_native(f"the adapters at {path!r} differ in {_INVOCATION} ({given})")
     # an empty value is compared with those of other layers, None is not
     pairs = zip(written, own, strict=True)
     return [{**fields, _INVOCATION: next(iter(found))} for fields, found in pairs]
@@ -472,8 +451,7 @@ def _read_adalora_fields(layer: PeftLayer) -> Fields:
     if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or e.shape != (rank, 1):
         raise CheckpointError(
             f"at {layer.name!r} lora_A is {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
-            f"{list(e.shape)}; one adapter has [rank, d_in], [d_out, rank] and [rank, 1]. Copy the "
-            f"file again from where it was saved."
+            f"{list(e.shape)}, not [rank, d_in], [d_out, rank] and [rank, 1]. Copy the file again."
         )
     scaled = fields["lora_alpha"] if fields["lora_alpha"] > 0 else rank
     r = max(rank, 1)
@@ -508,12 +486,7 @@ def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -
     slices = [part.placement.site.output_slice for part in parts]
     rows = [n for own in slices if own is not None for n in row_numbers(own).tolist()]
     if None in slices or len(set(rows)) < len(rows):
-        raise CheckpointError(
-            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT's one "
-            f"adapter for the whole layer cannot compute the same. Write "
-            f"{argument('format', 'native')}, or train "
-            f"with target_modules={[site.path.rpartition('.')[2]]!r}."
-        )
+        raise only_native(f"at {site.path!r} {len(parts)} adapters with magnitudes share rows")
     joined = _join(parts, weight)
     if len(rows) < len(joined["m"]):
         joined["m"] = _with_norms(joined["m"], torch.tensor(rows), site, weight())
@@ -524,11 +497,8 @@ def _with_norms(m: Tensor, covered: Tensor, site: Site, weight: Tensor | None) -
     # a part of a sharded weight has no norm of its own
     plain = type(weight) in (Tensor, torch.nn.Parameter)
     if weight is None or not plain or weight.dim() != 2 or not weight.is_floating_point():
-        raise CheckpointError(
-            f"at {site.path!r} only some rows of a fused layer are adapted, and the norms of the "
-            f"others cannot be computed from a quantized or sharded weight. Write "
-            f"{argument('format', 'native')}."
-        )
+        why = "only some rows are adapted, and the others have no norm (quantized or sharded)"
+        raise only_native(f"at {site.path!r} {why}")
     rows = weight.detach().to(m).T if site.transposed else weight.detach().to(m)  # [d_out, d_in]
     whole: Tensor = torch.linalg.vector_norm(rows, dim=1)  # [d_out]
     whole[covered] = m[covered]
@@ -583,10 +553,9 @@ def _read_vera(
         return said, tensors
     if tensors or fields["save_projection"]:
         raise CheckpointError(
-            f"the file lacks vera_A or vera_B, and adapter_config.json says save_projection="
-            f"{fields['save_projection']}. Copy the file again from where it was saved; or, if it "
-            f"was saved without both, write 'save_projection': false there, to draw them again "
-            f"from projection_prng_key={fields['projection_prng_key']}."
+            f"the file lacks vera_A or vera_B, with save_projection={fields['save_projection']}. "
+            f"Copy it again, or write 'save_projection': false in adapter_config.json if it was "
+            f"saved without both."
         )
     own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
     sites = [layer.site for layer in layers]

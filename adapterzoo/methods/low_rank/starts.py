@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -123,20 +123,16 @@ def drawing(
     return fill_a, fill_b
 
 
-def check_weight(name: str, w: Tensor) -> None:
-    """Check that initial values can be computed from a weight.
-
-    Args:
-        name: of the initial values.
-        w: the weight.
+def check_finite(what: str, t: Tensor) -> None:
+    """Check that initial values can be computed from a tensor; `what`: is not finite.
 
     Raises:
         ConfigError: it has values that are NaN or infinite.
     """
-    if not bool(w.isfinite().all()):
+    if not bool(t.isfinite().all()):
         raise ConfigError(
-            f"init_weights={name!r} is computed from the weight, and that has values that are not "
-            f"finite. Load the base model again, in float32, or write init_weights='lora'."
+            f"{what} not finite. Load the base model again, in float32, or write "
+            f"init_weights='lora'."
         )
 
 
@@ -153,7 +149,7 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
     Raises:
         ConfigError: the weight is not finite.
     """
-    check_weight(name, w)
+    check_finite(f"init_weights={name!r}: the weight is", w)
     if name == "olora":
         q, r = torch.linalg.qr(w)
         return r[..., :rank, :].contiguous(), q[..., :rank].contiguous()
@@ -187,19 +183,6 @@ def svd_lowrank(
     return q @ u, values, vh.mT
 
 
-def refuse_not_finite(x: Tensor) -> None:
-    """Check the inputs of a layer.
-
-    Raises:
-        ConfigError: one is infinite or NaN.
-    """
-    if not bool(x.isfinite().all()):
-        raise ConfigError(
-            "with init_data the inputs of a layer are not finite. Write other batches, or load the "
-            "model in float32."
-        )
-
-
 class Components(InputStatistics):
     """The principal components of a layer's inputs.
 
@@ -229,7 +212,7 @@ class Components(InputStatistics):
         n = len(x)
         if n < self.count:
             return
-        refuse_not_finite(x)
+        check_finite("with init_data the inputs of a layer are", x)
         x = x.to(compute_dtype(x.dtype))
         mean, total = x.mean(0), self._seen + n
         centered = x - mean
@@ -257,14 +240,10 @@ class Components(InputStatistics):
         """Return the first components as A `[rank, d_in]`, each divided by √σ with `whiten`.
 
         Raises:
-            ConfigError: there are no components, or one has no variance to divide by.
+            ConfigError: one has no variance to divide by.
         """
-        if self.components is None:
-            raise ConfigError(
-                f"init_weights='eva': no batch had {self.count} tokens, as many as components are "
-                f"needed. Write larger batches in init_data."
-            )
-        found, values = self.components[:rank], self.values[:rank]
+        components = cast("Tensor", self.components)
+        found, values = components[:rank], self.values[:rank]
         if not whiten:
             return found
         # a value up to this may be 0, but for the rounding of the SVD
@@ -272,8 +251,7 @@ class Components(InputStatistics):
         if (varying := int((values > least).sum())) < rank:
             raise ConfigError(
                 f"init_options={{'whiten': True}}: only {varying} of {rank} principal components "
-                f"of the inputs vary, and each is divided by its deviation. Write more batches in "
-                f"init_data, r={max(varying, 1)}, or 'whiten': False."
+                f"vary. Write more batches, r={max(varying, 1)}, or 'whiten': False."
             )
         return found / values.sqrt().unsqueeze(-1)
 
@@ -300,7 +278,7 @@ class Covariance(InputStatistics):
         """Add a batch."""
         if not len(x):
             return
-        refuse_not_finite(x)
+        check_finite("with init_data the inputs of a layer are", x)
         x = x.to(compute_dtype(x.dtype))
         x = x / x.max().abs()
         own = x.mT @ x  # [d_in, d_in]
@@ -319,7 +297,7 @@ class Covariance(InputStatistics):
         Raises:
             ConfigError: there was no batch, or its values or the weight are not finite.
         """
-        check_weight("corda", w)
+        check_finite("init_weights='corda': the weight is", w)
         if self.matrix is None or not bool(self.matrix.isfinite().all()):
             raise ConfigError(
                 "init_weights='corda': the inputs of a layer are missing or not finite. Write "

@@ -29,11 +29,10 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._peft import row_numbers
+from adapterzoo.methods._peft import only_native, row_numbers
 from adapterzoo.spelling import PeftPart, Tensors, spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling
@@ -171,11 +170,8 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     numbers = [row_numbers(own) for own in slices if own is not None]
     used = torch.cat(numbers) if numbers else torch.empty(0)
     if len(numbers) < len(parts) or len(used.unique()) < len(used) or len(said) > 1:
-        raise CheckpointError(
-            f"at {site.path!r} {len(parts)} LoHa adapters share rows or differ in scaling or "
-            f"dropout, and PEFT's one adapter of the layer cannot compute the same. Write "
-            f"{argument('format', 'native')}."
-        )
+        what = "LoHa adapters share rows or differ in scaling or dropout"
+        raise only_native(f"at {site.path!r} {len(parts)} {what}")
     whole = next(own.groups * own.width for own in slices if own is not None)
     ranks = [part.tensors["hada_w1_a"].shape[1] for part in parts]
     joined: Tensors = {}

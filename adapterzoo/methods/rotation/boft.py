@@ -229,8 +229,8 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
         shape = list(layer.tensors["boft_R"].shape)
         if len(shape) != 4 or shape[2] != shape[3]:
             raise CheckpointError(
-                f"at {layer.name!r} boft_R is {shape}; it is [factors, blocks, size, size]. Copy "
-                f"the file again from where it was saved."
+                f"at {layer.name!r} boft_R is {shape}, not [factors, blocks, size, size]. Copy the "
+                f"file again."
             )
     fields = layers[0].fields
     shapes = [layer.tensors["boft_R"].shape for layer in layers]

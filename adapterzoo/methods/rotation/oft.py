@@ -379,8 +379,7 @@ def _block_size(layer: PeftLayer) -> int:
         raise CheckpointError(
             f"at {layer.name!r} oft_R is {shape}; with block_share="
             f"{layer.fields['block_share']} it is [{'1' if rows == 1 else 'd / b'}, b (b - 1) / 2] "
-            f"for blocks of b > 1 of the d={width} features. Copy both files again from where "
-            f"they were saved."
+            f"for blocks of b > 1 of the d={width} features. Copy both files again."
         )
     return b
 

@@ -12,8 +12,7 @@ from typing import Any
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.model import sharding
-from adapterzoo.model.heads.interface import LoadOptions
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import AdaptedModel, LoadOptions
 
 
 def chosen_format(format: str, use_safetensors: bool | None) -> str:

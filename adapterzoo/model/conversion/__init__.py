@@ -20,18 +20,19 @@ from torch import Tensor
 
 from adapterzoo import inject
 from adapterzoo.anatomy import OutputSlice, Site
-from adapterzoo.averaging import Truncated, truncated
+from adapterzoo.averaging import Density, Truncated, truncated
 from adapterzoo.composition import parse
 from adapterzoo.configs import AdapterConfig, change_forms
 from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
 from adapterzoo.inject.layers import take_slice
 from adapterzoo.methods import undrawn
-from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
+from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken, replan
 from adapterzoo.model.adapters import bring_in, make
-from adapterzoo.model.heads.ties import tables_of
+from adapterzoo.model.heads import copies
+from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
@@ -78,13 +79,11 @@ class Size(NamedTuple):
             raise ConfigError(
                 f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one of them."
             )
-        if rank is not None and (type(rank) is not int or not 1 <= rank <= MAX_WIDTH):
+        if rank is not None and not Range(1, MAX_WIDTH).fits(rank):
             raise ConfigError(
                 f"rank={rank!r} is not a whole number from 1 to {MAX_WIDTH:,}. Write rank=8."
             )
-        if energy is not None and (
-            isinstance(energy, bool) or not isinstance(energy, (int, float)) or not 0 < energy <= 1
-        ):
+        if energy is not None and not Density().fits(energy):
             raise ConfigError(
                 f"energy={energy!r} is not a share of the squared singular values, above 0 and at "
                 f"most 1. Write energy=0.99."
@@ -151,13 +150,15 @@ def convert(
     refuse_taken(model, target, overwrite_ok)
     _refuse_other(model, name)
     head = name if name in model.known_heads() else None
-    given = random_inputs(model) if inputs is None else check_inputs(inputs)
+    given = random_inputs(model) if inputs is None else inputs
     config = form.at_sites_of(record.config, model.anatomy)
     made, layers = _made(model, config, lambda: _changes_of(model, name), size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
-    own_head = model._head_strategy.combined([name], [1.0])
+    own_head = copies.combined(model, [name], [1.0])
     bring_in(model, target, made, active)
-    model._head_strategy.give(target, own_head)
+    if own_head:
+        copies.put(model, target, own_head)
+        replan(model)
     after = outputs(model, target, head, given)
     return Certificate(
         target, record.config.architecture, to, tuple(layers),
@@ -397,20 +398,6 @@ def difference(some: list[Tensor], others: list[Tensor]) -> float:
     """Return the largest difference between outputs of two calls."""
     pairs = zip(some, others, strict=True)
     return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
-
-
-def check_inputs(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call, if that is what a user gave.
-
-    Raises:
-        ConfigError: they have another type.
-    """
-    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
-        raise ConfigError(
-            f"inputs, a {type(inputs).__name__}, does not map names of arguments of a call to "
-            f"values. Write inputs={{'input_ids': …}}."
-        )
-    return inputs
 
 
 def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:

@@ -1,17 +1,26 @@
-"""Copies of the static head of a task class, one for each adapter that was trained with it.
+"""What adapters have of their own in place of a part of the model, and what is shared with heads.
 
-A copy belongs to the adapter that acts last, or to the fusion. Its layers are stored with the
-adapters, below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles,
-files and replicas of the model have them; the keys of the original stay those of the plain class.
+*Copies of the static head* of a task class, one for each adapter that was trained with it. A copy
+belongs to the adapter that acts last, or to the fusion. Its layers are stored with the adapters,
+below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles, files and
+replicas of the model have them; the keys of the original stay those of the plain class. What is
+shared with the base model has no copies. The output layer of a language model, which is as large
+as the vocabulary, has one only for adapters whose `modules_to_save` name it.
 
-What is shared with the base model has no copies. The output layer of a language model, which is as
-large as the vocabulary, has one only for adapters whose `modules_to_save` name it.
+*Rows of the table of tokens* act in the output layers that are tied to the table too, those of
+heads included; a head that comes or goes ties and unties them.
+
+*Tables of tokens* are shared by the modules that look tokens up, and by a head of the adapter's
+name.
+
+Copies of layers in the base model (`modules_to_save`, norms, biases) are adapters like all others.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,19 +28,22 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
-from adapterzoo.anatomy import unwrapped
+from adapterzoo.anatomy import Site, unwrapped, without_wrappers
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import (
     Composition,
     Fuse,
     SiteStep,
     Stack,
+    compile_site,
     fusion_key,
     parts_of,
     step_of_copies,
 )
+from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import StateError
+from adapterzoo.errors import ConfigError, SiteError, StateError, listing
+from adapterzoo.formats.peft.config import exactly
 from adapterzoo.inject.building import (
     at_hand,
     layer_at,
@@ -40,12 +52,22 @@ from adapterzoo.inject.building import (
     plain_state,
 )
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.model.activation import replan
-from adapterzoo.model.state import AdaptedModel, base_prefix
+from adapterzoo.methods.copies.rows import ROWS, TokenRows
+from adapterzoo.methods.copies.table import Table
+from adapterzoo.model.state import (
+    AdaptedModel,
+    base_prefix,
+    heads_of,
+    modules_of,
+    prefixes_of,
+    shareable_of,
+)
+from adapterzoo.patterns import matches, short_names
 from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
 _HELD = Contained.container
+
 
 Layers = Mapping[str, nn.Module]
 
@@ -78,7 +100,7 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     backbone = model._backbone
-    if backbone is not cast("nn.Module", model):
+    if not model._has_named_heads and backbone is not cast("nn.Module", model):
         shared, seen = shared_ids(model), set[int]()
         for name, child in model.named_children():
             if child is not backbone:
@@ -119,9 +141,6 @@ def shared_ids(model: AdaptedModel) -> set[int]:
     return found | ({id(p) for p in output.parameters()} if output is not None else set())
 
 
-# --- make and enter ---
-
-
 def output_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the tensors of the layer at `output_path` by their keys in the task class."""
     if (path := output_path(model)) is None:
@@ -143,9 +162,10 @@ def made(model: AdaptedModel, with_output: bool = False) -> dict[str, nn.Module]
 
 
 def output_path(model: AdaptedModel) -> str | None:
-    """Return the path of the output layer of a language model, if it is a layer of the head."""
-    output = model.get_output_embeddings()
-    if output is None or model._backbone is cast("nn.Module", model):
+    """Return the path of a language model's output layer, if it is a layer of a static head."""
+    if model._has_named_heads or model._backbone is cast("nn.Module", model):
+        return None
+    if (output := model.get_output_embeddings()) is None:
         return None
     return next((path for path, module in outside(model) if module is unwrapped(output)), None)
 
@@ -174,20 +194,18 @@ def _copied(layer: nn.Module) -> nn.Module:
 
 
 def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
-    """Give an adapter its own head, replacing the one that it has.
+    """Give an adapter its own head, replacing the one that it has; then plans are made anew.
 
     Args:
         model: with adapters.
         owner: of the head, see `owner_of`.
         layers: by path; see `made`.
     """
-    taken = take(model, owner)
+    take(model, owner)
     for path, layer in layers.items():
         inject.put(_layer(model, path), owner, layer, model._active, HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
-    if layers or taken:
-        replan(model)
 
 
 def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
@@ -263,6 +281,12 @@ def fitted(layer: nn.Module, own: nn.Module) -> nn.Module:
     return wide
 
 
+def modules_with(model: AdaptedModel, name: str) -> list[nn.Module]:
+    """Return the modules of heads that move with an adapter: its copy, or the head of its name."""
+    own = heads_of(model).get(name)
+    return [*layers_with(model, name).values(), *([] if own is None else [own])]
+
+
 # --- run, save, merge ---
 
 
@@ -302,7 +326,7 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
 
 def _original(model: AdaptedModel) -> dict[str, Tensor]:
     backbone = model._backbone
-    if backbone is cast("nn.Module", model):
+    if model._has_named_heads or backbone is cast("nn.Module", model):
         return {}
     shared, inside = shared_ids(model), base_prefix(model)
     kept = dict(_tensors(cast("nn.Module", model)))
@@ -330,7 +354,8 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
         StateError: it has the output layer, and that of the model is tied.
     """
     owner = _last_owner(model, names)
-    if (path := output_path(model)) in layers_with(model, owner):
+    own = layers_with(model, owner)
+    if own and (path := output_path(model)) in own:
         weight = _layer(model, str(path))._parameters["weight"]
         if any(weight is parameter for parameter in own_parameters(model._backbone)):
             raise StateError(
@@ -398,3 +423,384 @@ def combined(
                 total = weighted_sum([upcast(state[key], target) for state in states], weights)
                 target.copy_(total + (1 - sum(weights)) * upcast(original[key], target))
     return found
+
+
+# --- rows of the table of tokens ---
+
+
+def rows_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
+    """Return the paths of the embeddings of which an adapter has rows of its own."""
+    record = model._adapter_state.records.get(name)
+    return () if record is None else record.located.get(ROWS, ())
+
+
+def shared_rows(
+    places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the one module of rows for each of the paths that share a table.
+
+    Args:
+        places: of an adapter.
+        modules: built for each path.
+    """
+    firsts: dict[int, Any] = {}
+    return {
+        path: firsts.setdefault(id(ps[0].config), modules[path])
+        for path, ps in places.items()
+        if ps and ps[0].location == ROWS
+    }
+
+
+def _tied_outputs(model: AdaptedModel) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """Yield path, layer and embeddings of each output layer that is tied to a table."""
+    tables: dict[int, list[str]] = {}
+    for path, module in model._backbone.named_modules():
+        if isinstance(module, nn.Embedding):
+            tables.setdefault(id(module._parameters["weight"]), []).append(without_wrappers(path))
+    for path, module in cast("nn.Module", model).named_modules():
+        weight = module._parameters.get("weight")
+        if isinstance(module, nn.Linear) and (paths := tables.get(id(weight))):
+            yield without_wrappers(path), module, tuple(paths)
+
+
+def update_rows(model: AdaptedModel) -> bool:
+    """Let the output layers that are tied to a table have its rows, and no others.
+
+    Returns:
+        Whether something has changed, so that plans have to be made anew.
+    """
+    names = [name for name in model._adapter_state.records if rows_of(model, name)]
+    state = model._adapter_state
+    if not names and not state.outputs:
+        return False
+    whole = cast("nn.Module", model)
+    wanted: dict[tuple[str, str], tuple[nn.Module, Any]] = {}
+    for path, layer, tables in _tied_outputs(model):
+        for name in names:
+            rows = {p: module for p, module in modules_of(model, name) if p in tables}
+            if found := [rows[p] for p in rows_of(model, name) if p in rows]:
+                wanted[path, name] = layer, found[0]
+    for path, name in state.outputs:
+        old = _module_at(whole, path)
+        kept = wanted.get((path, name))
+        held = None if old is None else _adapters_at(old).get(name)
+        if old is not None and held is not None and (kept is None or held is not kept[1]):
+            inject.take(old, name)
+    for (path, name), (layer, rows) in wanted.items():
+        if name not in _adapters_at(layer):
+            inject.put(layer, name, rows, model._active, HEAD + path)
+    before, state.outputs = state.outputs, tuple(wanted)
+    return before != state.outputs
+
+
+def renumber(model: AdaptedModel) -> None:
+    """Set the numbers of tokens again, which a model that is loaded does not have."""
+    for name in model._adapter_state.records:
+        for path in rows_of(model, name):
+            module = dict(modules_of(model, name))[path]
+            cast("TokenRows", module).renumber()
+
+
+def leave_rows(model: AdaptedModel, name: str) -> None:
+    """Take the rows of an adapter, which is removed, out of the output layers."""
+    state = model._adapter_state
+    for path, owner in state.outputs:
+        layer = _module_at(cast("nn.Module", model), path)
+        if owner == name and layer is not None and name in _adapters_at(layer):
+            inject.take(layer, name)
+    state.outputs = tuple(each for each in state.outputs if each[1] != name)
+
+
+def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
+    """Return whether the rows of an adapter act in every module that shares the table at a path."""
+    if path not in rows_of(model, name):
+        return False
+    whole, weight = cast("nn.Module", model), layer_at(model._backbone, path)._parameters["weight"]
+    held = [m for m in whole.modules() if m._parameters.get("weight") is weight]
+    return all(name in _adapters_at(module) for module in held)
+
+
+def row_steps(
+    model: AdaptedModel, parts: Sequence[Any], acting: Sequence[str]
+) -> dict[str, SiteStep]:
+    """Return the steps of the output layers.
+
+    Args:
+        model: with adapters.
+        parts: of a composition, one for each kind of rows.
+        acting: names of the adapters that act.
+    """
+    found: dict[str, SiteStep] = {}
+    for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
+        layer = _module_at(cast("nn.Module", model), path)
+        held = {} if layer is None else _adapters_at(layer)
+        present = {name: module for name, module in held.items() if name in acting}
+        step = compile_site(parts, present)
+        if step is not None:
+            found[HEAD + path] = step.by_name()
+    return found
+
+
+def _row_ties(model: AdaptedModel) -> dict[str, str]:
+    """Map keys of shared rows in the state dict to the keys of those that they share."""
+    found: dict[str, str] = {}
+    own = {
+        id(tensor)
+        for name in model._adapter_state.records
+        if (paths := rows_of(model, name))
+        for path, module in modules_of(model, name)
+        if path in paths
+        for tensor in module.state_dict(keep_vars=True).values()
+    }
+    first: dict[int, str] = {}
+    tensors = cast("nn.Module", model).state_dict(keep_vars=True) if own else {}
+    for key, tensor in tensors.items():
+        if id(tensor) in own and first.setdefault(id(tensor), key) != key:
+            found[key] = first[id(tensor)]
+    return found
+
+
+def _adapters_at(layer: nn.Module) -> Mapping[str, Any]:
+    return inject.adapters_of(layer) if isinstance(layer, inject.Adapted) else {}
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path, which may be gone with its head."""
+    for name in path.split("."):
+        found = model._modules.get(name)
+        if found is None:
+            return None
+        model = found
+    return model
+
+
+# --- tables of tokens, and what is tied ---
+
+
+LOCATION = "embeddings"
+"""Where an adapter has a table of tokens of its own."""
+
+
+def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
+    """Return the paths of the embeddings for which an adapter has a table; they share one."""
+    record = model._adapter_state.records.get(name)
+    return () if record is None else record.located.get(LOCATION, ())
+
+
+def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
+    """Return the table of an adapter; None if it has none or the adapter is unknown."""
+    for path in tables_of(model, name):
+        found = inject.adapters_of(layer_at(model._backbone, path))
+        return cast("nn.Parameter", cast("Table", found[name]).table.weight)
+    return None
+
+
+def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
+    """Return the parameters that heads may share: id → name in the model.
+
+    They are those of the base model, and the tables of adapters.
+    """
+    start, found = base_prefix(model), dict[int, str]()
+    for path, module in plain_modules(model._backbone):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                # the first name of a parameter with several
+                found.setdefault(id(parameter), f"{start}{path}.{name}" if path else start + name)
+    for name in model._adapter_state.records:
+        for path in tables_of(model, name)[:1]:
+            key = f"{start}{prefixes_of(model, name)[path]}table.weight"
+            found.setdefault(id(table_of(model, name)), key)
+    return found
+
+
+def ties(model: AdaptedModel) -> dict[str, str]:
+    """Map state-dict keys of shared parameters to the keys of those that they share."""
+    start, found = base_prefix(model), {}
+    for name in model._adapter_state.records:
+        if not (paths := tables_of(model, name)):
+            continue
+        prefixes = prefixes_of(model, name)
+        first, *rest = (f"{start}{prefixes[path]}table.weight" for path in paths)
+        found.update(dict.fromkeys(rest, first))
+    for group in model._adapter_state.sharing.values():
+        alike = [prefixes_of(model, name) for name in group]
+        for path, key in shareable_of(model, group[0]):
+            first, *others = (f"{start}{prefixes[path]}{key}" for prefixes in alike)
+            found.update(dict.fromkeys(others, first))
+    names = shared_with_heads(model)
+    for name, head in heads_of(model).items():
+        for path, module in plain_modules(head, f"heads.{name}"):
+            for own, parameter in module._parameters.items():
+                key = f"{path}.{own}"
+                source = key if parameter is None else names.setdefault(id(parameter), key)
+                if source != key:
+                    found[key] = source
+    return {**found, **_row_ties(model)}
+
+
+def list_ties(model: AdaptedModel, name: str | None = None) -> None:
+    """Tell transformers which parameters are shared.
+
+    Args:
+        model: with adapters.
+        name: of an adapter that was added or removed; None: something else has changed.
+    """
+    own, before = cast("Any", model), model._adapter_state.tied
+    # absent until transformers has finished the constructor
+    listed = vars(own).get("all_tied_weights_keys")
+    if name is not None:
+        gone = any(f".{name}." in f"{key} {other}" for key, other in before.items())
+        # most adapters have no table, and the fiftieth must cost no more than the first
+        shares = any(name in group for group in model._adapter_state.sharing.values())
+        there = tables_of(model, name) or rows_of(model, name)
+        if not gone and not shares and not there:
+            return
+    tied = ties(model)
+    vars(own).pop("_tied_weights_keys", None)
+    if tied:
+        # transformers reads these as patterns
+        patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
+        own._tied_weights_keys = {**(type(own)._tied_weights_keys or {}), **patterns}
+    if listed is not None:
+        for key in before:
+            listed.pop(key, None)
+        listed.update(tied)
+    model._adapter_state.tied = tied
+
+
+def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
+    """Note that adapters share no parameters; a group of one is none."""
+    sharing = model._adapter_state.sharing
+    for group, members in list(sharing.items()):
+        left = tuple(name for name in members if name not in names)
+        if left != members:
+            del sharing[group]
+            if len(left) > 1:
+                sharing[group] = left
+
+
+# --- names of layers of the head in the config of a new adapter ---
+
+
+_FIELDS = ("modules_to_save", "target_modules", "target_parameters", "exclude_modules")
+
+
+def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
+    """Return a config without names of the head, and whether the adapter has its output layer.
+
+    Args:
+        model: with adapters.
+        config: of a new adapter.
+
+    Raises:
+        ConfigError: the adapter has rows of the output layer as well.
+        SiteError: the config names layers of the head that PEFT would adapt.
+    """
+    unnamed = all(m.get(name) is None for m in config.members for name in _FIELDS)
+    if unnamed or model._has_named_heads:
+        return config, False
+    head = {path: bool(module._parameters) for path, module in outside(model) if path}
+    if not head:
+        return config, False
+    base = [f"{base_prefix(model)}{path}" for path, _ in plain_modules(model._backbone)]
+    output, has_output, members = output_path(model), False, []
+    for member in config.members:
+        names = member.get("modules_to_save")
+        listed = names if isinstance(names, tuple) else ()
+        mine = [n for n in listed if any(matches(path, (n,)) for path in head)]
+        has_output |= output is not None and matches(output, mine)
+        if has_output and member.get("trainable_token_indices") is not None:
+            raise ConfigError(
+                f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
+                f"layer {output!r}. Leave one of them out."
+            )
+        saved = tuple(f"{path}." for path in head if matches(path, mine))
+        _refuse_parameters(model, member, head)
+        own = _of_base(model, member, base, head, saved)
+        kept = tuple(n for n in listed if n not in mine or any(matches(p, (n,)) for p in base))
+        members.append(own.replace(modules_to_save=kept or None) if mine else own)
+    if all(one is other for one, other in zip(members, config.members, strict=True)):
+        return config, False
+    return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
+
+
+def names_of(model: AdaptedModel, sites: Iterable[Site]) -> str | list[str]:
+    """Return the value of `target_modules` that names these layers and no others of the model."""
+    chosen = list(dict.fromkeys(site.path for site in sites))
+    layers = (site.path for site in (*model.anatomy, *model.anatomy.others))
+    every = dict.fromkeys((*layers, *(path for path, _ in outside(model) if path)))
+    names = short_names(chosen, every)
+    return exactly(chosen) if names is None else list(names)
+
+
+def _of_base(
+    model: AdaptedModel,
+    config: AdapterConfig,
+    base: Iterable[str],
+    head: Mapping[str, bool],
+    saved: tuple[str, ...],
+) -> AdapterConfig:
+    """Return a config whose names of layers are those of the base model alone, in PEFT too.
+
+    Args:
+        model: with adapters.
+        config: of a new adapter.
+        base: paths of the modules of the base model in the whole model.
+        head: path of a module of the head → whether it has parameters of its own.
+        saved: paths in `modules_to_save`, each with a dot: PEFT does not adapt what is in them.
+
+    Raises:
+        SiteError: PEFT would adapt a layer of the head.
+    """
+    wanted: Any = config.get("target_modules")
+    excluded: Any = config.get("exclude_modules")
+    left_out = [path for path in head if excluded and matches(path, excluded)]
+    if left_out:
+        config = config.replace(exclude_modules=_without(excluded, base, head))
+    named = [path for path in head if head[path] and matches(path, wanted or ())]
+    if config.get("layers_to_transform") is not None:
+        # for a layer outside of blocks PEFT needs its whole path then
+        named = [path for path in named if path in wanted]
+    mine = _without(wanted, base, head) if named else None
+    if not mine:
+        return config
+    found = config.replace(target_modules=mine).below(base_prefix(model), model.anatomy)
+    sites = (placement.site for placement in found.placements(model.anatomy))
+    names = names_of(model, (site for site in sites if site.parameter is None))
+    if theirs := [p for p in named if p not in left_out and not f"{p}.".startswith(saved)]:
+        raise SiteError(_adapted_in_peft(config, "target_modules", theirs, names))
+    return config.replace(target_modules=names)
+
+
+def _without(
+    wanted: str | tuple[str, ...], base: Iterable[str], head: Iterable[str]
+) -> str | tuple[str, ...] | None:
+    """Return names, or an expression, without those that only match the head; None if all do."""
+    parts: Sequence[Any] = (wanted,) if isinstance(wanted, str) else [(name,) for name in wanted]
+    kept = [
+        part
+        for part in parts
+        if any(matches(path, part) for path in base) or not any(matches(p, part) for p in head)
+    ]
+    return next(iter(kept), None) if isinstance(wanted, str) else tuple(n for (n,) in kept) or None
+
+
+def _refuse_parameters(model: AdaptedModel, config: AdapterConfig, head: Iterable[str]) -> None:
+    """Refuse names of parameters of the head, which PEFT would adapt."""
+    wanted = config.get("target_parameters") or ()
+    layers = [(path, layer_at(cast("nn.Module", model), path)) for path in head if wanted]
+    names = [f"{path}.{name}" for path, layer in layers for name in layer._parameters]
+    theirs = [name for name in names if matches(name, wanted)]
+    mine = [f"{base_prefix(model)}{n}" for n in model.anatomy.weights() if matches(n, wanted)]
+    if theirs and mine:
+        raise SiteError(_adapted_in_peft(config, "target_parameters", theirs, mine))
+
+
+def _adapted_in_peft(config: AdapterConfig, field: str, theirs: list[str], mine: object) -> str:
+    """Return the message for a field that names a part of the head."""
+    wanted = config.get(field)
+    shown = [*wanted] if isinstance(wanted, tuple) else wanted
+    return (
+        f"{type(config).__name__}({field}={shown!r}): in PEFT it adapts {listing(theirs)} of the "
+        f"head too, which has no adapters here. Write {field}={mine!r} for the base model alone."
+    )

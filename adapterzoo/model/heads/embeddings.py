@@ -35,7 +35,7 @@ _STORE = "other_embeddings"
 ADDED = "final_logits_bias"
 
 
-class Waiting(nn.Module):
+class InactiveTable(nn.Module):
     """Embeddings that are not active.
 
     Attributes:
@@ -78,7 +78,7 @@ class Waiting(nn.Module):
 def names(model: AdaptedModel) -> tuple[str, ...]:
     """Return the names of all embeddings, "default" first."""
     known = {DEFAULT: None, model._adapter_state.embeddings: None}
-    return tuple({**known, **dict.fromkeys(waiting_of(model))})
+    return tuple({**known, **dict.fromkeys(inactive_of(model))})
 
 
 def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
@@ -90,7 +90,7 @@ def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
     active = layer_of(model)
     found: dict[str, Any] = dict.fromkeys(names(model))
     found[model._adapter_state.embeddings] = active
-    found.update(waiting_of(model))
+    found.update(inactive_of(model))
     return MappingProxyType({name: _view(of.weight, of.padding_idx) for name, of in found.items()})
 
 
@@ -106,36 +106,36 @@ def find(model: AdaptedModel, name: str) -> nn.Embedding:
     return found[name]
 
 
-def waiting_parameters(model: AdaptedModel) -> Iterator[nn.Parameter]:
+def inactive_parameters(model: AdaptedModel) -> Iterator[nn.Parameter]:
     """Yield the parameters of the embeddings that are not active."""
-    for waiting in waiting_of(model).values():
-        yield from waiting.parameters()
+    for inactive in inactive_of(model).values():
+        yield from inactive.parameters()
 
 
 def tensors(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the tables by name, where there are others than the model's own."""
-    if not waiting_of(model):
+    if not inactive_of(model):
         return {}
     return {name: module.weight for name, module in loaded(model).items()}
 
 
 def default_table(model: AdaptedModel) -> Tensor | None:
     """Return the model's own table where it is not active."""
-    waiting = waiting_of(model).get(DEFAULT)
-    return None if waiting is None else waiting.weight
+    inactive = inactive_of(model).get(DEFAULT)
+    return None if inactive is None else inactive.weight
 
 
 def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
     """Return what tied output layers add to the logits beside these embeddings, by key."""
     if name == model._adapter_state.embeddings:
         return {key: tensor for key, tensor, _ in _biases(model)}
-    return waiting_of(model)[name].biases()
+    return inactive_of(model)[name].biases()
 
 
-def waiting_of(model: AdaptedModel) -> dict[str, Waiting]:
+def inactive_of(model: AdaptedModel) -> dict[str, InactiveTable]:
     """Return the embeddings that are not active, by name."""
     store = cast("nn.Module", model)._modules.get(_STORE)
-    return cast("dict[str, Waiting]", {} if store is None else store._modules)
+    return cast("dict[str, InactiveTable]", {} if store is None else store._modules)
 
 
 def layer_of(model: AdaptedModel) -> nn.Embedding:
@@ -180,7 +180,7 @@ def free_place(model: AdaptedModel, name: str) -> nn.Embedding:
     return layer_of(model)
 
 
-def enter(model: AdaptedModel, name: str, made: Waiting) -> None:
+def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
     """Add embeddings that `free_place` allows, and activate them."""
     store_of(model)[name] = made
     _exchange(model, name)
@@ -212,14 +212,14 @@ def delete(model: AdaptedModel, name: str) -> None:
         _LOG.warning("The active embeddings %r are deleted; %r is active now.", name, DEFAULT)
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     del store_of(model)._modules[name]
-    if not waiting_of(model):
+    if not inactive_of(model):
         del cast("nn.Module", model)._modules[_STORE]
 
 
 def drop_biases(model: AdaptedModel, head: str) -> None:
     """Forget the biases that a named head, which goes, had with embeddings that are not active."""
-    for waiting in waiting_of(model).values():
-        waiting.drop(f"heads/{head}/")
+    for inactive in inactive_of(model).values():
+        inactive.drop(f"heads/{head}/")
 
 
 # --- activate ---
@@ -242,13 +242,13 @@ def activate(model: AdaptedModel, name: str) -> None:
 def _exchange(model: AdaptedModel, name: str) -> None:
     """Replace the active table and the biases beside it, wherever they are."""
     state, store, layer = model._adapter_state, store_of(model), layer_of(model)
-    incoming = cast("Waiting", store._modules.pop(name))
+    incoming = cast("InactiveTable", store._modules.pop(name))
     old, rows = layer.weight, len(incoming.weight)
-    outgoing = Waiting(old, layer.padding_idx)
-    arriving = incoming.biases()
+    outgoing = InactiveTable(old, layer.padding_idx)
+    biases = incoming.biases()
     for key, bias, holders in _biases(model):
         outgoing.keep(key, bias)
-        fresh = arriving.get(key)
+        fresh = biases.get(key)
         if fresh is None:
             # the head came later: no token is more likely than another
             fresh = bias.new_zeros(*bias.shape[:-1], rows)
@@ -298,14 +298,14 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
 
 def _follows(model: AdaptedModel, table: Tensor) -> bool:
     """Return whether the config has the number of the embedded tokens, not of an untied output."""
-    output = None if model._head_strategy.is_named else model.get_output_embeddings()
+    output = None if model._has_named_heads else model.get_output_embeddings()
     return output is None or output.weight is table
 
 
 # --- whole models ---
 
 
-def arrive(model: AdaptedModel) -> None:
+def activate_saved(model: AdaptedModel) -> None:
     """Activate the embeddings that a saved model had, whose values are there now."""
     name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
     if name is not None:
@@ -324,7 +324,7 @@ def own_in_place(model: AdaptedModel) -> Iterator[bool]:
     try:
         yield True
     finally:
-        arrive(model)
+        activate_saved(model)
 
 
 def check_plain(model: AdaptedModel) -> None:

@@ -1,11 +1,18 @@
-"""The forward of a model with named heads: take the labels, run the base model and the heads."""
+"""The forward of a model with named heads: take the labels, run the base model and the heads.
+
+A call is a record that each head gets, of all rows of the batch or of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo import inject
@@ -13,23 +20,172 @@ from adapterzoo.composition import ActiveHeads, RowMap, last_adapter, parts_of
 from adapterzoo.errors import (
     BatchError,
     CompositionError,
+    ConfigError,
     StateError,
+    argument,
+    in_python,
     listing,
     unknown_name,
 )
-from adapterzoo.heads import PredictionHead, by_head, head_types
+from adapterzoo.heads import Pooling, PredictionHead, by_head, head_types
 from adapterzoo.model.batches import batch_size, repeated
+from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 from adapterzoo.model.state import anatomy_of
 
-from . import store
-from .calls import COMMON, Base, Call
-from .inputs import decoder_labels, shift_labels
-from .interface import HeadNames
-from .outputs import MultiHeadOutput
-from .rows import apart, head_rows, joined, total, with_copies
+from . import named
+from .named import HeadNames
+from .outputs import MultiHeadOutput, head_output
 
 Heads = Mapping[str, PredictionHead]
 """The active heads by name."""
+
+
+# arguments of `forward` that belong to heads of any type
+COMMON = ("logits_to_keep", "num_items_in_batch")
+
+
+# what heads on features have under names of their own
+_FEATURES = ("attention_mask", "input_ids")
+
+
+# --- one call, as heads see it ---
+
+
+class Base:
+    """The base model in one call; attributes other than its call are those of the model's own.
+
+    Attributes:
+        outputs: of the last run; None before it has run.
+    """
+
+    def __init__(self, model: Any, outputs: ModelOutput | None = None) -> None:
+        """Keep the model.
+
+        Args:
+            model: with named heads.
+            outputs: what every call returns; None: each call runs the base model.
+        """
+        self._model = model
+        self._is_fixed = outputs is not None
+        self.outputs = outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        """Return the outputs of the base model."""
+        if not self._is_fixed:
+            self.outputs = self._model.base_model(*args, **{**kwargs, "return_dict": True})
+        return cast("ModelOutput", self.outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model's own base model."""
+        return getattr(self._model.base_model, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a model as its heads see it; see `PredictionHead.answer`.
+
+    Attributes:
+        model: with named heads.
+        name: of the head; empty before there is one.
+        base: the base model, for these rows.
+        inputs: arguments of the base model, for all rows.
+        given: labels and other arguments of heads.
+        rows: as the adapters divide them.
+        part: the rows of the head, as a part of the batch; None: all.
+    """
+
+    model: Any
+    name: str = ""
+    base: Base
+    inputs: Mapping[str, Any]
+    given: Mapping[str, Any]
+    rows: RowMap | None
+    part: tuple[int, RowMap] | None = None
+
+    def on(self, part: int, name: str, rows: RowMap, own: set[str]) -> Call:
+        """Return the call of a head on one part of the rows; the base model has run.
+
+        Args:
+            part: its number.
+            name: of the head.
+            rows: of the batch.
+            own: arguments that may be dicts from names of heads.
+        """
+        labels = {key: value for key, value in self.given.items() if key in own}
+        given = given_to(part, name, rows, labels, len(rows.index) // rows.copies)
+        for key in self.given.keys() - own:
+            value = self.given[key]
+            has_rows = isinstance(value, Tensor) and key not in COMMON
+            given[key] = rows.take(part, value) if has_rows else value
+        outputs = outputs_of(part, rows, cast("ModelOutput", self.base.outputs))
+        return dataclasses.replace(
+            self,
+            name=name,
+            base=Base(self.model, outputs),
+            given=given,
+            rows=None if self.rows is None else self.rows.of(rows, part),
+            part=(part, rows),
+        )
+
+    # --- what heads read ---
+
+    @property
+    def at_exit(self) -> Callable[[Tensor], Tensor] | None:
+        """The inverse of the invertible adapters; None without any."""
+        plan = self.model._active.plan
+        if plan.exit is None:
+            return None
+        return lambda y: inject.leave(self.model.base_model, plan, y, self.rows)
+
+    def features(self, pooling: Pooling | None) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states and their mask.
+
+        Args:
+            pooling: of the head.
+        """
+        mask, ids = (self.given[name] for name in _FEATURES)
+        return head_input(self.model, pooling, self.base(**self.inputs), mask, ids)
+
+    def output(self, name: str, loss: Tensor | None, values: Mapping[str, Tensor]) -> ModelOutput:
+        """Return an output of a class of transformers, with the base model's outputs.
+
+        Args:
+            name: of the class.
+            loss: None without labels.
+            values: its other fields.
+        """
+        outputs = cast("ModelOutput", self.base.outputs)
+        return head_output(name, {"loss": loss, **values}, outputs)
+
+    def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the arguments that a task class takes.
+
+        Args:
+            function: the forward of the class.
+        """
+        known = inspect.signature(function).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        found = {**self._inputs(), **{k: v for k, v in self.given.items() if k not in _FEATURES}}
+        # a dict has labels of several heads; outputs of an encoder are mappings too
+        own = {k: v.get(self.name) if type(v) is dict else v for k, v in found.items()}
+        # a task class averages its loss itself
+        return {
+            key: value
+            for key, value in own.items()
+            if value is not None and key != "num_items_in_batch" and (anything or key in known)
+        }
+
+    def _inputs(self) -> Mapping[str, Any]:
+        if self.part is None:
+            return self.inputs
+        part, rows = self.part
+        return {
+            key: rows.take(part, value) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in self.inputs.items()
+        }
+
+
+# --- forward ---
 
 
 def forward(
@@ -44,10 +200,10 @@ def forward(
         return_dict: False for tuples.
         times: how often the batch is repeated.
     """
-    used = model._head_strategy.active_heads(head)
+    used = named.active_heads(model, head)
     _check_exit(model, used)
-    _check_batch(model, model._head_strategy.chosen(head), batch_size(inputs) * times)
-    labels = _take_labels(model, inputs, used, model._head_strategy.chosen(head).names)
+    _check_batch(model, named.chosen(model, head), batch_size(inputs) * times)
+    labels = _take_labels(model, inputs, used, named.chosen(model, head).names)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
     if _caller_of_base(used) is None:
@@ -151,9 +307,9 @@ def _by_head(given: dict[str, Any], used: Heads, names: tuple[str, ...]) -> None
     # task classes take lists themselves, such as one dict for each image
     if not used or any(head.calls_base for head in used.values()):
         return
-    for argument in {n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)}:
-        if isinstance(given.get(argument), (list, tuple)):
-            given[argument] = by_head(argument, given[argument], names)
+    for field in {n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)}:
+        if isinstance(given.get(field), (list, tuple)):
+            given[field] = by_head(field, given[field], names)
 
 
 def _take_labels(
@@ -163,11 +319,11 @@ def _take_labels(
     own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
     taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *COMMON) if n in inputs}
     _by_head(taken, used, names)
-    for argument, value in taken.items():
+    for field, value in taken.items():
         # a misspelled name would leave a head untrained without an error
         for name in value if isinstance(value, Mapping) else ():
             if name not in model.heads:
-                what = f"forward({argument}={{{name!r}: …}})"
+                what = f"forward({field}={{{name!r}: …}})"
                 raise unknown_name(what, "head", name, model.heads)
     given = [n for n in taken if taken[n] is not None and n not in COMMON]
     if given and not used:
@@ -219,8 +375,8 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
-    used = model._head_strategy.active_heads(head)
-    _by_head(given, used, model._head_strategy.chosen(head).names)
+    used = named.active_heads(model, head)
+    _by_head(given, used, named.chosen(model, head).names)
     inputs = given.pop("inputs", None) or {n: given[n] for n in ("attention_mask", "input_ids")}
     return _answer(model, Base(model, outputs), head, return_dict, inputs, given)
 
@@ -243,12 +399,12 @@ def _answer(
         inputs: arguments of the base model.
         given: labels and other arguments of heads.
     """
-    active, rows = model._head_strategy.chosen(head), model._active.plan.rows
+    active, rows = named.chosen(model, head), model._active.plan.rows
     if not active.names:
         outputs = base(**inputs)
         return outputs if return_dict is not False else outputs.to_tuple()
     _check_owner(model, active.names)
-    heads = {name: store.find(model, name) for name in active.names}
+    heads = {name: named.find(model, name) for name in active.names}
     call = Call(model=model, base=base, inputs=inputs, given=given, rows=rows)
     found = head_rows(active, rows, model._active.call.generation is not None)
     results: list[ModelOutput] | MultiHeadOutput
@@ -306,3 +462,324 @@ def _answer_on_rows(
     outputs = cast("ModelOutput", call.base.outputs)
     one = joined(results, parts, rows, outputs) if rows.together else None
     return apart(results, rows) if one is None else [one]
+
+
+# --- inputs of the base model and of heads ---
+
+
+def decoder_labels(
+    heads: Mapping[str, PredictionHead], given: Mapping[str, Any], copies: int
+) -> Tensor | None:
+    """Return the labels from which a decoder's inputs are made; None if no head has any.
+
+    Args:
+        heads: the active heads by name.
+        given: arguments of `forward`; an argument may be a dict from names of heads to labels.
+        copies: how often the batch is repeated, once for each head if `Parallel` is active.
+
+    Returns:
+        `[copies · batch, tokens]`.
+
+    Raises:
+        ConfigError: heads that share rows have different labels.
+    """
+    found: list[Tensor] = []
+    for name, head in heads.items():
+        value = given.get(head.config.decoder_inputs_from or "")
+        value = value.get(name) if isinstance(value, Mapping) else value
+        found += [] if value is None else [value]
+    if not found:
+        return None
+    if len(found) == copies and len({labels.shape for labels in found}) == 1:
+        return torch.cat(found)
+    first, *others = found
+    if any(labels is not first and not torch.equal(labels, first) for labels in others):
+        raise ConfigError(
+            f"labels={{…}}: the decoder reads the labels, shifted by one, and {listing(heads)} "
+            f"have different ones for the same rows. Write the same labels for all, or "
+            f"decoder_input_ids=…."
+        )
+    return first.repeat(copies, *(1 for _ in first.shape[1:]))  # [copies · batch, tokens]
+
+
+def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> None:
+    """Add the decoder's inputs, the labels shifted by one, unless the caller gave them; in place.
+
+    Args:
+        model: an encoder–decoder.
+        inputs: of the base model.
+        labels: `[rows, tokens]` of a sequence-to-sequence head; None: the encoder's tokens are
+            shifted instead.
+    """
+    if labels is not None:
+        inputs.setdefault("use_cache", False)
+    source = inputs.get("input_ids") if labels is None else labels
+    given = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_input_values")
+    if source is None or any(inputs.get(name) is not None for name in given):
+        return
+    # the family's own method, if its language model has one: mBART moves the language token first
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    inputs["decoder_input_ids"] = _shifted(model.config, source) if own is None else own(source)
+
+
+def _shifted(config: Any, ids: Tensor) -> Tensor:
+    text = text_config(config)
+    # a composite config may have its own token: its parts are separate models
+    asked = [(config, "decoder_start_token_id"), (text, "decoder_start_token_id"),
+             (text, "bos_token_id")]  # fmt: skip
+    found = (getattr(place, field, None) for place, field in asked)
+    start = next((token for token in found if token is not None), None)
+    if start is None:
+        raise ConfigError(
+            f"decoder_input_ids: {type(config).__name__} has no decoder_start_token_id to begin "
+            f"with. Write model(…, decoder_input_ids=…), or set config.decoder_start_token_id."
+        )
+    shifted = ids.roll(1, dims=-1)
+    shifted[:, 0] = start
+    pad = getattr(text, "pad_token_id", None)
+    return shifted.masked_fill(shifted == -100, start if pad is None else pad)
+
+
+def head_input(
+    model: Any,
+    pooling: Pooling | None,
+    outputs: ModelOutput,
+    attention_mask: Tensor | Mapping[str, Tensor] | None,
+    input_ids: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the hidden states and the mask for a head.
+
+    Args:
+        model: that computed the outputs.
+        pooling: of the head; decides what it reads.
+        outputs: of the base model.
+        attention_mask: `[batch, tokens]`, or any other mask that the model takes, such as one for
+            each kind of layer, which `generate` makes for a static cache.
+        input_ids: the tokens of the hidden states; None if unknown.
+
+    Raises:
+        StateError: the model did not compute what the head needs.
+    """
+    if pooling == "pooler":
+        pooled = outputs.get("pooler_output")
+        if pooled is None:
+            raise StateError(
+                f"use_pooler=True: {type(model.base_model).__name__} has no pooled output. Write "
+                f"{in_python('add_classification_head(…, use_pooler=False)', '--pooling cls')}."
+            )
+        # a CNN's has two more dimensions, of size 1
+        return pooled.flatten(1), None  # [batch, d_model]
+    hidden = cast("Tensor", outputs["last_hidden_state"])
+    if hidden.dim() == 4:
+        hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
+    if pooling not in ("mean", "last", "eos"):
+        return hidden, _fitting(model, attention_mask, hidden)
+    mask = attention_mask
+    pad, eos = pad_and_eos(model)
+    if mask is None and input_ids is not None and pad is not None and pooling != "mean":
+        mask = input_ids != pad
+    is_one = mask is None or isinstance(mask, Tensor)
+    if pooling == "eos" and input_ids is not None and eos and is_one:
+        ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
+        real = torch.ones_like(ends)
+        if isinstance(mask, Tensor):
+            real = mask.to(ends.device, torch.bool)
+        if real.shape == ends.shape:
+            ends = ends & real
+            # a truncated sequence has no end token: use its last token
+            mask = ends.where(ends.any(dim=1, keepdim=True), real)
+    fitting = _fitting(model, mask, hidden)
+    if mask is not None and fitting is None:
+        shown = list(mask.shape) if isinstance(mask, Tensor) else "of each kind of layer"
+        raise StateError(
+            f"pooling={pooling!r}: the mask {shown} does not say which of the "
+            f"{hidden.shape[1]} hidden states {type(model.base_model).__name__} computed are "
+            f"padding. Write {argument('pooling', 'cls')}{in_python(' when you add the head')}."
+        )
+    return hidden, fitting
+
+
+def _fitting(model: Any, mask: object, hidden: Tensor) -> Tensor | None:
+    """Return the mask of the tokens that have hidden states; None if it is unknown."""
+    tokens = hidden.shape[1]
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if mask.shape[1] > tokens:
+        # audio models shorten the sequence, and have a method of their own for the mask
+        shortened = getattr(model.base_model, "_get_feature_vector_attention_mask", None)
+        if shortened is not None:
+            return cast("Tensor", shortened(tokens, mask))
+        # with a cache the mask includes the past
+        return mask[:, -tokens:]
+    return mask if mask.shape[1] == tokens else None
+
+
+# --- batches whose rows go to different heads ---
+
+
+def head_rows(
+    heads: ActiveHeads, rows: RowMap | None, together: bool
+) -> tuple[tuple[str, ...], RowMap] | None:
+    """Return each head once, and the rows of each; None if every head gets all rows.
+
+    Args:
+        heads: one for each part of the batch, one for each copy of it, or any number for all rows.
+        rows: of the batch, as the adapters divide it.
+        together: whether to join the outputs of a `BatchSplit` of heads.
+
+    Raises:
+        CompositionError: `Parallel` has repeated the batch, and the number of heads does not fit.
+    """
+    names, index = heads.names, heads.rows
+    if index is not None:
+        copies = 1 if rows is None else rows.copies
+        rows = RowMap(index, exact=True, together=together, copies=copies, entered=True)
+    elif rows is None or rows.heads not in (None, names):
+        return None
+    elif rows.copies > 1 and len(names) > 1 and len(names) != rows.parts:
+        rows = _copies(names, rows)
+    elif rows.parts < 2 or len(names) != rows.parts:
+        return None
+    # a batch may lack rows of some tasks
+    present = sorted(set(rows.index))
+    answering = [names[part] for part in present]
+    if not rows.together:
+        numbers = {part: number for number, part in enumerate(present)}
+    else:
+        answering = list(dict.fromkeys(answering))
+        numbers = {part: answering.index(names[part]) for part in present}
+    return tuple(answering), rows.renumbered([numbers.get(p, 0) for p in range(len(names))])
+
+
+def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
+    """Return the rows of heads of which each reads one copy of the batch."""
+    if len(names) != rows.copies:
+        legal = " or ".join(map(str, sorted({1, rows.copies, rows.parts})))
+        raise CompositionError(
+            f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} copies "
+            f"of the batch. Write active_head = […] with {legal} names."
+        )
+    batch = len(rows.index) // rows.copies
+    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))), _layouts={})
+
+
+def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:
+    """Return the base model's outputs for the rows of one part.
+
+    Args:
+        part: its number.
+        rows: of the batch.
+        outputs: of the base model. A cache cannot be divided: it stays whole if the heads' outputs
+            are joined, else it is left out.
+    """
+    taken: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            taken[name] = rows.take(part, value) if value.dim() else value
+        elif isinstance(value, tuple):
+            taken[name] = tuple(_taken(part, rows, t) for t in value if isinstance(t, Tensor))
+        elif rows.together:
+            taken[name] = value
+    return type(outputs)(**taken)
+
+
+def _taken(part: int, rows: RowMap, t: Tensor) -> Tensor:
+    # memories may have tokens before rows
+    fits = t.dim() and t.shape[0] % len(rows.index) == 0
+    return rows.take(part, t) if fits else t
+
+
+def given_to(
+    part: int, name: str, rows: RowMap, given: Mapping[str, Any], batch: int
+) -> dict[str, Any]:
+    """Return the labels and other arguments of a head for its rows.
+
+    Args:
+        part: number of the part.
+        name: of the head; an argument may be a dict from names of heads to tensors, each for the
+            whole batch or for the head's rows.
+        rows: of the batch.
+        given: arguments of `forward`.
+        batch: rows of the batch before it was repeated.
+
+    Raises:
+        ConfigError: an argument has another number of rows.
+    """
+    found: dict[str, Any] = {}
+    mine = sum(index == part for index in rows.index)
+    for key, value in given.items():
+        own = value.get(name) if isinstance(value, Mapping) else value
+        # in a dict, a tensor may have only the head's own rows
+        fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
+        if isinstance(own, Tensor) and own.dim() and not fits:
+            whole = repeated(own, rows.copies, batch)
+            if whole.shape[0] % len(rows.index):
+                raise ConfigError(
+                    f"forward({key}=…): the batch has {batch} rows and the head {name!r} "
+                    f"reads {mine} of them, but {key} has shape {list(own.shape)}. Write {key} of "
+                    f"{batch} rows, or {key}={{{name!r}: …}} with the {mine}."
+                )
+            own = rows.take(part, whole)
+        found[key] = own
+    return found
+
+
+def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the labels and other arguments of a head, repeated like the batch.
+
+    Args:
+        rows: of the batch; `Parallel` has repeated it.
+        given: arguments of `forward`; those that have all rows already do not change.
+    """
+    if rows is None or rows.copies < 2:
+        return given
+    batch = len(rows.index) // rows.copies
+    return {key: repeated(value, rows.copies, batch, key) for key, value in given.items()}
+
+
+def joined(
+    results: Sequence[ModelOutput],
+    parts: Sequence[ModelOutput],
+    rows: RowMap,
+    outputs: ModelOutput,
+) -> ModelOutput | None:
+    """Return one output for the whole batch in row order; None if kinds or shapes differ.
+
+    Args:
+        results: of each head on its rows.
+        parts: of the base model, for the rows of each.
+        rows: of the batch.
+        outputs: of the base model, for all rows.
+    """
+    first = results[0]
+    keys = [[key for key in each if key != "loss"] for each in results]
+    if any(type(each) is not type(first) for each in results) or any(k != keys[0] for k in keys):
+        return None
+    whole: dict[str, Any] = {}
+    for key in keys[0]:
+        values = [each[key] for each in results]
+        if all(value is part.get(key) for value, part in zip(values, parts, strict=True)):
+            whole[key] = outputs[key]
+            continue
+        listed = [value if isinstance(value, tuple) else (value,) for value in values]
+        columns = [*zip(*listed, strict=True)]
+        if any(not isinstance(t, Tensor) or not t.dim() for column in columns for t in column):
+            return None
+        if any(len({(t.shape[1:], t.dtype) for t in column}) > 1 for column in columns):
+            return None
+        put = tuple(rows.put([*column]) for column in columns)
+        whole[key] = put if isinstance(values[0], tuple) else put[0]
+    return type(first)(loss=total([each.get("loss") for each in results]), **whole)
+
+
+def total(losses: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the losses that are there."""
+    found = [loss for loss in losses if loss is not None]
+    return torch.stack([loss.to(found[0].device) for loss in found]).sum() if found else None
+
+
+def apart(outputs: list[ModelOutput], rows: RowMap) -> MultiHeadOutput:
+    """Return the outputs of the parts separately, with the numbers of their rows."""
+    loss = total([cast("Tensor | None", a.get("loss")) for a in outputs])
+    numbers = [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(outputs))]
+    return MultiHeadOutput(head_outputs=outputs, loss=loss, rows=numbers)

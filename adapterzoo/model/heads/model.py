@@ -24,9 +24,8 @@ from adapterzoo.model.hf import adapter_folders, config_entry, static_checkpoint
 from adapterzoo.model.hf.hosts import refuse_fused
 from adapterzoo.model.mixin import AdapterModelMixin
 
-from . import forward, store
-from .interface import HeadNames, HeadStrategy
-from .named import NamedHeads
+from . import forward, named, store
+from .named import HeadNames
 
 
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
@@ -47,9 +46,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     heads: AdapterDict
     custom_heads: dict[str, type[HeadConfig]]
 
-    @property
-    def _head_strategy(self) -> HeadStrategy:
-        return NamedHeads(self)
+    _has_named_heads = True
 
     def __init__(self, config: PreTrainedConfig) -> None:
         """Make the base model, and the adapters and heads that the config lists.
@@ -106,11 +103,11 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             UnknownNameError: there is none.
         """
-        return store.find(self, head_name)
+        return named.find(self, head_name)
 
     def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
         """Return the dicts of the configs of all heads, by name."""
-        return {name: store.find(self, name).config.to_dict() for name in self.heads}
+        return {name: named.find(self, name).config.to_dict() for name in self.heads}
 
     @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
@@ -123,7 +120,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             UnknownNameError: the head is unknown.
             StateError: no head is active, or several are.
         """
-        return store.find(self, head_name or store.active_name(self)).config.id2label
+        return named.find(self, head_name or named.active_name(self)).config.id2label
 
     @names_call
     def get_labels(self, head_name: str | None = None) -> list[str] | None:
@@ -173,7 +170,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             UnknownNameError: the head type is unknown.
         """
         if not isinstance(config, HeadConfig):
-            config = store.config_from(self, config)
+            config = named.config_from(self, config)
         store.add(self, head_name, config, overwrite_ok, set_active)
 
     @names_call
@@ -213,7 +210,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             DuplicateNameError: the name is taken.
             UnknownNameError: the head type is unknown.
         """
-        config = store.config_from(self, {"head_type": head_type, **kwargs})
+        config = named.config_from(self, {"head_type": head_type, **kwargs})
         store.add(self, head_name, config, overwrite_ok, set_active)
 
     @names_call
@@ -350,7 +347,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:
         """Name of transformers' loss, by which Trainer counts labels; None if none shift."""
-        types = (head.config.loss_type for head in self._head_strategy.active_heads().values())
+        types = (head.config.loss_type for head in named.active_heads(self).values())
         return next((name for name in types if name is not None), None)
 
     @loss_type.setter
@@ -380,7 +377,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             store.replace_output(self, head, new_embeddings)
 
     def _language_modeling_head(self) -> PredictionHead | None:
-        heads = self._head_strategy.active_heads().values()
+        heads = named.active_heads(self).values()
         return next((head for head in heads if head.output_embeddings is not None), None)
 
     @names_call

@@ -1,284 +1,261 @@
-"""Named heads: the strategy of the models that `AutoAdapterModel` makes."""
+"""Named heads: find, select, build and tie them. A model with a static head has none."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, parts_of
-from adapterzoo.errors import StateError, listing
-from adapterzoo.formats import fit
-from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
-from adapterzoo.inject.building import plain_modules
-from adapterzoo.model.hf.backbone import refuse_unreadable
-from adapterzoo.model.hf.hosts import gives_loss
-from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
+from adapterzoo.composition import (
+    ActiveHeads,
+    Composition,
+    heads_of_rows,
+    last_adapter,
+    parse_heads,
+    parts_of,
+)
+from adapterzoo.errors import (
+    StateError,
+    listing,
+    unknown_name,
+)
+from adapterzoo.heads import (
+    HeadConfig,
+    PredictionHead,
+)
+from adapterzoo.model.hf.backbone import describe, ties_output
+from adapterzoo.model.state import heads_of
 
-from . import store, tables
-from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions
-from .output_layers import FIELD, OUTPUT_KEY, output_like, with_output, without_output
-from .plain import as_plain, head_to_keep
+from .copies import shared_with_heads, table_of, take
+
+HeadNames: TypeAlias = "str | list[str] | Composition | None"
 
 
-class NamedHeads(HeadStrategy):
-    """The strategy of a model whose heads have names."""
+def find(model: Any, name: object) -> PredictionHead:
+    """Return the head of this name.
 
-    is_named = True
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if not isinstance(name, str) or name not in model.heads:
+        raise unknown_name("", "head", name, model.heads)
+    return cast("PredictionHead", model.heads[name])
 
-    # --- find and activate ---
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the heads."""
-        return tuple(self.model.heads)
+def active_name(model: Any) -> str:
+    """Return the name of the one head that is active.
 
-    def for_setup(
-        self, setup: Composition | None, wanted: HeadNames, active: ActiveHeads
-    ) -> ActiveHeads:
-        """Return the wanted heads, those named like the last adapters, or the active ones."""
-        if wanted is not None:
-            return store.checked(self.model, wanted)
-        if setup is None:
-            return active
-        parts, rows = parts_of(setup)
-        names = store.heads_of_parts(self.model, parts, active.names)
-        return active if names is active.names else heads_of_rows(names, rows)
+    Raises:
+        StateError: there is none, or there are several.
+    """
+    names = model._active.heads.names
+    if len(names) == 1:
+        return cast("str", names[0])
+    raise StateError(
+        f"{len(names)} heads are active, so the head is ambiguous. "
+        f"Write its name; heads: {listing(model.heads)}."
+    )
 
-    def for_rows(
-        self, parts: tuple[Any, ...], one_head: bool
-    ) -> tuple[ActiveHeads, tuple[str, ...]]:
-        """Return the head of each part's adapter, or the active one for parts without a head.
 
-        Raises:
-            StateError: a part has no head of its own, and several are active.
-        """
-        active = self.model._active.default.plan.heads
-        own = store.own_heads(self.model, parts)
-        if None in own and any(own) and len(active.names) != 1 and not one_head:
-            raise StateError(
-                f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
-                f"active heads are {listing(active.names)}, not one for such rows. Write "
-                f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
-            )
-        if not any(own):
-            return active, ()
-        names = store.heads_of_parts(self.model, parts, active.names)
-        return ActiveHeads(names), names
+def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
+    """Return the config of a head, of a type of this model or of all, from its dict.
 
-    def activated(self) -> None:
-        """Write the labels of the active head to the config."""
-        store.show_labels(self.model)
+    Raises:
+        ConfigError: it is not a dict, or a value is not legal.
+    """
+    kind = values.get("head_type") if isinstance(values, Mapping) else None
+    return cast("HeadConfig", model.custom_heads.get(str(kind), HeadConfig).from_dict(values))
 
-    def chosen(self, heads: HeadNames = None) -> ActiveHeads:
-        """Return the heads of a call, checked; None: the active ones."""
-        return store.checked(self.model, heads) if heads else self.model._active.heads
 
-    def active_heads(self, names: HeadNames = None) -> dict[str, PredictionHead]:
-        """Return the heads of these names; None: the active ones."""
-        return {name: store.find(self.model, name) for name in self.chosen(names).names}
+# --- activate ---
 
-    def check_generation(self, given: Mapping[str, Any]) -> None:
-        """Check that a head is active.
 
-        Raises:
-            StateError: none is.
-        """
-        if not (given.get("head") or self.model._active.heads.names):
-            raise StateError(
-                f"generate(): no head is active, so nothing scores the next token. Heads: "
-                f"{listing(self.model.heads)}. Write add_causal_lm_head('my_task'), on an "
-                f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
-            )
+def checked(model: Any, given: HeadNames) -> ActiveHeads:
+    """Return the heads that a user's argument describes; check that they exist.
 
-    # --- adapters and fusions that are added, moved or removed ---
+    Raises:
+        CompositionError: it is a composition that heads cannot have.
+        UnknownNameError: a head is unknown.
+    """
+    heads = parse_heads(given)
+    for name in heads.names:
+        find(model, name)
+    return heads
 
-    def modules_with(self, name: str) -> Iterable[nn.Module]:
-        """Return the head of the adapter's name."""
-        return [self.model.heads[name]] if name in self.model.heads else []
 
-    def installed(self, name: str) -> None:
-        """Let the head of the adapter's name share its table."""
-        head = self.model.heads._modules.get(name)
-        if head is None or tables.table_of(self.model, name) is None:
-            return
-        # a head whose layer was replaced has one of its own
-        if store.is_on(head, self.model.get_input_embeddings().weight):
-            store.tie(self.model, head, name)
+def chosen(model: Any, heads: HeadNames = None) -> ActiveHeads:
+    """Return the heads of a call, checked; None: the active ones."""
+    return checked(model, heads) if heads else model._active.heads
 
-    def removing(self, owner: str) -> None:
-        """Let the head of the adapter's name share the base model's table again."""
-        head, table = self.model.heads._modules.get(owner), tables.table_of(self.model, owner)
-        if table is not None and store.is_on(head, table):
-            store.tie(self.model, head)
 
-    def ties(self) -> dict[str, str]:
-        """Return the keys of the heads' parameters that are the base model's or an adapter's."""
-        names, found = tables.shared_with_heads(self.model), {}
-        for name, head in self.model.heads.items():
-            for path, module in plain_modules(head, f"heads.{name}"):
-                for own, parameter in module._parameters.items():
-                    key = f"{path}.{own}"
-                    source = key if parameter is None else names.setdefault(id(parameter), key)
-                    if source != key:
-                        found[key] = source
-        return found
+def active_heads(model: Any, names: HeadNames = None) -> dict[str, PredictionHead]:
+    """Return the heads of these names; None: the active ones."""
+    return {name: find(model, name) for name in chosen(model, names).names}
 
-    # --- train, merge ---
 
-    def train(self, train_embeddings: bool) -> None:
-        """Train the active heads; their output layers only where asked for."""
-        backbone = {id(p) for p in self.model._backbone.parameters()}
-        active = self.model._active.default.plan.heads.names
-        for name, head in self.model.heads.items():
-            for parameter in head.parameters():
-                if id(parameter) not in backbone:
-                    parameter.requires_grad_(name in active)
-            layer = head.output_embeddings
-            if layer is not None and not train_embeddings:
-                layer.requires_grad_(False)
+def show_labels(model: Any) -> None:
+    """Write the labels of the active head to the config, where pipelines and Trainer read them."""
+    names = model._active.default.plan.heads.names
+    if len(names) != 1:
+        return
+    head = find(model, names[0]).config
+    model.config.problem_type = head.problem_type
+    if labels := head.id2label:
+        model.config.id2label = labels
+        model.config.label2id = {label: number for number, label in labels.items()}
 
-    def missing_loss(self) -> str | None:
-        """Return a hint where no head is active."""
-        if self.model._active.heads.names or gives_loss(self.model.backbone_class):
-            return None
-        return (
-            f"; there are {listing(self.model.heads)}. Write add_classification_head('my_task') "
-            f"and train_adapter(…) after it, or model.active_head = 'my_task'."
+
+def own_heads(model: Any, parts: Sequence[Any]) -> list[str | None]:
+    """Return for each part of a batch the head of its adapter's name, None without one."""
+    names, there = map(last_adapter, parts), heads_of(model)
+    return [name if name is not None and name in there else None for name in names]
+
+
+def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the head of each part of a batch; a single name if it is the same for all.
+
+    Args:
+        model: with named heads.
+        parts: of the batch.
+        otherwise: the heads of parts without one of their own; returned where no part has one.
+    """
+    own = own_heads(model, parts)
+    if not any(own) or (None in own and len(otherwise) != 1):
+        return otherwise
+    names = tuple(otherwise[0] if name is None else name for name in own)
+    return names[:1] if len(set(names)) == 1 else names
+
+
+def for_setup(
+    model: Any, setup: Composition | None, wanted: HeadNames, active: ActiveHeads
+) -> ActiveHeads:
+    """Return the named heads of a plan.
+
+    Args:
+        model: with adapters.
+        setup: the composition of adapters.
+        wanted: heads that the user asks for; None: those with the names of the last adapters if
+            there are any, else the active ones.
+        active: the active heads.
+    """
+    if not model._has_named_heads:
+        return ActiveHeads()
+    if wanted is not None:
+        return checked(model, wanted)
+    if setup is None:
+        return active
+    parts, rows = parts_of(setup)
+    names = heads_of_parts(model, parts, active.names)
+    return active if names is active.names else heads_of_rows(names, rows)
+
+
+def for_rows(
+    model: Any, parts: tuple[Any, ...], one_head: bool
+) -> tuple[ActiveHeads, tuple[str, ...]]:
+    """Return the heads of a mixed batch, and their names if each has its own part, else ().
+
+    Args:
+        model: with adapters.
+        parts: the adapter or composition of each kind of row. A part without a head of its own gets
+            the active one.
+        one_head: whether the caller chooses one head for all rows.
+
+    Raises:
+        StateError: a part has no head of its own, and several are active.
+    """
+    active = model._active.default.plan.heads
+    own = own_heads(model, parts)
+    if None in own and any(own) and len(active.names) != 1 and not one_head:
+        raise StateError(
+            f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
+            f"active heads are {listing(active.names)}, not one for such rows. Write "
+            f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
+        )
+    if not any(own):
+        return active, ()
+    names = heads_of_parts(model, parts, active.names)
+    return ActiveHeads(names), names
+
+
+def check_generation(model: Any, given: Mapping[str, Any]) -> None:
+    """Check that a named head is active, which can score the next token.
+
+    Raises:
+        StateError: none is.
+    """
+    if model._has_named_heads and not (given.get("head") or model._active.heads.names):
+        raise StateError(
+            f"generate(): no head is active, so nothing scores the next token. Heads: "
+            f"{listing(model.heads)}. Write add_causal_lm_head('my_task'), on an "
+            f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
         )
 
-    def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels of the active heads, if all have the same count."""
-        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
-        mask = batch.get(f"{prefix}attention_mask")
-        found = []
-        for name, head in self.active_heads().items():
-            labels = head.config.find_labels(name, batch)
-            if labels is None or len(head.config.label_names) > 1:
-                return None
-            found.append(head.config.shift(head.config.mask_labels(labels, mask)))
-        counts = {int((labels != IGNORED).sum()) for labels in found}
-        return found[0] if len(counts) == 1 else None
 
-    def plain_class(self) -> type[nn.Module] | None:
-        """Return the class of the base model."""
-        return cast("type[nn.Module] | None", getattr(type(self.model), "backbone_class", None))
+# --- build and tie ---
 
-    def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
-        """Return a new model of a class of transformers; this one stays as it is."""
-        twin = copy.deepcopy(self.model)
-        change(twin)
-        # shared weights may have been given to each layer
-        return as_plain(twin, *head_to_keep(twin, architecture))
 
-    # --- files ---
+def built(model: Any, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
+    """Return a fresh head, tied if the config ties it; `device` None: the model's."""
+    backbone = describe(model)
+    if device is not None:
+        backbone = dataclasses.replace(backbone, device=device)
+    # initial values are overwritten: do not disturb the caller's random numbers
+    with torch.random.fork_rng(devices=()):
+        head = config.build(backbone)
+    tie(model, head)
+    return head
 
-    def name_with(self, adapter: str) -> str | None:
-        """Return the head of the adapter's name, or the only active one, if no other owns it."""
-        if adapter in self.model.heads:
-            return adapter
-        active, state = self.model._active.heads.names, self.model._adapter_state
-        owned = any(name in state.records or name in state.fusions for name in active)
-        return active[0] if len(active) == 1 and not owned else None
 
-    def active_name(self) -> str | None:
-        """Return the name of the one head that is active."""
-        return store.active_name(self.model)
+def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
+    """Let the last layer of a language modeling head share the embeddings, if the config ties it.
 
-    def record(
-        self, name: str | None, alone: bool = False, short: bool = False
-    ) -> HeadRecord | None:
-        """Return config and own tensors of a head.
+    Args:
+        model: with named heads.
+        head: of any type.
+        name: of the adapter whose table it is, where that has one of its own.
+    """
+    if ties_output(model.config, head.config):
+        own = None if name is None else table_of(model, name)
+        head.tie(model.get_input_embeddings().weight if own is None else own)
 
-        Alone, a table that it shares with its adapter is its own; short, the record lacks an output
-        layer that the base model's checkpoint brought.
-        """
-        if name is None:
-            return None
-        head = store.find(self.model, name)
-        config, table = head.config, tables.table_of(self.model, name) if alone else None
-        if table is not None and store.is_on(head, table):
-            config = config.replace(tie_word_embeddings=False)
-        tensors = store.own_tensors(self.model, head, table)
-        document: dict[str, Any] = {"config": config.to_dict()}
-        if isinstance(config, StaticConfig):
-            document[MODEL_CONFIG] = saved_fields(self.model.config, config)
-        record = HeadRecord(document, tensors)
-        return without_output(head, record) if short else record
 
-    def completed(
-        self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Return the tensors of a file, with the output layer of the head.
+def is_on(head: Any, weight: Tensor | None) -> bool:
+    """Return whether the last layer of a head shares this weight."""
+    layer = None if head is None else head.output_embeddings
+    return layer is not None and layer.weight is weight
 
-        Raises:
-            CheckpointError: the head has another config.
-        """
-        saved = store.config_from(self.model, document["config"])
-        head = store.find(self.model, name)
-        fit.check_same(f"head {name!r}", saved, head.config)
-        return with_output(head, self.model.heads.values(), document, tensors)
 
-    def fitting(
-        self, record: HeadRecord, name: str | None, asked: LoadOptions
-    ) -> Callable[[], None]:
-        """Check a head of a checkpoint; return a function that puts it into the model.
+def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a head without those that belong to the base model.
 
-        Raises:
-            CheckpointError: it does not fit.
-        """
-        if not isinstance(record.document.get("config"), Mapping):
-            record = self._translated(record)
-        config = store.config_from(self.model, record.document["config"])
-        saved = record.document.get(MODEL_CONFIG)
-        if isinstance(config, StaticConfig) and isinstance(saved, Mapping):
-            config = config.replace(fields=other_fields(self.model.config, saved) or None)
-        if asked.id2label is not None:
-            config = config.replace(label2id=labels_from(asked.id2label))
-        checked = store.free_name(self.model, name, bool(asked.overwrite_ok))
-        refuse_unreadable(self.model)
-        # an untrusted config may ask for more memory than there is: compare before allocating
-        empty = store.built(self.model, config, torch.device("meta"))
-        heads = self.model.heads.values()
-        tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
-        fits = store.own_tensors(self.model, empty)
-        fit.check_fit(type(self.model).__name__, fit.converted(tensors, fits), fits, None)
-        head = store.built(self.model, config)
-        refuse_unreadable(self.model, head)
-        if asked.dtype is not None:
-            for tensor in store.own_tensors(self.model, head).values():
-                tensor.data = tensor.data.to(asked.dtype)
-        fit.fill(head, tensors)
-        if asked.dtype is None:
-            head.of_checkpoint = FIELD in record.document
-        return lambda: store.enter(self.model, checked, head, asked.set_active)
+    Args:
+        model: with named heads.
+        head: of the model, or not yet.
+        but: a tensor of an adapter that counts as the head's own.
+    """
+    backbone = shared_with_heads(model).keys() - {id(but)}
+    tensors = head.state_dict(keep_vars=True)
+    # a parameter with two names is there once
+    first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}
+    return {key: t for key, t in tensors.items() if first.get(id(t)) == key}
 
-    def _translated(self, record: HeadRecord) -> HeadRecord:
-        """Return the head of a task class as a named one.
 
-        Raises:
-            CheckpointError: it cannot be one.
-        """
-        document, tensors = record.document, dict(record.tensors)
-        if (key := document.get(OUTPUT_KEY)) is not None:
-            tensors[key] = output_like(self.model.heads.values(), document[FIELD])
-        given = document.get("label2id")
-        saved = document.get(MODEL_CONFIG)
-        named = ModelInfo(self.model).from_static(
-            str(document.get(STATIC)),
-            tensors,
-            given if isinstance(given, Mapping) else None,
-            saved if isinstance(saved, Mapping) else None,
-        )
-        return HeadRecord(*named)
+def share_table(model: Any, name: str) -> None:
+    """Let the head of the adapter's name share its table."""
+    head = heads_of(model).get(name)
+    if head is None or table_of(model, name) is None:
+        return
+    # a head whose layer was replaced has one of its own
+    if is_on(head, model.get_input_embeddings().weight):
+        tie(model, head, name)
 
-    def all_tensors(self) -> dict[str, Tensor]:
-        """Return the own tensors of all heads."""
-        return {
-            f"head {name}: {key}": tensor
-            for name, head in self.model.heads.items()
-            for key, tensor in store.own_tensors(self.model, head).items()
-        }
+
+def release(model: Any, owner: str) -> None:
+    """Take out the copy of an adapter or fusion, which goes, and untie a head from its table."""
+    take(model, owner)
+    head, table = heads_of(model).get(owner), table_of(model, owner)
+    if head is not None and table is not None and is_on(head, table):
+        tie(model, head)

@@ -1,22 +1,66 @@
-"""Plain transformers models made from models with named heads."""
+"""Plain models of transformers made from models with adapters."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from adapterzoo import inject
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.model import adapters
+from adapterzoo.model.activation import unregister
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 
-from . import store
+from . import embeddings, named, records
+
+
+def plain_class(model: Any) -> type[nn.Module] | None:
+    """Return the class of the model without adapters; None if it always has them."""
+    if model._has_named_heads:
+        return cast("type[nn.Module] | None", getattr(type(model), "backbone_class", None))
+    return type(model).__dict__.get("_plain_class")
+
+
+def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None) -> Any:
+    """Return a plain model: a new one, or of a static head the model, of its own class again.
+
+    Args:
+        model: with adapters; with named heads, it stays as it is.
+        change: merges or resets the weights of the model that it is given.
+        architecture: name of the class; None: one that has the active head.
+
+    Raises:
+        StateError: another class is asked for than that of a static head.
+    """
+    if model._has_named_heads:
+        twin = copy.deepcopy(model)
+        change(twin)
+        # shared weights may have been given to each layer
+        return as_plain(twin, *head_to_keep(twin, architecture))
+    plain = cast("type[nn.Module]", plain_class(model))
+    if architecture is not None:
+        raise StateError(
+            f"architecture={architecture!r}: a model with a static head becomes the "
+            f"{plain.__name__} that it was. Leave architecture out."
+        )
+    embeddings.check_plain(model)
+    change(model)
+    embeddings.keep_active(model)
+    adapters.remove_all(model)
+    unregister(model)
+    disown(model)
+    del model._adapter_state, model._active
+    inject.set_class(model, plain)
+    return model
 
 
 def head_to_keep(
@@ -47,7 +91,7 @@ def head_to_keep(
                 f"model.active_head = '…'; heads: {listing(model.heads)}."
             )
         return None, None, {}
-    record = model._head_strategy.record(names[0])
+    record = records.of_named(model, names[0])
     info = ModelInfo(model)
     try:
         if architecture is not None:
@@ -82,7 +126,7 @@ def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[st
     config = copy.deepcopy(model.config)
     del config.prediction_heads
     if head is not None:
-        config = with_labels(config, store.find(model, head).config)
+        config = with_labels(config, named.find(model, head).config)
     remove_all(model)
     with torch.device("meta"):
         empty = cls(config)

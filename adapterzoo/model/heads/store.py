@@ -1,24 +1,21 @@
-"""Named heads: find, activate, add, delete, tie and resize them."""
+"""Named heads: activate, add, delete and resize them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import ActiveHeads, last_adapter, parse_heads
+from adapterzoo.composition import ActiveHeads
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
     ConfigError,
     DuplicateNameError,
-    StateError,
-    listing,
-    unknown_name,
 )
-from adapterzoo.heads import HeadConfig, PredictionHead, head_types
+from adapterzoo.heads import HeadConfig, PredictionHead
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
 from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
@@ -27,11 +24,18 @@ from adapterzoo.model.state import DEFAULT_EMBEDDINGS
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
+from .copies import list_ties
 from .embeddings import drop_biases
-from .interface import HeadNames
-from .output_layers import start_with
-from .tables import shared_with_heads, table_of
-from .ties import list_ties, update_outputs
+from .named import (
+    HeadNames,
+    checked,
+    config_from,
+    find,
+    show_labels,
+    tie,
+)
+from .records import start_with
+from .sharing import update_outputs
 
 
 def start(model: Any) -> None:
@@ -49,67 +53,6 @@ def start(model: Any) -> None:
         add(model, name, config_from(model, listed[name]), set_active=not ours)
 
 
-# --- find ---
-
-
-def find(model: Any, name: object) -> PredictionHead:
-    """Return the head of this name.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    if not isinstance(name, str) or name not in model.heads:
-        raise unknown_name("", "head", name, model.heads)
-    return cast("PredictionHead", model.heads[name])
-
-
-def active_name(model: Any) -> str:
-    """Return the name of the one head that is active.
-
-    Raises:
-        StateError: there is none, or there are several.
-    """
-    names = model._active.heads.names
-    if len(names) == 1:
-        return cast("str", names[0])
-    raise StateError(
-        f"{len(names)} heads are active, so the head is ambiguous. "
-        f"Write its name; heads: {listing(model.heads)}."
-    )
-
-
-def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
-    """Return the config of a head, of a type of this model or of all, from its dict.
-
-    Raises:
-        ConfigError: it is not a dict, or a value is not legal.
-    """
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"the config of a head is a dict or a HeadConfig, not {values!r}. "
-            f"Write {{'head_type': 'classification', 'num_labels': 2}}."
-        )
-    head_type = str(values.get("head_type"))
-    cls = model.custom_heads.get(head_type)
-    return cast("HeadConfig", (cls or head_types.find(head_type)).from_dict(values))
-
-
-# --- activate ---
-
-
-def checked(model: Any, given: HeadNames) -> ActiveHeads:
-    """Return the heads that a user's argument describes; check that they exist.
-
-    Raises:
-        CompositionError: it is a composition that heads cannot have.
-        UnknownNameError: a head is unknown.
-    """
-    heads = parse_heads(given)
-    for name in heads.names:
-        find(model, name)
-    return heads
-
-
 def activate(model: Any, setup: HeadNames) -> None:
     """Activate heads in all threads."""
     heads = checked(model, setup)
@@ -117,42 +60,6 @@ def activate(model: Any, setup: HeadNames) -> None:
     default = model._active.default
     default.plan = dataclasses.replace(default.plan, heads=heads)
     show_labels(model)
-
-
-def show_labels(model: Any) -> None:
-    """Write the labels of the active head to the config, where pipelines and Trainer read them."""
-    names = model._active.default.plan.heads.names
-    if len(names) != 1:
-        return
-    head = find(model, names[0]).config
-    model.config.problem_type = head.problem_type
-    if labels := head.id2label:
-        model.config.id2label = labels
-        model.config.label2id = {label: number for number, label in labels.items()}
-
-
-def own_heads(model: Any, parts: Sequence[Any]) -> list[str | None]:
-    """Return for each part of a batch the head of its adapter's name, None without one."""
-    names = map(last_adapter, parts)
-    return [name if name is not None and name in model.heads else None for name in names]
-
-
-def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the head of each part of a batch; a single name if it is the same for all.
-
-    Args:
-        model: with named heads.
-        parts: of the batch.
-        otherwise: the heads of parts without one of their own; returned where no part has one.
-    """
-    own = own_heads(model, parts)
-    if not any(own) or (None in own and len(otherwise) != 1):
-        return otherwise
-    names = tuple(otherwise[0] if name is None else name for name in own)
-    return names[:1] if len(set(names)) == 1 else names
-
-
-# --- add and delete ---
 
 
 def add(
@@ -252,58 +159,6 @@ def delete(model: Any, name: str) -> None:
     active.default.plan = without(active.default.plan)
     active.change_overrides(without)
     list_ties(model)
-
-
-def built(model: Any, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
-    """Return a fresh head, tied if the config ties it; `device` None: the model's."""
-    backbone = describe(model)
-    if device is not None:
-        backbone = dataclasses.replace(backbone, device=device)
-    # initial values are overwritten: do not disturb the caller's random numbers
-    with torch.random.fork_rng(devices=()):
-        head = config.build(backbone)
-    tie(model, head)
-    return head
-
-
-# --- what heads share ---
-
-
-def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
-    """Let the last layer of a language modeling head share the embeddings, if the config ties it.
-
-    Args:
-        model: with named heads.
-        head: of any type.
-        name: of the adapter whose table it is, where that has one of its own.
-    """
-    if ties_output(model.config, head.config):
-        own = None if name is None else table_of(model, name)
-        head.tie(model.get_input_embeddings().weight if own is None else own)
-
-
-def is_on(head: Any, weight: Tensor | None) -> bool:
-    """Return whether the last layer of a head shares this weight."""
-    layer = None if head is None else head.output_embeddings
-    return layer is not None and layer.weight is weight
-
-
-def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a head without those that belong to the base model.
-
-    Args:
-        model: with named heads.
-        head: of the model, or not yet.
-        but: a tensor of an adapter that counts as the head's own.
-    """
-    backbone = shared_with_heads(model).keys() - {id(but)}
-    tensors = head.state_dict(keep_vars=True)
-    # a parameter with two names is there once
-    first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}
-    return {key: t for key, t in tensors.items() if first.get(id(t)) == key}
-
-
-# --- the vocabulary ---
 
 
 @torch.no_grad()

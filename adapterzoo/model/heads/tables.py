@@ -19,7 +19,7 @@ from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats.fit import digest
-from adapterzoo.inject.building import at_hand, device_of, layer_at, plain_modules
+from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.activation import check_setup, refuse_used, replan
 from adapterzoo.model.adapters import init_values, install, uninstall
@@ -27,39 +27,12 @@ from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
     AdapterRecord,
-    base_prefix,
     modules_of,
-    prefixes_of,
+    token_table,
 )
 
+from .copies import LOCATION, tables_of
 from .embeddings import default_table
-from .ties import LOCATION, tables_of
-
-
-def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
-    """Return the table of an adapter; None if it has none or the adapter is unknown."""
-    for path in tables_of(model, name):
-        found = inject.adapters_of(layer_at(model._backbone, path))
-        return cast("nn.Parameter", cast("Table", found[name]).table.weight)
-    return None
-
-
-def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
-    """Return the parameters that heads may share: id → name in the model.
-
-    They are those of the base model, and the tables of adapters.
-    """
-    start, found = base_prefix(model), dict[int, str]()
-    for path, module in plain_modules(model._backbone):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                # the first name of a parameter with several
-                found.setdefault(id(parameter), f"{start}{path}.{name}" if path else start + name)
-    for name in model._adapter_state.records:
-        for path in tables_of(model, name)[:1]:
-            key = f"{start}{prefixes_of(model, name)[path]}table.weight"
-            found.setdefault(id(table_of(model, name)), key)
-    return found
 
 
 def _base_table(model: AdaptedModel) -> Tensor:
@@ -237,13 +210,7 @@ def expand(
             f"{DEFAULT_EMBEDDINGS!r}) first."
         )
     listed = entry.get("paths") if isinstance(entry, Mapping) else None
-    try:
-        paths = _embedding_paths(model)
-    except StateError as error:
-        raise CheckpointError(
-            f"the checkpoint has trained embeddings, and this {type(model).__name__} has no table "
-            f"of tokens. Load the model that it was trained on."
-        ) from error
+    paths = () if token_table(model) is None else _embedding_paths(model)
     if not isinstance(entry, Mapping) or listed != list(paths):
         raise CheckpointError(
             f"the checkpoint has trained embeddings at {listed!r}, and those of this "

@@ -23,7 +23,7 @@ from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import Backbone, HeadConfig, Pooling, PredictionHead
 from adapterzoo.inject.building import own_parameters
 
-from . import task_heads
+from .task_classes import build_task_head
 
 # vision models that average patches and normalize the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
@@ -65,7 +65,7 @@ def describe(model: Any) -> Backbone:
         pooling=_auto_pooling(model),
         encoder_decoder=encoder_decoder,
         lm_scale=lm_scale(text) if encoder_decoder else None,
-        task_head=functools.partial(task_heads.build, model),
+        task_head=functools.partial(build_task_head, model),
     )
 
 

@@ -22,10 +22,10 @@ from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import embeddings, tables, ties
+from adapterzoo.model.heads import copies, embeddings, sharing, tables
+from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.heads.embeddings import ADDED
-from adapterzoo.model.heads.ties import tables_of
-from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, is_base
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, heads_of, is_base
 from adapterzoo.names import check_name
 
 
@@ -51,7 +51,7 @@ def entered(model: AdaptedModel, options: dict[str, Any]) -> Iterator[None]:
 def _enter(model: AdaptedModel) -> None:
     """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
-    heads, own = model._head_strategy.names(), plan.heads.setup
+    heads, own = heads_of(model), plan.heads.setup
     vars(model.config).pop("adapters", None)
     others = _embeddings(model)
     nothing = not state.records and not heads and state.interface is None
@@ -124,13 +124,14 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
     for group, names in document.get("sharing", ()):
-        ties.share(model, names, group)
+        sharing.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])
     for name, names, values in document.get("fusions", ()):
         fusion.add(model, names, values, name if name != ",".join(names) else None)
-    model._head_strategy.restore(document.get("static_heads", ()))
+    for owner in document.get("static_heads", ()):
+        copies.put(model, owner, copies.made(model))
     _restore_embeddings(model, document.get("loaded_embeddings"))
     setup, heads = from_json(document["active"]), document["heads"]
     if isinstance(heads, Mapping):
@@ -141,7 +142,7 @@ def _restore(model: AdaptedModel, document: Any) -> None:
 
 def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
     """Return what the config says of embeddings beside the model's own, None without such."""
-    waiting = embeddings.waiting_of(model)
+    inactive = embeddings.inactive_of(model)
     tables = [
         {
             "name": name,
@@ -149,7 +150,7 @@ def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
             "padding_idx": each.padding_idx,
             "biases": {key: list(bias.shape) for key, bias in each.biases().items()},
         }
-        for name, each in waiting.items()
+        for name, each in inactive.items()
     ]
     # a model is saved with its own in place
     active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
@@ -163,7 +164,7 @@ def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
     like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
     for each in document["tables"]:
         table = nn.Parameter(torch.empty(each["shape"], **like), False)
-        made = embeddings.Waiting(table, each["padding_idx"])
+        made = embeddings.InactiveTable(table, each["padding_idx"])
         for key, shape in each["biases"].items():
             bias = torch.empty(shape, **like)
             made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))

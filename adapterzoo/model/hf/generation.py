@@ -17,6 +17,7 @@ from adapterzoo.inject import positions_of
 from adapterzoo.inject.tokens import check_positions
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
+from adapterzoo.model.heads.named import check_generation
 from adapterzoo.model.state import anatomy_of, backbone_of
 
 from .hosts import refuse_names, refuse_other_than_default, watch
@@ -66,7 +67,7 @@ class GeneratesWithAdapters:
                 kwargs = batches.repeated(kwargs, times, batch)
             with model._active.overridden(plan):
                 return self.generate(*args, **kwargs)
-        model._head_strategy.check_generation(kwargs)
+        check_generation(model, kwargs)
         assistant = _option(model, given, "assistant_model")
         drafting = [model] if assistant is None else [model, assistant]
         drafting = [each for each in drafting if isinstance(each, GeneratesWithAdapters)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -11,21 +10,29 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoModel
 
 from adapterzoo.anatomy import Anatomy, without_wrappers
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
-from adapterzoo.inject.building import layer_at, plain_state
-from adapterzoo.model.heads import store
+from adapterzoo.inject.building import layer_at
+from adapterzoo.model.heads import named
+from adapterzoo.model.heads.copies import output_tensors
+from adapterzoo.model.heads.records import of_named, record_of
 from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import base_prefix
+from adapterzoo.model.state import base_prefix, heads_of
 
-from . import task_heads
 from .backbone import describe, renamer, split_experts, text_config
-from .task_classes import from_static, is_task, to_static
+from .task_classes import (
+    from_static,
+    head_tensors,
+    is_task,
+    on_meta,
+    other_fields,
+    static_head,
+    to_static,
+)
 
 
 def name_of(model: Any) -> str | None:
@@ -71,7 +78,7 @@ class ModelInfo:
         self.model_type: str = model.config.model_type
         self.model_class = class_name(model)
         self.model_name = name_of(model)
-        self.named_heads: bool = model._head_strategy.is_named
+        self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
 
@@ -89,13 +96,13 @@ class ModelInfo:
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the static head's tensors by key."""
-        record = self._model._head_strategy.record(None)
+        record = record_of(self._model, None)
         return {} if record is None else _shapes(record.tensors)
 
     @functools.cached_property
     def output(self) -> frozenset[str]:
         """The keys of the output layer of the static head, if it is a language model's."""
-        return frozenset(self._model._head_strategy.output_tensors())
+        return frozenset(output_tensors(self._model))
 
     @functools.cached_property
     def split_experts(self) -> frozenset[str]:
@@ -134,7 +141,7 @@ class ModelInfo:
         """
         model, cls = self._model, getattr(transformers, task_class, None)
         if not isinstance(model, cls or type(model)):
-            model = _on_meta(cls, model.config)
+            model = on_meta(cls, model.config)
         found: dict[str, tuple[str, ...]] = {}
         dicts: tuple[str, ...] = ()
         # a container comes before the modules in it
@@ -194,7 +201,7 @@ class ModelInfo:
             return self._from_static(architecture, shapes, label2id, pooler, fields)
         except InexpressibleError as error:
             try:
-                static = task_heads.static_head(self._model, architecture, shapes, label2id, fields)
+                static = static_head(self._model, architecture, shapes, label2id, fields)
             except (InexpressibleError, ConfigError) as second:
                 raise InexpressibleError(f"{error}; as it is: {second}") from second
             if static.keys.keys() == shapes.keys():
@@ -226,7 +233,7 @@ class ModelInfo:
         Raises:
             CheckpointError: no named head equals it.
         """
-        fields = task_heads.other_fields(self._model.config, saved or {})
+        fields = other_fields(self._model.config, saved or {})
         try:
             pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
             config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
@@ -250,14 +257,14 @@ class ModelInfo:
         cls: Any = getattr(transformers, architecture, None)
         if cls is None or not is_task(architecture):
             return dict(tensors)
-        needed = head_tensors(_on_meta(cls, self._model.config))
+        needed = head_tensors(on_meta(cls, self._model.config))
         there = {id(t) for key, t in needed.items() if key in tensors}
         lacking = [key for key, t in needed.items() if id(t) not in there]
         if not lacking:
             return dict(tensors)
-        strategy, found = self._model._head_strategy, dict[str, Tensor]()
-        for name in strategy.names():
-            record = strategy.record(name)
+        found = dict[str, Tensor]()
+        for name in heads_of(self._model):
+            record = of_named(self._model, name)
             for kind in (architecture, *(self._model.config.architectures or ())):
                 with contextlib.suppress(CheckpointError):
                     whole = self.to_static(kind, record.document, record.tensors)
@@ -306,8 +313,8 @@ class ModelInfo:
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
-        config = store.config_from(self._model, values)
-        head = store.built(self._model, config, torch.device("meta"))
+        config = named.config_from(self._model, values)
+        head = named.built(self._model, config, torch.device("meta"))
         return {
             key: tensor.detach()
             for key, tensor in head.state_dict(keep_vars=True).items()
@@ -351,33 +358,3 @@ class ModelInfo:
         with torch.device("meta"):
             model = cls(theirs)
         return _shapes(head_tensors(model))
-
-
-def head_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the tensors of a task class that are not those of its base model.
-
-    Args:
-        model: of a class of transformers, perhaps with adapters.
-    """
-    own = plain_state(model)
-    start = base_prefix(model)
-    inside = {key for key in own if key.startswith(start)}
-    if not start:
-        # T5's language model holds the parts of the base model, not the base model itself
-        if type(model.config) not in MODEL_MAPPING:
-            return {}
-        inside = {*_on_meta(AutoModel.from_config, model.config).state_dict()}
-        # a quantized layer has more tensors than a plain one
-        layers = {key.rpartition(".")[0] for key in inside} - {""}
-        inside |= {key for key in own if key.rpartition(".")[0] in layers}
-    shared = {id(tensor) for key, tensor in own.items() if key in inside}
-    return {k: t for k, t in own.items() if k not in inside and id(t) not in shared}
-
-
-def _on_meta(cls: Any, config: Any) -> Any:
-    """Return a model of a class of transformers on the meta device."""
-    config = copy.deepcopy(config)
-    # other attention implementations do not support the meta device
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        return cls(config)

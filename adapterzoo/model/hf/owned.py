@@ -81,7 +81,7 @@ def own(model: Any, names: tuple[str, ...]) -> None:
     vars(base)[_OWNER] = Owner(model)
 
 
-def outlive(model: nn.Module) -> bool:
+def keep_alive(model: nn.Module) -> bool:
     """Keep a model that is about to be freed if its base model is still used elsewhere.
 
     Args:

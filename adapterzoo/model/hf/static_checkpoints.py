@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
-from adapterzoo.model.heads import store
+from adapterzoo.model.heads import named, store
 from adapterzoo.model.state import base_prefix
 
 from .info import ModelInfo
@@ -68,12 +68,12 @@ def keep_static_head(
     try:
         kind = {k: v for k, v in tasks.config.items() if k == "problem_type" and v is not None}
         head, own, taken = tasks.named(architecture, tensors, labels, has_pooler, kind, True)
-        store.add(model, _DEFAULT_HEAD, store.config_from(model, head))
+        store.add(model, _DEFAULT_HEAD, named.config_from(model, head))
     except (InexpressibleError, ConfigError) as error:
         if is_task(architecture):
             _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
         return
-    made = store.find(model, _DEFAULT_HEAD)
+    made = named.find(model, _DEFAULT_HEAD)
     filled = made.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in own.items():

@@ -1,10 +1,16 @@
-"""Embeddings for the vocabulary of a tokenizer."""
+"""Embeddings for the vocabulary of a tokenizer: added, resized, saved and loaded.
+
+Files are those of `adapters`: `embedding.pt`, with a tokenizer in a folder next to it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,13 +19,14 @@ from torch import nn
 from adapterzoo import inject
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
+from adapterzoo.formats import files
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods.copies.rows import TokenRows
 from adapterzoo.model.activation import replan
-from adapterzoo.model.heads import copies, ties
+from adapterzoo.model.heads import copies, sharing
 from adapterzoo.model.heads.embeddings import (
-    Waiting,
+    InactiveTable,
     biases_of,
     enter,
     find,
@@ -70,7 +77,9 @@ def add(
     table = torch.empty(rows, width).normal_(std=_STD)
     if padding is not None:
         table[padding] = 0.0
-    made = Waiting(nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding)
+    made = InactiveTable(
+        nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding
+    )
     if reference_embedding is not None:
         known = _vocabulary(reference_tokenizer, "reference_tokenizer")
         _copy_rows(model, made, reference_embedding, vocabulary, known)
@@ -80,7 +89,7 @@ def add(
 
 def _copy_rows(
     model: AdaptedModel,
-    made: Waiting,
+    made: InactiveTable,
     reference: str,
     vocabulary: Mapping[str, int],
     known: Mapping[str, int],
@@ -214,7 +223,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         outside = tuple(_measured(backbone, site) for site in anatomy.outside)
         model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
         replan(model)
-    ties.update_outputs(model)
+    sharing.update_outputs(model)
     return resized
 
 
@@ -282,3 +291,76 @@ def _measured(backbone: nn.Module, site: Site) -> Site:
     if isinstance(layer, nn.Linear):
         return dataclasses.replace(site, d_out=layer.out_features)
     return site
+
+
+_TABLE, _TOKENIZER = "embedding.pt", "tokenizer"
+# what transformers raises for files of a tokenizer that it cannot read
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError)
+
+
+def save(
+    model: AdaptedModel, folder: str | os.PathLike[str], name: str, tokenizer: Any = None
+) -> None:
+    """Save embeddings to a folder, with the tokenizer of their vocabulary.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+        ConfigError: the tokenizer has tokens without a row.
+    """
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    weight = find(model, name).weight
+    folder = Path(folder)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, len(weight))
+        with tempfile.TemporaryDirectory() as temporary:
+            tokenizer.save_pretrained(temporary)
+            contents = {p.name: p.read_bytes() for p in Path(temporary).iterdir() if p.is_file()}
+        inner = folder / _TOKENIZER
+        stale = [p.name for p in inner.iterdir() if p.is_file()] if inner.is_dir() else []
+        files.write_all(inner, contents, stale)
+    files.write_all(folder, {_TABLE: files.pickle_bytes(weight)})
+
+
+def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
+    """Load embeddings and activate them; return the tokenizer beside them, None without one.
+
+    Raises:
+        CheckpointError: there is no table, or it does not fit the model or the tokenizer.
+    """
+    folder = Path(folder)
+    layer = free_place(model, name)
+    weight = files.read_tensor(folder / _TABLE)
+    if weight.dim() != 2 or weight.shape[1] != layer.embedding_dim or not len(weight):
+        raise CheckpointError(
+            f"{str(folder / _TABLE)!r} holds {list(weight.shape)}, and embeddings of this "
+            f"{type(model).__name__} are [tokens, {layer.embedding_dim}]. Load those of a model of "
+            f"this width."
+        )
+    tokenizer = _tokenizer(folder / _TOKENIZER)
+    if tokenizer is not None:
+        try:
+            check_tokenizer(tokenizer, len(weight))
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+    padding = padding_of(model, tokenizer, len(weight))
+    table = nn.Parameter(weight.to(layer.weight.device, layer.weight.dtype), False)
+    enter(model, name, InactiveTable(table, padding))
+    if tokenizer is not None:
+        warn_of_positions(model, tokenizer)
+    return tokenizer
+
+
+def _tokenizer(folder: Path) -> Any:
+    if not folder.is_dir():
+        return None
+    # importing tokenizers takes time, and most models need none
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"the tokenizer in {str(folder)!r} cannot be read ({reason}). Delete that folder "
+            f"to load the embeddings alone."
+        ) from error

@@ -1,10 +1,8 @@
-"""Shared parameters of heads and adapters, as transformers needs them to save and load a model."""
+"""Parameters that several adapters share, and output layers that are tied anew."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,86 +14,25 @@ from adapterzoo.model.activation import refuse_merged, refuse_overridden, replan
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import (
     AdaptedModel,
-    base_prefix,
     modules_of,
-    prefixes_of,
     shareable_in,
     shareable_of,
 )
 
-from . import token_rows
-
-LOCATION = "embeddings"
-"""Where an adapter has a table of tokens of its own."""
-
-
-def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
-    """Return the paths of the embeddings for which an adapter has a table; they share one."""
-    record = model._adapter_state.records.get(name)
-    return () if record is None else record.located.get(LOCATION, ())
-
-
-def ties(model: AdaptedModel) -> dict[str, str]:
-    """Map state-dict keys of shared parameters to the keys of those that they share."""
-    start, found = base_prefix(model), {}
-    for name in model._adapter_state.records:
-        if not (paths := tables_of(model, name)):
-            continue
-        prefixes = prefixes_of(model, name)
-        first, *rest = (f"{start}{prefixes[path]}table.weight" for path in paths)
-        found.update(dict.fromkeys(rest, first))
-    for group in model._adapter_state.sharing.values():
-        alike = [prefixes_of(model, name) for name in group]
-        for path, key in shareable_of(model, group[0]):
-            first, *others = (f"{start}{prefixes[path]}{key}" for prefixes in alike)
-            found.update(dict.fromkeys(others, first))
-    return {**found, **model._head_strategy.ties(), **token_rows.ties(model)}
+from .copies import leave_groups, list_ties, renumber, update_rows
 
 
 def update_outputs(model: AdaptedModel) -> None:
     """Let the output layers that are tied to a table now have the rows of adapters."""
-    if token_rows.update(model):
+    if update_rows(model):
         replan(model)
         list_ties(model)
 
 
 def after_loading(model: AdaptedModel) -> None:
     """Complete the rows of adapters, of a model whose parameters are there and tied now."""
-    token_rows.renumber(model)
+    renumber(model)
     update_outputs(model)
-
-
-def list_ties(model: AdaptedModel, name: str | None = None) -> None:
-    """Tell transformers which parameters are shared.
-
-    Args:
-        model: with adapters.
-        name: of an adapter that was added or removed; None: something else has changed.
-    """
-    own, before = cast("Any", model), model._adapter_state.tied
-    # absent until transformers has finished the constructor
-    listed = vars(own).get("all_tied_weights_keys")
-    if name is not None:
-        gone = any(f".{name}." in f"{key} {other}" for key, other in before.items())
-        # most adapters have no table, and the fiftieth must cost no more than the first
-        shares = any(name in group for group in model._adapter_state.sharing.values())
-        there = tables_of(model, name) or token_rows.paths_of(model, name)
-        if not gone and not shares and not there:
-            return
-    tied = ties(model)
-    vars(own).pop("_tied_weights_keys", None)
-    if tied:
-        # transformers reads these as patterns
-        patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
-        own._tied_weights_keys = {**(type(own)._tied_weights_keys or {}), **patterns}
-    if listed is not None:
-        for key in before:
-            listed.pop(key, None)
-        listed.update(tied)
-    model._adapter_state.tied = tied
-
-
-# --- parameters that several adapters share ---
 
 
 def share(
@@ -237,17 +174,6 @@ def _names(given: Composition | Sequence[str] | str) -> tuple[str, ...]:
     if not listed:
         raise ConfigError("adapter_names=[]: it names no adapter. Write adapter_names=['a', 'b'].")
     return listed
-
-
-def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
-    """Note that adapters share no parameters; a group of one is none."""
-    sharing = model._adapter_state.sharing
-    for group, members in list(sharing.items()):
-        left = tuple(name for name in members if name not in names)
-        if left != members:
-            del sharing[group]
-            if len(left) > 1:
-                sharing[group] = left
 
 
 def _replace(
