@@ -51,11 +51,18 @@ QUIET = (
 
 
 class BlockDiagonal:
-    """What PEFT's CUDA extension computes in the forward, in plain torch."""
+    """What PEFT's CUDA extension computes, in plain torch."""
 
     @staticmethod
     def forward(blocks: Tensor) -> list[Tensor]:
         return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
+
+    @staticmethod
+    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
+        """The blocks' part of `grad` `[m, blocks · b, blocks · b]`."""
+        m, n, b, _ = blocks.shape
+        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
+        return [parts.permute(0, 3, 1, 2).contiguous()]  # [m, n, b, b]
 
 
 def stand_in(monkeypatch: Any) -> None:

@@ -37,7 +37,8 @@ def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bo
     is_embedding = site.kind == "embedding"
     if is_embedding and not embeddings:
         raise ConfigError(
-            f"{call}: the method cannot adapt an embedding. Write exclude_modules=[{site.path!r}]."
+            f"{call}: the method cannot adapt an embedding, which reads token numbers. Write "
+            f"exclude_modules=[{site.path!r}]."
         )
     if any(config[name] for name in dropouts) and (is_embedding or site.is_only_read):
         what = "reads token numbers" if is_embedding else "computes with its parameters"

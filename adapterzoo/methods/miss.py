@@ -310,7 +310,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     d_out = whole_width(site)
     blocks = [part.tensors["miss_block"] for part in parts]
     if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
-        raise only_native(f"the adapters at {site.path!r} differ in r, or are of the form 'bat'")
+        raise only_native(f"the adapters at {site.path!r} differ in r, or have init_weights='bat'")
     joined = blocks[0].new_zeros(blocks[0].shape[0], d_out)
     for part, block in zip(parts, blocks, strict=True):
         own = part.placement.site.output_slice
