@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from _stand_in import BlockDiagonal
 from families import tiny_config, tiny_inputs
 from rounded import as_near, rounding
 from snapshots import refused
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from transformers import AutoModel
 
+from _models import BlockDiagonal
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
-from adapterzoo.kernels.butterfly import folded
+from adapterzoo.kernels.butterfly import without
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.testing import report
 
@@ -261,14 +261,15 @@ def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts():
 def test_dropout_replaces_that_many_blocks_of_one_factor(m, p, count, monkeypatch):
     adapter = built(boft_n_butterfly_factor=m, boft_dropout=p)
     layer, x = linear(), hidden(2, 32)
-    used: list[Tensor] = []
-
-    def record(Q):
-        used.append(Q.detach())
-        return folded(Q)
-
-    monkeypatch.setattr("adapterzoo.kernels.cayley.folded", record)
     kept, whole = cayley(adapter.boft_R.double()).detach(), copy.deepcopy(adapter)
+    # without a dropped block, the factors are used as they are
+    used: list[Tensor] = [kept]
+
+    def record(Q, dropped):
+        used.append(without(Q, dropped).detach())
+        return used[-1]
+
+    monkeypatch.setattr("adapterzoo.kernels.cayley.without", record)
     eye, hits = torch.eye(4, dtype=torch.float64), torch.zeros(m, 8)
     torch.manual_seed(0)
     for _ in range(500):
