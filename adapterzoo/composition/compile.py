@@ -434,9 +434,10 @@ class BatchedAdapters:
         """Return the output of all rows."""
         found = [adapters[number] for number in self.distinct]
         if len(found) == 1 and None not in self.of_parts:
-            alone: Tensor = found[0](x, base)
-            return alone
-        return type(found[0]).forward_batched(found, layout.groups(self.of_parts), x, base)
+            y: Tensor = found[0](x, base)
+        else:
+            y = type(found[0]).forward_batched(found, layout.groups(self.of_parts), x, base)
+        return y
 
 
 @dataclass(frozen=True)
@@ -895,13 +896,13 @@ class _Site:
                 )
             chains.append(step)
             last_adapters.append(self._number(str(last)))
-        acts_on = "input" if self._acts_on(last_adapters[-1]) == "input" else "output"
         fusion = self._number(fusion_key(setup.name))
+        acts_on = self._acts_on(last_adapters[-1])
         return Fused(tuple(chains), tuple(last_adapters), fusion, acts_on)
 
-    def _acts_on(self, part: int | TreeStep) -> str:
-        acts_on: str = part.acts_on if isinstance(part, TreeStep) else self._adapter(part).acts_on
-        return acts_on
+    def _acts_on(self, part: int | TreeStep) -> Literal["output", "input"]:
+        owner = part if isinstance(part, TreeStep) else self._adapter(part)
+        return "input" if owner.acts_on == "input" else "output"
 
     def _acts_on_all(self, steps: Sequence[Step | None]) -> Literal["output", "input"]:
         parts = [p for s in steps if s is not None for p in (s if isinstance(s, tuple) else (s,))]

@@ -55,7 +55,8 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
         `[*experts, d_out]`.
     """
     if w.numel() <= tile:
-        return torch.linalg.vector_norm(direction_reference(w, a, b, scaling), dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(direction_reference(w, a, b, scaling), dim=-1)
+        return norm
     # at least one row at a time
     rows = max(tile * w.shape[-2] // w.numel(), 1)
     norms = [
