@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
+from adapterzoo.hub.requests import settings
 from adapterzoo.kernels import ops
 
 from .output import nearest
@@ -76,19 +76,11 @@ def _problems() -> list[str]:
 
 
 def hub_settings() -> dict[str, Any]:
-    """Return the settings of `huggingface_hub`."""
-    cache = Path(constants.HF_HUB_CACHE)
+    """Return the settings of the Hub, and the state of its cache."""
+    found = settings()
+    cache = Path(found["cache"])
     there = nearest(cache)
-    try:
-        has_token = get_token() is not None
-    except PermissionError:
-        # a token that this user may not read
-        has_token = False
-    return {
-        "endpoint": constants.ENDPOINT,
-        "offline": bool(constants.HF_HUB_OFFLINE),
-        "token": has_token,
-        "cache": str(cache),
+    return found | {
         "cache exists": there == cache and cache.is_dir(),
         "cache writable": os.access(there, os.W_OK | os.X_OK),
         "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",

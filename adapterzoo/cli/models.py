@@ -11,7 +11,6 @@ from typing import Any
 import safetensors
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from adapterzoo import formats
@@ -19,6 +18,7 @@ from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, argument
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
+from adapterzoo.hub.requests import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.heads.records import FIELD
 from adapterzoo.model.hf.backbone import text_config

@@ -91,11 +91,13 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
 
 def is_public_name(name: object) -> bool:
     """Return whether others can load a base model by this name, which must not be a local path."""
+    if not isinstance(name, str) or os.access(name, os.F_OK):
+        return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return isinstance(name, str) and not os.access(name, os.F_OK)
+    return True
 
 
 def wanted(names: Iterable[str]) -> list[str]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from huggingface_hub import get_token
+from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
+
+# transformers raises it for a config; only this package imports huggingface_hub
+from huggingface_hub.errors import StrictDataclassError as StrictDataclassError
 
 from adapterzoo.errors import AdapterZooError, HubError, argument
 
@@ -63,3 +67,18 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
         )
     # not from the failure, which may show a token
     raise HubError(f"{target}: {reason.rstrip('.')}. {hint}.") from None
+
+
+def settings() -> dict[str, Any]:
+    """Return the endpoint, whether it may be asked, whether a token is stored, and the cache."""
+    try:
+        has_token = get_token() is not None
+    except PermissionError:
+        # a token that this user may not read
+        has_token = False
+    return {
+        "endpoint": constants.ENDPOINT,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": has_token,
+        "cache": str(constants.HF_HUB_CACHE),
+    }

@@ -77,14 +77,6 @@ def test_info_of_the_peers(run, folder, method, head):
     assert compared["parameters"] == found["parameters"]
 
 
-def test_a_killed_save_is_finished_before_it_is_looked_at(run, trained, tmp_path):
-    """All files are written, and none is in its place yet."""
-    shutil.copytree(trained["folder"], tmp_path / "a/.adapterzoo-ready")
-    found = json.loads(run("info", tmp_path / "a", "--json").stdout)
-    assert found["fingerprint"] == trained["fingerprint"]
-    assert not (tmp_path / "a/.adapterzoo-ready").exists()
-
-
 @pytest.mark.parametrize("command", ["predict", "merge", "verify"])
 def test_no_code_of_a_model_runs_and_nobody_is_asked(trained, tmp_path, command):
     folder, ran = tmp_path / "base", tmp_path / "ran"

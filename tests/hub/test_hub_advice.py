@@ -35,7 +35,6 @@ ROWS = [
     ("old('sst-2@ukp', 'gpt2')", r"or (model_name='bert-base-uncased')", "old('sst-2@ukp', {0})"),
     ("old('sst-2@ukp', 'gpt2')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('sentiment/x@ukp', 'damaged')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
-    ("old('sst-2@ukp', 'text')", r"write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('imdb@ukp')", r"Write one of ('sentiment/imdb')", "old({0})"),
     ("old('nli/rte@a')", r"Write (config='seq_bn')", "old('nli/rte@a', {0})"),
     ("old('sentiment/sst-2@other')", r"Write (config='seq_bn')", "old('sentiment/sst-2@other', {0})"),
@@ -73,7 +72,6 @@ def full(hub, client, tmp_path):
     for model in ("bert", "bert-base-uncased"):
         hub.indexes[model] = json.dumps(INDEX).encode()
     hub.indexes["damaged"] = json.dumps({"sentiment": []}).encode()
-    hub.indexes["text"] = b"<html>"
     return client
 
 

@@ -271,16 +271,6 @@ finally:
         assert found[name] == before[name]
 
 
-def test_what_a_killed_save_has_left_is_finished_before_it_is_sent(hub, model, tmp_path):
-    """All files are written, and none is in its place yet."""
-    folder = tmp_path / "saved"
-    model.run("source.save_adapter(folder, 'a')", folder=str(folder / ".adapterzoo-ready"))
-    whole = {p.name: p.read_bytes() for p in (folder / ".adapterzoo-ready").iterdir()}
-    model.run("answer = hub.push(folder, 'ann/c')", folder=str(folder))
-    found = hub.repos["ann/c"].files()
-    assert {name: found.get(name) for name in whole} == whole
-
-
 def test_a_result_that_is_not_finite_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics\['f1'\]=nan is not a finite number"):
         package.push(tmp_path, "ann/a", text=package.CardText(results={"f1": float("nan")}))
