@@ -241,7 +241,7 @@ class AdapterModelInterface:
             for site in block.sites:
                 asked = roles.get(site.path.removeprefix(f"{block.path}."))
                 if asked is not None and site.role not in ("other", asked):
-                    path = next((p for p, role in _paths(block) if role == asked), "another layer")
+                    path = next((s.path for s in block.sites if s.role == asked), "another layer")
                     raise ConfigError(
                         f"AdapterModelInterface: {site.path!r} is given as {asked!r}, and is "
                         f"{site.role!r} in this model; {asked!r} is {path!r}. Write that path, or "
@@ -263,8 +263,3 @@ class AdapterModelInterface:
                 f"{type(config).__name__} needs {listing(wrong)}, and the model's interface allows "
                 f"{listing(self.adapter_methods)}. Add {wrong[0]!r} to its adapter_methods."
             )
-
-
-def _paths(block: Any) -> Iterator[tuple[str, Role]]:
-    """Yield the path and the role of each layer of a block."""
-    return ((site.path, site.role) for site in block.sites)

@@ -188,7 +188,7 @@ def gated(gates: Sequence[Gate], groups: Groups, x: Tensor, base: BaseLayer) -> 
 # --- linear functions: one matrix, or a product of several ---
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """x Mᵀ + b with M a product of matrices, some of which are repeated along a block diagonal.
 
     Attributes:
@@ -213,7 +213,7 @@ class Product(NamedTuple):
         return x if self.bias is None else x + self.bias
 
 
-def by_rows(products: Sequence[Product], groups: Groups, x: Tensor) -> Tensor:
+def by_rows(products: Sequence[MatrixProduct], groups: Groups, x: Tensor) -> Tensor:
     """Return each row by the product of its adapter.
 
     Args:
@@ -237,8 +237,8 @@ def by_rows(products: Sequence[Product], groups: Groups, x: Tensor) -> Tensor:
 
 
 def dense_by_rows(
-    downs: Sequence[Product],
-    ups: Sequence[Product],
+    downs: Sequence[MatrixProduct],
+    ups: Sequence[MatrixProduct],
     act: Callable[[Tensor], Tensor],
     groups: Groups,
     x: Tensor,

@@ -241,15 +241,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama", {"rank_pattern": {r"^layers\..*": 4}}, r"is a key for r, .*'model\.layers\.0"),
     "a whole path in another block": (
         "llama", {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
-                  "layers_to_transform": [1]}, "PEFT adapts the layer at the whole path"),
+                  "layers_to_transform": [1]}, "PEFT adapts a layer at a whole path"),
     "a parameter that PEFT does not leave out": (
         "qwen3_moe", {"target_parameters": ["experts.down_proj"], "layers_to_transform": [0]},
-        "do not leave out parameters"),
+        "no other field leaves out parameters"),
     "one of several embeddings with a table": (
         "bart", {"trainable_token_indices": {"encoder.embed_tokens": [1]}},
-        "in PEFT the others would keep their rows"),
+        "in PEFT the others of .* would keep their rows"),
     "no block of this number": (
-        "bart", {"layers_to_transform": [0, 7]}, r"no block 7 .*Write layers_to_transform=\[0\]"),
+        "bart", {"layers_to_transform": [0, 7]}, r"no block 7; .*Write layers_to_transform=\[0\]"),
 }  # fmt: skip
 
 

@@ -400,7 +400,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"target_parameters": BOTH, "rank_pattern": {"q_proj": 2}}, SiteError, "no adapted layer"
     ),
     "all left out": (
-        {"target_parameters": BOTH, "exclude_modules": ["experts"]}, ConfigError, "leaves out parameters"
+        {"target_parameters": BOTH, "exclude_modules": ["experts"]}, ConfigError, "field leaves out"
     ),
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.methods._init import constant, drawn, normal, uniform
-from adapterzoo.methods._parts import Product
+from adapterzoo.methods._parts import MatrixProduct
 
 
 class HypercomplexProjection(nn.Module):
@@ -136,7 +136,7 @@ class HypercomplexProjection(nn.Module):
         forms = self.rule_names, self.w_names, self.phm_rank, self.b is None
         return self.d_in, self.d_out, self.n, own, *forms
 
-    def product(self, shared: nn.Module | None, device: torch.device) -> Product:
+    def product(self, shared: nn.Module | None, device: torch.device) -> MatrixProduct:
         """Return H as two matrices, or one, each `[out, in]`.
 
         Args:
@@ -150,17 +150,17 @@ class HypercomplexProjection(nn.Module):
         bias = None if self.b is None else self.b.to(w[0].dtype)
         if not self.is_low_rank:
             h = torch.einsum("iac,ibd->cdab", rule, whole(w))
-            return Product((h.reshape(self.d_out, self.d_in),), (1,), bias)
+            return MatrixProduct((h.reshape(self.d_out, self.d_in),), (1,), bias)
         left, right = w
         n, rank = self.n, left.shape[2]
         # the rule goes to the narrower side
         if self.d_in >= self.d_out:
             first = left.transpose(1, 2).reshape(n * rank, -1)  # [n · rank, d_in / n]
             last = torch.einsum("iac,ikd->cdaik", rule, right).reshape(self.d_out, -1)
-            return Product((first, last), (n, 1), bias)
+            return MatrixProduct((first, last), (n, 1), bias)
         first = torch.einsum("iac,ibk->cikab", rule, left).reshape(-1, self.d_in)
         last = right.permute(2, 0, 1).reshape(-1, n * rank)  # [d_out / n, n · rank]
-        return Product((first, last), (1, n), bias)
+        return MatrixProduct((first, last), (1, n), bias)
 
     def extra_repr(self) -> str:
         """Return widths and sizes."""

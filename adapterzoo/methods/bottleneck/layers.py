@@ -21,7 +21,7 @@ from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming
 from adapterzoo.methods._parts import (
     Affine,
     Gate,
-    Product,
+    MatrixProduct,
     by_rows,
     dense_by_rows,
     features,
@@ -208,7 +208,9 @@ class BottleneckLayer(FusibleAdapter):
         norm = partial(normed, norms, groups) if norms else None
         return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
 
-    def products(self, base: BaseLayer | None, device: torch.device) -> tuple[Product, Product]:
+    def products(
+        self, base: BaseLayer | None, device: torch.device
+    ) -> tuple[MatrixProduct, MatrixProduct]:
         """Return the down and the up projection.
 
         Args:
@@ -219,7 +221,7 @@ class BottleneckLayer(FusibleAdapter):
         up: Affine | HypercomplexProjection = self.adapter_up
         if isinstance(down, Affine) or isinstance(up, Affine):
             pair = cast("Affine", down), cast("Affine", up)
-            first, last = (Product((p.weight,), (1,), p.bias) for p in pair)
+            first, last = (MatrixProduct((p.weight,), (1,), p.bias) for p in pair)
             return first, last
         shared = None
         if self.shares:

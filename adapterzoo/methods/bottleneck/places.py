@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.configs import AdapterConfig, Placement, check_blocks
@@ -146,8 +145,8 @@ def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The modules of one kind of sub-layer; those left empty are the documented ones.
+class Insertion:
+    """The modules at which a bottleneck is inserted; those left empty are the documented ones.
 
     Attributes:
         out: the module whose output is h.
@@ -191,7 +190,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Places:
     """The places in models of one type.
 
     Attributes:
@@ -201,7 +200,7 @@ class Row:
         is_unscaled: whether that function reads embeddings before they are scaled.
     """
 
-    sublayers: Mapping[SubLayerKind, Place] = field(default_factory=lambda: MappingProxyType({}))
+    sublayers: Mapping[SubLayerKind, Insertion] = field(default_factory=dict)
     entry: str = ""
     is_unscaled: bool = False
 
@@ -216,36 +215,38 @@ class Row:
         return self.entry not in ("", "none")
 
 
-_GEMMA: Mapping[SubLayerKind, Place] = MappingProxyType(
-    {
-        "attention": Place(
-            "self_attn.o_proj", "input_layernorm", norm="last:post_attention_layernorm"
-        ),
-        "mlp": Place(
-            "mlp.down_proj", "pre_feedforward_layernorm", norm="last:post_feedforward_layernorm"
-        ),
-    }
-)
+_GEMMA: Mapping[SubLayerKind, Insertion] = {
+    "attention": Insertion(
+        "self_attn.o_proj", "input_layernorm", norm="last:post_attention_layernorm"
+    ),
+    "mlp": Insertion(
+        "mlp.down_proj", "pre_feedforward_layernorm", norm="last:post_feedforward_layernorm"
+    ),
+}
 
-PLACES: Mapping[str, Row] = {
-    "albert": Row(
-        {"attention": Place(norm="attention.LayerNorm", swapped=True)}, entry="embeddings"
+PLACES: Mapping[str, Places] = {
+    "albert": Places(
+        {"attention": Insertion(norm="attention.LayerNorm", swapped=True)}, entry="embeddings"
     ),
-    "beit": Row(
-        {"attention": Place(factor="lambda_1"), "mlp": Place(factor="lambda_2")}, entry="none"
+    "beit": Places(
+        {"attention": Insertion(factor="lambda_1"), "mlp": Insertion(factor="lambda_2")},
+        entry="none",
     ),
-    "clip_vision_model": Row(entry="none"),
-    "electra": Row(entry="embeddings"),
-    "gemma2": Row(_GEMMA, entry="embed_tokens", is_unscaled=True),
-    "gemma3_text": Row(_GEMMA),
-    "gptj": Row({"mlp": Place(also="attn.resid_dropout")}),
+    "clip_vision_model": Places(entry="none"),
+    "electra": Places(entry="embeddings"),
+    "gemma2": Places(_GEMMA, entry="embed_tokens", is_unscaled=True),
+    "gemma3_text": Places(_GEMMA),
+    "gptj": Places({"mlp": Insertion(also="attn.resid_dropout")}),
     # both hooks in front of a sub-layer see its input behind the norm
-    "modernbert": Row(
-        {"attention": Place(inp="attn", norm="last:mlp_norm"), "mlp": Place(inp="mlp")}
+    "modernbert": Places(
+        {
+            "attention": Insertion(inp="attn", norm="last:mlp_norm"),
+            "mlp": Insertion(inp="mlp"),
+        }
     ),
-    "vit": Row(entry="none"),
-    "whisper": Row(entry="encoder.layer_norm"),
-    "xmod": Row({"attention": Place(), "mlp": Place(languages=True)}),
+    "vit": Places(entry="none"),
+    "whisper": Places(entry="encoder.layer_norm"),
+    "xmod": Places({"attention": Insertion(), "mlp": Insertion(languages=True)}),
 }
 
 SITE_CONVENTION = Choice(

@@ -42,7 +42,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
         fields["alpha"] = fields["r"]
     if fields.get("use_gating"):
         fields["convention"] = "adapterhub"
-    return fields | {"leave_out": fields.get("leave_out") or ()}
+    return fields
 
 
 def _as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
@@ -157,7 +157,6 @@ def _of_vera(
         ),
         fused=f"adapters cannot run {name} in a fused layer",
         feed_forward=_targets.FEED_FORWARD,
-        read_fields=lambda fields, _: fields | {"leave_out": fields.get("leave_out") or ()},
         place=_targets.place,
         as_flags=_targets.as_flags,
     )
