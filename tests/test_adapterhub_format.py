@@ -454,7 +454,7 @@ INPUTS = {"attention_mask", "decoder_input_ids", "input_ids", "pixel_values"}
 
 
 # tests/methods says when there is this warning
-@pytest.mark.filterwarnings("ignore:adapter_config.json does not say whether")
+@pytest.mark.filterwarnings("ignore:adapter_config.json fits")
 @pytest.mark.parametrize("folder", ZOO)
 def test_golden_checkpoints_of_the_zoo(folder, tmp_path):
     model = base_of(folder)

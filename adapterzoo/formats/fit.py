@@ -143,61 +143,6 @@ def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def assign(
-    module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, taken: set[int]
-) -> bool:
-    """Move a module off the meta device with the values of a file, if the file has all of them.
-
-    A tensor of the file that nothing else uses becomes that of the module, without a copy.
-
-    Args:
-        module: on the meta device; not changed if files lack some of its tensors.
-        tensors: by keys of the module's state dict.
-        device: for its tensors; the meta device cannot hold them, so they stay where they are.
-        taken: addresses of the file's tensors that modules have; is added to.
-
-    Returns:
-        Whether it was moved; if not, make another one and `fill` it.
-
-    Raises:
-        CheckpointError: a device holds other bits than were copied to it.
-    """
-    keys = {id(tensor): key for key, tensor in module.state_dict(keep_vars=True).items()}
-    held: list[tuple[dict[str, Any], str, Tensor]] = [
-        (holder, name, tensor)
-        for part in module.modules()
-        for holder in (cast("dict[str, Any]", part._parameters), part._buffers)
-        for name, tensor in holder.items()
-        if tensor is not None
-    ]
-    own = {id(tensor) for _, _, tensor in held}
-    if not len(keys) == len(held) == len(own & keys.keys()):
-        return False
-    wrong: list[str] = []
-    for holder, name, tensor in held:
-        key = keys[id(tensor)]
-        source = tensors[key]
-        value = source.to(source.device if device.type == "meta" else device, tensor.dtype)
-        if value is source:
-            value = _owned(source, taken)
-        elif value.device.type != "cpu" and not same_bits(value, source.to(tensor.dtype)):
-            wrong.append(key)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        holder[name] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    _refuse_other_bits(wrong, device)
-    return True
-
-
-def _owned(tensor: Tensor, taken: set[int]) -> Tensor:
-    """Return the tensor if it has its memory for itself; otherwise a copy."""
-    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == size
-    if not whole or address in taken:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    taken.add(address)
-    return tensor
-
-
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill a module with the values of a file that fits it, in the dtypes of the module.
 

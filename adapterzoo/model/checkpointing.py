@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from adapterzoo import formats, hub
-from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
-from adapterzoo.contracts import Adapter, CopyAdapter
+from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.contracts import CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.inject.building import build, device_of, inject_path, layer_at
+from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
 from .adapterhub import arguments
-from .heads import copies, records, sharing, tables
 from .heads import files as head_files
+from .heads import records, sharing, tables
 from .hf import documents
 from .hf.info import ModelInfo, name_of
 from .state import (
@@ -282,33 +281,30 @@ def filled(
         config = _leaving_out(config, leave_out)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating
-    empty = torch.device("meta")
-    record = adapters.make(model, config, empty)
-    gone = everywhere - record.places.keys()
+    meta = torch.device("meta")
+    skeleton = adapters.make(model, config, meta)
+    gone = everywhere - skeleton.places.keys()
     tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
-    if both := sorted(record.coming.keys() & {*paths}):
+    if both := sorted(skeleton.coming.keys() & {*paths}):
         raise CheckpointError(
             f"the checkpoint has trained embeddings and an adapter at {listing(both)}. "
             f"Save it again."
         )
-    record = tables.with_table(model, record, paths, empty)
-    skeleton = named_tensors(record.coming, keep_vars=True)
-    copied = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
-    fit.check_fit(type(model).__name__, fit.converted(tensors, copied), skeleton, dtype)
+    modules = tables.with_table(model, skeleton, paths, meta).coming
+    copied = named_tensors({p: m for p, m in modules.items() if isinstance(m, CopyAdapter)})
+    own = named_tensors(modules, keep_vars=True)
+    fit.check_fit(type(model).__name__, fit.converted(tensors, copied), own, dtype)
+    # all values come from the file: leave the caller's random state unchanged
+    with undrawn(), torch.random.fork_rng(devices=()):
+        record = tables.with_table(model, adapters.make(model, config), paths)
     by_path = fit.by_path(tensors)
-    modules: dict[str, Adapter] = {}
-    taken: set[int] = set()
     for path, module in record.coming.items():
-        if path in paths[1:]:
-            # they share the table of the first
-            modules[path] = modules[paths[0]]
-            continue
-        places, values = list(record.places[path]), by_path.get(path, {})
-        modules[path] = _with_values(model, module, path, places, values, dtype, taken)
-    modules |= copies.shared_rows(record.places, modules)
-    meta = stored.metadata.get("meta")
-    kept = dict(meta) if isinstance(meta, Mapping) else {}
-    return dataclasses.replace(record, coming=modules, meta=kept)
+        # embeddings share the table of the first
+        if path not in paths[1:]:
+            module = module if dtype is None else module.to(dtype)
+            fit.fill(module, by_path.get(path, {}))
+    kept = stored.metadata.get("meta")
+    return dataclasses.replace(record, meta=dict(kept) if isinstance(kept, Mapping) else {})
 
 
 def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
@@ -317,40 +313,3 @@ def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfi
         return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
     own = tuple(config.to_dict().get("leave_out", ()))
     return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
-
-
-def _with_values(
-    model: AdaptedModel,
-    adapter: Adapter,
-    path: str,
-    placements: list[Placement],
-    values: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    taken: set[int],
-) -> Adapter:
-    """Return an adapter from the meta device with the values of a file, on the layer's device.
-
-    Args:
-        model: with adapters.
-        adapter: on the meta device.
-        path: of its layer.
-        placements: of the adapter.
-        values: tensors of the file by key.
-        dtype: of its parameters; None: that of the layer.
-        taken: as of `fit.assign`.
-    """
-    layer = layer_at(model._backbone, path)
-    device = device_of(layer)
-    if dtype is not None:
-        adapter = adapter.to(dtype)
-    if path and fit.assign(adapter, values, device, taken):
-        return adapter
-    if path:
-        # a method may draw values in its own way: leave the caller's random state unchanged
-        with undrawn(), torch.random.fork_rng(devices=()):
-            adapter = build(layer, path, placements, model.dtype)
-            adapter = adapter if dtype is None else adapter.to(dtype)
-    else:
-        adapter = adapter.to_empty(device=device)
-    fit.fill(adapter, values)
-    return adapter

@@ -69,7 +69,7 @@ def hidden(model, setup):
 
 
 # files of NoReFT do not say that they are not DiReFT
-@pytest.mark.filterwarnings("ignore:adapter_config.json does not say whether")
+@pytest.mark.filterwarnings("ignore:adapter_config.json fits")
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=["|".join(pair) for pair in PAIRS])
 def test_a_union_is_a_stack(first, second, base, tmp_path):
     family = "gpt2" if {first, second} <= {"seq_bn", "compacter++", "lora", "prefix_tuning"} else (

@@ -14,7 +14,6 @@ from families import tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
-from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, init
@@ -730,49 +729,6 @@ def test_two_threads_may_save_to_one_folder(model, tmp_path):
     name = native.read(tmp_path / FILE)[0]["name"]
     assert adapter_bits(model, "c") == adapter_bits(model, name)
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
-
-
-def with_parameter() -> nn.Module:
-    module = nn.Module()
-    module.own = nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float64))
-    module.fixed = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
-    module.register_buffer("count", torch.empty((), device="meta", dtype=torch.long))
-    return module
-
-
-def test_an_adapter_that_a_file_fills_gets_memory_and_others_are_made_again():
-    outer, hidden, shared = nn.Module(), with_parameter(), with_parameter()
-    outer.inner = with_parameter()
-    values = {
-        "inner.own": torch.rand(2, 3).double(),
-        # one row of a larger tensor, and a dtype that the module does not have
-        "inner.fixed": torch.rand(4, 2)[1],
-        "inner.count": torch.tensor(7.0),
-    }
-    taken: set[int] = set()
-    assert fit.assign(outer, values, torch.device("cpu"), taken)
-    made = {k: (t.device.type, t.dtype, t.shape) for k, t in outer.state_dict().items()}
-    assert made == {
-        "inner.own": ("cpu", torch.float64, (2, 3)),
-        "inner.fixed": ("cpu", torch.float32, (2,)),
-        "inner.count": ("cpu", torch.long, ()),
-    }
-    assert all(torch.equal(t, values[k].to(t.dtype)) for k, t in outer.state_dict().items())
-    assert [p.requires_grad for p in outer.parameters()] == [True, False]
-    # the whole tensor is taken, once; a part of one is copied
-    assert outer.inner.own.data_ptr() == values["inner.own"].data_ptr()
-    assert outer.inner.fixed.untyped_storage().nbytes() == 8
-    second = nn.Module()
-    second.inner = with_parameter()
-    assert fit.assign(second, values, torch.device("cpu"), taken)
-    assert second.inner.own.data_ptr() != outer.inner.own.data_ptr()
-    # more than a file holds
-    hidden.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
-    shared.again = shared.own
-    for module in (hidden, shared):
-        before = dict(module.named_buffers()) | dict(module.named_parameters())
-        assert not fit.assign(module, {}, torch.device("cpu"), set())
-        assert all(before[k] is t for k, t in [*module.named_parameters(), *module.named_buffers()])
 
 
 def test_what_is_in_no_file_is_made_when_it_is_loaded(tiny, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from adapterzoo.formats.checkpoint import (
     Format,
     Kind,
     Place,
+    SavedModel,
     base_of,
     formats,
     inexpressible,
@@ -54,9 +55,6 @@ from .names import (
     name_of,
     prefix_of,
 )
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
 
 _FIELDS = frozenset(
     ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",
@@ -107,7 +105,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return {"config", "model_class"} <= fields_of(folder / config)
 
 
-def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
     head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
     name = None
     if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
@@ -131,7 +129,9 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     return Checkpoint(described, adapter, head[1])
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
+def _encode(
+    checkpoint: Checkpoint, kind: Kind, info: SavedModel, *, safe: bool
+) -> dict[str, bytes]:
     metadata = checkpoint.metadata
     name = str(metadata["name"])
     common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
@@ -182,7 +182,7 @@ def _files_in(
 
 
 def read_head(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: SavedModel, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head.
 
@@ -218,7 +218,7 @@ def read_head(
 
 
 def write_head(
-    info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: SavedModel, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
 
@@ -244,7 +244,7 @@ def _task_fields(label2id: object) -> dict[str, Any]:
     return {"config": None, "label2id": label2id, "num_labels": count}
 
 
-def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
+def _refuse_quirks(info: SavedModel, config: Mapping[str, Any]) -> None:
     known = head_types.get(str(config.get("head_type")))
     what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
     if what is not None:
@@ -255,7 +255,7 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
         )
 
 
-def _ties_there(info: ModelInfo) -> bool:
+def _ties_there(info: SavedModel) -> bool:
     """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
     if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
@@ -263,7 +263,7 @@ def _ties_there(info: ModelInfo) -> bool:
     return bool(info.config.get("tie_word_embeddings"))
 
 
-def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
+def _check_sayable(info: SavedModel, config: Mapping[str, Any]) -> None:
     hints = argument("with_head", False), argument("format", "native")
     try:
         known = HeadConfig.from_dict(config)
@@ -287,7 +287,7 @@ def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
 
 
 def _read_static(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: SavedModel, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the head of a task class: for a named head translated, for such a class as it is."""
     theirs = str(metadata.get("model_class"))
@@ -341,7 +341,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def read_fusion(
-    info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig]
+    info: SavedModel, folder: Path, config_of: Callable[[str], AdapterConfig]
 ) -> Checkpoint:
     """Return the fusion, in our terms.
 
@@ -388,7 +388,7 @@ def read_fusion(
 
 
 def encode_fusion(
-    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
+    info: SavedModel, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
 ) -> dict[str, bytes]:
     """Return the names and contents of the files to write.
 
@@ -449,7 +449,7 @@ def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
     return found
 
 
-def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
+def _at_entry(info: SavedModel, fused: Sequence[AdapterConfig]) -> bool:
     """Return whether any of the fused adapters has a function of the embeddings."""
     entry = info.anatomy.entry
     sites = (p.site for config in fused for p in config.placements(info.anatomy))
@@ -457,7 +457,7 @@ def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
 
 
 def _fusion_places(
-    info: ModelInfo, fused: Sequence[AdapterConfig]
+    info: SavedModel, fused: Sequence[AdapterConfig]
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}

@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
     Place,
+    SavedModel,
     inexpressible,
     method_of,
     places_of,
@@ -51,9 +52,6 @@ from .names import (
     prefix_of,
     to_location,
 )
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
 
 # the release whose format is written
 VERSION = "adapters.1.3.0"
@@ -266,7 +264,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 
 
 def read_adapter(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: SavedModel, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """Return the config, completed from the keys, and the tensors under our keys.
 
@@ -316,7 +314,7 @@ def read_adapter(
 
 
 def _read_group(
-    info: ModelInfo,
+    info: SavedModel,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -395,7 +393,7 @@ def check_fused(places: Sequence[Place]) -> None:
 
 
 def write_adapter(
-    info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
+    info: SavedModel, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the fields of the config, and the tensors by AdapterHub's keys.
 
@@ -441,7 +439,7 @@ def write_adapter(
     return written, found
 
 
-def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
+def check_convention(info: SavedModel, config: AdapterConfig) -> None:
     """Check that `adapters` computes a config in such a model as its fields say.
 
     Raises:
@@ -461,7 +459,7 @@ def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
         )
 
 
-def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
+def _without_added(info: SavedModel, config: AdapterConfig) -> dict[int, AdapterConfig]:
     """Return the members by number, without those that `adapters` adds in such a model.
 
     Raises:
@@ -488,7 +486,7 @@ def _joined_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
+def _as_flags(info: SavedModel, config: AdapterConfig) -> AdapterConfig:
     """Return the same adapter, with its places in AdapterHub's fields."""
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:

@@ -14,19 +14,16 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformers.models.auto import modeling_auto
 
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
-from adapterzoo.formats.checkpoint import method_of, short
+from adapterzoo.formats.checkpoint import SavedModel, method_of, short
 from adapterzoo.patterns import fault
 from adapterzoo.peft_arguments import instead
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
 
 CONFIG = "adapter_config.json"
 
@@ -285,14 +282,14 @@ class Task:
     task_type: str | None
 
 
-def class_in(peft_config: PeftConfig, info: ModelInfo) -> str | None:
+def class_in(peft_config: PeftConfig, info: SavedModel) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
     return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
 
 
-def classes_for(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
+def classes_for(mapping: Mapping[str, Any], info: SavedModel) -> Iterator[str]:
     """Yield the classes of transformers for a task that a type of model has."""
     found = mapping.get(info.model_type)
     yield from (found,) if isinstance(found, str) else found or ()

@@ -20,7 +20,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -31,7 +31,7 @@ from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
 from adapterzoo.fields import checks
-from adapterzoo.formats.checkpoint import OWN_OUTPUT, places_of, shared_key, short
+from adapterzoo.formats.checkpoint import OWN_OUTPUT, SavedModel, places_of, shared_key, short
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
 from adapterzoo.patterns import short_names
@@ -57,9 +57,6 @@ from .config import (
     values_at,
 )
 
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
-
 _LOG = logging.getLogger(__name__)
 
 # PEFT's keys do not have the adapter's name, those of other tools do
@@ -82,7 +79,7 @@ Find = Callable[[str, Mapping[str, Site]], "str | None"]
 
 
 def read_adapter(
-    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: SavedModel
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return config and tensors of the adapter, and all other tensors.
 
@@ -130,7 +127,7 @@ def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _sorted(
-    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: SavedModel
 ) -> tuple[dict[str, PeftLayer], Tensors, dict[str, Tensor]]:
     """Return the layers by path in this model, the adapter-wide tensors, and all others by key."""
     spelling = peft_config.spelling
@@ -203,14 +200,14 @@ def _sorted(
     return layers, shared, rest
 
 
-def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
+def _sites(spelling: PeftSpelling, info: SavedModel) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
     return [site for site in info.anatomy if site.parameter is None]
 
 
-def _weight(site: Site, info: ModelInfo) -> Tensor | None:
+def _weight(site: Site, info: SavedModel) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
     found = info.tensor(f"{info.prefix}.{site.path}.weight".removeprefix("."))
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
@@ -234,7 +231,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
     return place, None
 
 
-def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
+def _here(named: str, sites: Mapping[str, object], info: SavedModel) -> str | None:
     """Return the path in this model of a layer in the file."""
     # the file may come from another task class, with or without a base model in it
     cls = getattr(transformers, info.model_class, None)
@@ -282,7 +279,7 @@ def _check_complete(peft_config: PeftConfig, layers: Layers) -> None:
 
 
 def _in_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: SavedModel
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
     """Return the config's dtype, and the tensors converted to it without loss."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
@@ -307,7 +304,7 @@ def _in_one_dtype(
     return said, dict(layers), shared
 
 
-def _members(peft_config: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
+def _members(peft_config: PeftConfig, layers: Layers, info: SavedModel) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
     subsets = peft_config.spelling.subsets
     patterns = {**peft_config.spelling.patterns, **peft_config.spelling.derived}
@@ -336,7 +333,7 @@ def _members(peft_config: PeftConfig, layers: Layers, info: ModelInfo) -> list[d
     return members
 
 
-def _targets(chosen: Sequence[Site], peft_config: PeftConfig, info: ModelInfo) -> dict[str, Any]:
+def _targets(chosen: Sequence[Site], peft_config: PeftConfig, info: SavedModel) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
     modules = [site.path for site in chosen if site.parameter is None]
     weights = [site.name for site in chosen if site.parameter is not None]
@@ -436,7 +433,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: ModelInfo, find: Find
+    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: SavedModel, find: Find
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -495,7 +492,7 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: PeftConfig, info: ModelInfo, find: Find, sites: Mapping[str, Site]
+    peft_config: PeftConfig, info: SavedModel, find: Find, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
@@ -532,18 +529,18 @@ def _is_saved(layer: str, names: Sequence[str]) -> bool:
     return any(module.endswith(name) for module in around for name in names)
 
 
-def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
+def base_tensor(path: str, parameter: str, info: SavedModel) -> Tensor | None:
     """Return a tensor of the base model; None if the module has none of this name."""
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
 
 
-def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
+def _cast(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
     """Return a copy of a layer's tensor in the dtype of the layer."""
     own = base_tensor(path, "weight", info)
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
+def _as(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
     """Return a value in the dtype of its layer's weight, if that is exact."""
     own = base_tensor(path, "weight", info)
     if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
@@ -552,7 +549,7 @@ def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
 
 
 def _rows(
-    peft_config: PeftConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
+    peft_config: PeftConfig, named: str, rows: Tensor, site: Site, info: SavedModel
 ) -> tuple[tuple[int, ...], Tensor]:
     given = peft_config.trainable_token_indices
     if isinstance(given, Mapping):
@@ -587,7 +584,7 @@ def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
                 )
 
 
-def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
+def _is_same(table: Tensor, path: str, but: Sequence[int], info: SavedModel) -> bool:
     """Return whether a table equals the model's, except for some rows."""
     own = base_tensor(path, "weight", info)
     if own is None or own.is_meta or own.shape != table.shape:
@@ -659,7 +656,7 @@ def _keyed(
 
 
 def head_from(
-    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: ModelInfo
+    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: SavedModel
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return metadata and tensors of the head in a file; None if there is none.
 
@@ -708,7 +705,7 @@ def _is_other(own: Tensor, tensor: Tensor) -> bool:
     return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
-def _in_base(key: str, info: ModelInfo) -> Tensor | None:
+def _in_base(key: str, info: SavedModel) -> Tensor | None:
     """Return the tensor of the base model that a key of some task class names."""
     if key in info.static_head:
         return None
@@ -722,7 +719,7 @@ def _in_base(key: str, info: ModelInfo) -> Tensor | None:
     return None
 
 
-def _class_of_head(peft_config: PeftConfig, info: ModelInfo) -> str:
+def _class_of_head(peft_config: PeftConfig, info: SavedModel) -> str:
     task = peft_config.task_type
     if peft_config.base_class is None and (task is None or task not in TASKS):
         raise CheckpointError(
