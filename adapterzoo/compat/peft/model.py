@@ -625,7 +625,7 @@ def replace_lora_weights_loftq(
     config = peft_model._adapter_state.find(adapter_name).config
     refuse_merged(peft_model, adapter_name)
     sharding.refuse_if_sharded(peft_model, "Write it before fully_shard(model).")
-    if "init_weights" not in config.field_names():
+    if not {"init_weights", "init_options"} <= {*config.field_names()}:
         raise ConfigError(
             f"{adapter_name!r} is {config!r}, which has no values that make up for quantization. "
             f"Write LoRAConfig(…)."

@@ -318,8 +318,8 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         refuse_names(adapter_names=True)
     if held is not None:
         raise StateError(
-            "continuous batching runs the model in a thread of its own, which does not see the "
-            f"AdapterSetup({held.setup!r}). Leave the block and write "
+            f"an AdapterSetup holds, with {held.setup!r}, which the thread of its own that runs "
+            "the model does not see. Leave the block and write "
             f"set_active_adapters({held.setup!r})."
         )
     plan = active.default.plan
