@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -315,15 +316,8 @@ class StackCall:
     candidates of assisted decoding belong to it.
     """
 
-    def __init__(self, stack: RecordedCall, own: Mapping[str, Any]) -> None:
-        """Join a call and a layer's arguments.
-
-        Args:
-            stack: the call.
-            own: arguments of the layer's forward, by name.
-        """
-        self._stack = stack
-        self._own = own
+    _stack: RecordedCall
+    _own: Mapping[str, Any]
 
     def real(self, x: Tensor) -> Tensor | None:
         """Return which tokens are real, `[rows, tokens]` bool; None if all are.
@@ -452,14 +446,14 @@ class StackCall:
         In a decoder these make the keys and values of cross-attention.
         """
         given = {"attention_mask": self._stack.encoder_mask}
-        return StackCall(RecordedCall(self._stack.path, given, None), {})
+        return call_of(RecordedCall(self._stack.path, given, None))
 
     def of_queries(self) -> StackCall:
         """Return the call for a layer that reads the decoder's states beside the encoder's.
 
         The mask among its own arguments is the encoder's.
         """
-        return StackCall(self._stack, {})
+        return call_of(self._stack)
 
     def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
         """Return where the first and the last real tokens of each prompt are.
@@ -559,6 +553,18 @@ class StackCall:
             key: identifies the part within the call.
         """
         return _PartOfCall(self, x, take, key)
+
+
+def call_of(stack: RecordedCall, own: Mapping[str, Any] = MappingProxyType({})) -> StackCall:
+    """Return the call of a stack as one of its layers sees it.
+
+    Args:
+        stack: the call.
+        own: arguments of the layer's forward, by name.
+    """
+    call = StackCall()
+    call._stack, call._own = stack, own
+    return call
 
 
 def _ends(prompt: Tensor, cached: int, tokens: int, first: int, last: int) -> Tensor:

@@ -54,12 +54,15 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
     Returns:
         `[*experts, d_out]`.
     """
-    rows = _rows(w, tile)
+    if w.numel() <= tile:
+        return torch.linalg.vector_norm(direction_reference(w, a, b, scaling), dim=-1)
+    # at least one row at a time
+    rows = max(tile * w.shape[-2] // w.numel(), 1)
     norms = [
         torch.linalg.vector_norm(direction_reference(part, a, of_part, scaling), dim=-1)
         for part, of_part in zip(w.split(rows, -2), b.split(rows, -2), strict=True)
     ]
-    return norms[0] if len(norms) == 1 else torch.cat(norms, -1)  # [*experts, d_out]
+    return torch.cat(norms, -1)  # [*experts, d_out]
 
 
 def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -123,12 +126,6 @@ def weight_norm(w: Tensor) -> Tensor:
     """
     a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
     return row_norm(w.detach(), a, b, 1.0)
-
-
-def _rows(w: Tensor, tile: int) -> int:
-    """Return how many rows of a weight have at most `tile` elements; at least one."""
-    per_row = w.numel() // max(w.shape[-2], 1)
-    return max(tile // max(per_row, 1), 1)
 
 
 def _fake(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

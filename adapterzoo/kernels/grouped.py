@@ -510,7 +510,7 @@ def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
     # a backward has two flags at its end
     at = len(args) - (1 if isinstance(args[-1], Tensor) else 3)
     x, factor = args[0], args[2] if isinstance(args[2], Tensor) else args[1]
-    groups = Groups.of(args[at])
+    groups = _remembered(tuple(args[at].tolist()))
     groups.check(x, len(factor))
     before, after = args[:at], args[at + 1 :]
     if not in_triton:

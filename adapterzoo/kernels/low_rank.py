@@ -160,20 +160,19 @@ def dropout_bits(x: Tensor, p: float) -> Tensor:
     words = (x.numel() + 63) // 64
     if not level:
         return torch.full((8 * words,), 255, dtype=torch.uint8, device=x.device)
-    dropped, *rest = _drawn((planes, words), x.device).unbind()
-    for drawn in rest:
+    # random int64 numbers, all equally likely
+    shape, least = (planes, words), -(2**63)
+    if torch.compiler.is_compiling():
+        # but for one of 2⁶⁴, which the upper bound excludes; takes longer
+        drawn = torch.randint(least, 2**63 - 1, shape, device=x.device) ^ least
+    else:
+        drawn = torch.empty(shape, dtype=torch.int64, device=x.device).random_(least, None)
+    dropped, *rest = drawn.unbind()
+    for bit in rest:
         level >>= 1
-        dropped = dropped.bitwise_or_(drawn) if level & 1 else dropped.bitwise_and_(drawn)
+        dropped = dropped.bitwise_or_(bit) if level & 1 else dropped.bitwise_and_(bit)
     # new memory, not a part of all that was drawn
     return dropped.bitwise_not().view(torch.uint8)  # [8 · words]
-
-
-def _drawn(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Return random int64 numbers, all equally likely."""
-    if torch.compiler.is_compiling():
-        # the same numbers, but for one of 2⁶⁴, which the upper bound excludes; takes longer
-        return torch.randint(-(2**63), 2**63 - 1, shape, device=device) ^ -(2**63)
-    return torch.empty(shape, dtype=torch.int64, device=device).random_(-(2**63), None)
 
 
 def dropout_mask(noise: Tensor, shape: tuple[int, ...], p: float) -> Tensor:

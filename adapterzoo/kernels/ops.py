@@ -413,7 +413,7 @@ def computed(
         # the memory layout of the fake outputs; Triton may leave a product to torch
         if isinstance(out, Tensor):
             return out.contiguous()
-        return tuple(each.contiguous() for each in out)
+        return tuple(map(Tensor.contiguous, out))
 
     return run
 

@@ -1,4 +1,4 @@
-"""Ranks and scalings, which the configs of several families have for each layer."""
+"""Checks of sites, ranks and scalings, which several families have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy
-from adapterzoo.configs import Placement
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import upcast
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Range
@@ -18,6 +18,31 @@ from ._targets import TargetedConfig
 RANK = Range(1, MAX_WIDTH)
 SIZES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"})
 """The fields of ranks and scalings."""
+
+
+def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bool = False) -> None:
+    """Check that a site has the features that an adapter reads and drops.
+
+    Args:
+        config: of the adapter.
+        site: of the adapter.
+        *dropouts: the fields of the config that drop features or parts of the update.
+        embeddings: whether the method can adapt embeddings, if nothing is dropped.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    given = ", ".join(f"{name}={config[name]}" for name in dropouts)
+    call = f"{type(config).__name__}({given}) at {site.path!r}"
+    is_embedding = site.kind == "embedding"
+    if is_embedding and not embeddings:
+        raise ConfigError(
+            f"{call}: the method cannot adapt an embedding. Write exclude_modules=[{site.path!r}]."
+        )
+    if any(config[name] for name in dropouts) and (is_embedding or site.is_only_read):
+        what = "reads token numbers" if is_embedding else "computes with its parameters"
+        zeros = ", ".join(f"{name}=0.0" for name in dropouts)
+        raise ConfigError(f"{call}: the module {what}, so nothing can be dropped. Write {zeros}.")
 
 
 def check_size_keys(

@@ -53,6 +53,7 @@ from ._peft import (
     unsayable,
     whole_width,
 )
+from ._sizes import check_site
 from ._targets import TargetedConfig
 
 FORMS = Choice(True, False, "mini", "bat")
@@ -171,13 +172,7 @@ class Miss(WeightAdapter):
         """
         super().__init__()
         self.dropout = config.miss_dropout
-        if site.kind == "embedding" or (self.dropout and site.is_only_read):
-            what = "computes with its parameters" if site.is_only_read else "reads token numbers"
-            hint = "miss_dropout=0.0" if site.is_only_read else f"exclude_modules=[{site.path!r}]"
-            raise ConfigError(
-                f"MissConfig(miss_dropout={self.dropout}) at {site.path!r}: the module {what}, so "
-                f"there are no features on the way to D. Write {hint}."
-            )
+        check_site(config, site, "miss_dropout")
         self.is_bat = config.init_weights == "bat"
         # "bat" depends on the weight
         self.is_additive = not self.is_bat

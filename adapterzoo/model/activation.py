@@ -421,7 +421,7 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
         elif lost := sorted({path for path, _ in own} ^ {*paths}):
             raise SiteError(
                 f"{names[0]!r} and {name!r} have different sites, such as {lost[0]!r}. Fuse "
-                "adapters of one placement."
+                "adapters of one placement, or leave_out the other blocks."
             )
     return paths
 

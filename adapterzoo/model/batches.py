@@ -187,8 +187,8 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
         )
     if state.merged:
         raise StateError(
-            f"adapter_names=…: {listing(state.merged)} acts on every row, from the base weights. "
-            "Write reset_adapter() first."
+            f"adapter_names=…: {listing(state.merged)} is merged and acts on every row. Write "
+            "reset_adapter() first."
         )
     given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
     for name in given:
@@ -209,8 +209,8 @@ def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
     for part in parts:
         if isinstance(part, Composition) and has_rows(part):
             raise CompositionError(
-                f"adapter_names=…: {part!r} divides the batch, and is given to one row. Write "
-                "Stack('a', 'b')."
+                f"adapter_names=…: {part!r} divides the batch, and is given to one row. Write a "
+                "name, or Stack('a', 'b')."
             )
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()

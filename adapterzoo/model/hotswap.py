@@ -66,6 +66,7 @@ def load(
 
     Raises:
         ConfigError: the adapter cannot take these values; nothing has changed.
+        StateError: a new slot would have its own embeddings.
         UnknownNameError: there is no adapter of this name.
     """
     stored = formats.read(folder, "adapter", ModelInfo(model, asked.with_head))

@@ -347,17 +347,15 @@ def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:
 
 def shareable_of(model: AdaptedModel, name: str) -> dict[tuple[str, str], nn.Parameter]:
     """Return the parameters that an adapter can share, by the path of the layer and their key."""
-    return dict(shareable_in(model, name))
-
-
-def shareable_in(model: AdaptedModel, name: str) -> Iterator[tuple[tuple[str, str], nn.Parameter]]:
-    """Yield what `shareable_of` returns."""
     config = model._adapter_state.find(name).config
-    keys = config.shareable if isinstance(config, MultiTaskConfig) else ()
-    for path, module in modules_of(model, name) if keys else ():
-        for key, parameter in module.named_parameters():
-            if key.rpartition(".")[2] in keys:
-                yield (path, key), parameter
+    if not isinstance(config, MultiTaskConfig) or not config.shareable:
+        return {}
+    return {
+        (path, key): parameter
+        for path, module in modules_of(model, name)
+        for key, parameter in module.named_parameters()
+        if key.rpartition(".")[2] in config.shareable
+    }
 
 
 def parameters_of(model: AdaptedModel, name: str) -> Iterator[nn.Parameter]:

@@ -306,7 +306,8 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise StateError(
-            "no process group runs. Call it after torch.distributed.init_process_group(…)."
+            "no process group runs. Call it in processes of torchrun, after "
+            "torch.distributed.init_process_group(…)."
         )
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}

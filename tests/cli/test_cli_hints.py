@@ -19,7 +19,7 @@ from adapterzoo.errors import argument, in_python
 
 PACKAGE = Path(adapterzoo.__file__).parent
 # a command can show the errors of these folders
-REACHED = ("checkpoint", "cli", "hub", "model/heads", "model/hf")
+REACHED = ("formats", "cli", "hub", "model/heads", "model/hf")
 PYTHON = re.compile(
     r"with_head=|\bformat='|load_as=|\brevision='|token=|cache_dir=|save_adapter|save_head"
     r"|AutoAdapterModel|adapterzoo\.init|dtype="

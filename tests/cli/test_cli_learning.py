@@ -247,9 +247,9 @@ def test_bars_are_for_people_and_on_standard_error(run, monkeypatch, base, table
     # what a terminal would make of it
     monkeypatch.setattr(app, "wants_progress", lambda as_json: not as_json)
     result = run(*arguments)
-    assert "it/s" in result.stderr
+    assert "100%|" in result.stderr
     assert "predicting: " in result.stderr
-    assert "it/s" not in result.stdout
+    assert "%|" not in result.stdout
     assert result.stdout.splitlines()[0].split() == ["name", "a"]
     assert run(*arguments, "--json").stderr == ""
 

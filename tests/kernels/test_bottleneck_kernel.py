@@ -225,24 +225,6 @@ def test_a_frozen_down_projection_keeps_no_activation():
     assert sum(saved.values()) == 300 * 6 * 4
 
 
-@pytest.mark.parametrize(("grad", "outer"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_the_operators_pass_opcheck(grad, outer):
-    to, x, *params = (v.requires_grad_(grad) for v in drawn((3, 5), 33, 7, outer, torch.float32))
-    for read in (x, None):
-        torch.library.opcheck(ops._bottleneck, (to, read, *params, S, "silu", True))
-    to, x, down, _, up, _ = (v.detach() for v in (to, x, *params))
-    if not grad:
-        torch.library.opcheck(
-            ops._bottleneck, (to, x, *(p.detach() for p in params), S, "mish", False)
-        )
-    h = torch.randn(3, 5, 7)
-    for adds, only in ((False, None), (True, None), (False, 0), (True, 0), (False, 3)):
-        needs = [only in (None, j) for j in range(5)]
-        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-        given = (to, x, h, down, up, S, "silu", adds, *needs)
-        torch.library.opcheck(ops._bottleneck_backward, given, test_utils=checks)
-
-
 @pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
 @pytest.mark.parametrize(("same", "outer"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_compiled_is_eager(outer, shape, same):

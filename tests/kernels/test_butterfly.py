@@ -231,19 +231,6 @@ def test_the_operator_keeps_x_only_for_the_blocks(needed):
     assert [v.grad is not None for v in (x, Q)] == list(needed)
 
 
-def test_the_operators_pass_opcheck():
-    x, Q = with_experts()
-    blocks = Q.squeeze(-4).float()
-    for own in (x, x.bfloat16()):
-        args = own.requires_grad_(), blocks.requires_grad_()
-        torch.library.opcheck(module._rotate, args)
-        args = own.detach(), blocks.detach()
-        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-        for needs in ((True, True), (True, False), (False, True)):
-            operands = (args[0], *args, *needs)
-            torch.library.opcheck(module._rotate_backward, operands, test_utils=checks)
-
-
 def test_autocast_of_the_operator_is_that_of_the_definition():
     x, Q = random(2, 32).float().requires_grad_(), folded(rotations(1, 8, 4).float())
     with torch.autocast("cpu", torch.bfloat16):

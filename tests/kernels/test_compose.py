@@ -223,18 +223,6 @@ def test_gain_one_and_update_zero_give_the_bits_of_y(mode):
         assert torch.equal(compose(*of.values(), 0.7), of["y"])
 
 
-def test_opcheck():
-    for bias, update in CASES:
-        of = operands(torch.float32, bias, update)
-        for tells in (False, True):
-            torch.library.opcheck(module._compose, (*of.values(), 0.7, tells, None, None))
-    y, gain, bias, t, b = (v.detach() for v in operands().values())
-    for needs in ((True,) * 5, (True, False, False, True, False), (False, True, True, False, True)):
-        for tells in (False, True):
-            args = (y, y, gain, bias, t, b, 0.7, tells, *needs)
-            torch.library.opcheck(module._compose_backward, args)
-
-
 def test_compiled_is_eager():
     of = operands()
     compiled_as_eager(lambda *v: compose(*v, 0.7), [*of.values()], 1e-6)

@@ -253,30 +253,6 @@ def test_dropout_is_that_of_one_adapter_and_repeated_in_the_backward(dtype):
     near(still, truth(y, x, a, b, SCALING, index)[0], 3 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("grad", "noisy", "outer"),
-    [(True, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
-)
-def test_the_operators_pass_opcheck(grad, noisy, outer):
-    index = [2, None, 0, 2]
-    y, x, a, b = drawn(index, (5,), outer=outer, factor=torch.float32)
-    y, x = (v.detach().requires_grad_(grad) for v in (y, x))
-    a, b = (v.detach().requires_grad_(grad) for v in stacked(a, b, SCALING)[:2])
-    noise = ones.dropout_bits(x, 0.3) if noisy else None
-    host, scaling = Groups.of(index).host, torch.tensor(SCALING, dtype=torch.float64)
-    dt, t = torch.randn(4, 5, 8), torch.randn(4, 5, 8, requires_grad=grad)
-    torch.library.opcheck(grouped._shrink, (x, a, 0.3, noise, host))
-    torch.library.opcheck(grouped._expand, (y, t, b, scaling, host))
-    y, x, a, b, t = (v.detach() for v in (y, x, a, b, t))
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for needs in ((True, True), (False, True), (True, False)):
-        for op, values in (
-            (grouped._shrink_backward, (dt, x, a, 0.3, noise, host)),
-            (grouped._expand_backward, (y, t, b, scaling, host)),
-        ):
-            torch.library.opcheck(op, (*values, *needs), test_utils=checks)
-
-
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_compiled_is_eager_and_serves_every_batch(outer, p):

@@ -241,28 +241,6 @@ def test_a_frozen_factor_keeps_no_activation():
     assert sum(saved.values()) <= 64 * 256 // 8
 
 
-@pytest.mark.parametrize(
-    ("grad", "noisy", "outer"),
-    [(True, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
-)
-def test_the_operators_pass_opcheck(grad, noisy, outer):
-    y, x, a, b = drawn((3, 5), 33, 7, 3, outer, torch.float32)
-    noise = low_rank.dropout_bits(x, 0.3) if noisy else None
-    dt, t = torch.randn(3, 5, 3), torch.randn(3, 5, 3, requires_grad=grad)
-    for value in (y, x, a, b):
-        value.requires_grad_(grad)
-    torch.library.opcheck(low_rank._shrink, (x, a, 0.3, noise))
-    torch.library.opcheck(low_rank._expand, (y, t, b, S))
-    y, x, a, b, t = (v.detach() for v in (y, x, a, b, t))
-    for needs in ((True, True), (False, True), (True, False)):
-        for op, values in (
-            (low_rank._shrink_backward, (dt, x, a, 0.3, noise)),
-            (low_rank._expand_backward, (y, t, b, S)),
-        ):
-            checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-            torch.library.opcheck(op, (*values, *needs), test_utils=checks)
-
-
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_compiled_is_eager(outer, p):

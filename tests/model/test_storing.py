@@ -353,7 +353,7 @@ def test_what_keeps_the_head_out_keeps_the_adapter_out(model, tmp_path, tiny):
     other = tiny()
     other.add_adapter("m", "dora")
     other.merge_adapter("m")
-    with refused(other, StateError, "'m', and not on the original ones", "Write set_active"):
+    with refused(other, StateError, "would act on weights that hold 'm'", "Write set_active"):
         other.load_adapter(tmp_path, set_active=True)
     other.reset_adapter()
     other.load_adapter(tmp_path, set_active=True)
@@ -375,7 +375,9 @@ def test_blocks_that_are_not_there_cannot_be_left_out(tiny, tmp_path, wrong):
     model = tiny()
     model.add_adapter("a", "lora")
     model.save_adapter(tmp_path, "a")
-    with refused(model, ConfigError, f"leave_out={wrong!r}", "blocks 0 to 1", "Write a list"):
+    with refused(
+        model, ConfigError, f"leave_out={wrong!r}", "blocks are 0 to 1", "Write a list of them"
+    ):
         model.load_adapter(tmp_path, load_as="b", leave_out=wrong)
 
 

@@ -768,8 +768,8 @@ class AutoPeftModel:
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if not is_model or found.config_class is None:
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names {name!r}, which is not "
-                f"a model of transformers. Write {_CLASSES[0].__name__}."
+                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names the class {name!r}, "
+                f"which is not a model of transformers. Write {_CLASSES[0].__name__}."
             )
         return found
 

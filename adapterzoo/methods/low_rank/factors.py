@@ -32,11 +32,11 @@ from torch.nn.functional import embedding, pad
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upcast
-from adapterzoo.errors import CompositionError, ConfigError
+from adapterzoo.errors import CompositionError
 from adapterzoo.kernels.low_rank import shrink
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import drawn, generator
-from adapterzoo.methods._sizes import rescaled
+from adapterzoo.methods._sizes import check_site, rescaled
 
 from .config import LowRankConfig
 from .starts import Factors, drawing
@@ -98,16 +98,11 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         Raises:
             ConfigError: there is dropout, and the site has no features to drop.
         """
+        check_site(config, site, "dropout", embeddings=True)
         super().__init__()
         self.scaling = config.scaling_at(site.name)
         self.dropout = config.dropout
         self.at_embedding = site.kind == "embedding"
-        if config.dropout and (self.at_embedding or site.is_only_read):
-            what = "reads token numbers" if self.at_embedding else "computes with its parameters"
-            raise ConfigError(
-                f"{type(config).__name__}(dropout={config.dropout}) at {site.path!r}: the module "
-                f"{what}, so there are no features to drop on the way to A. Write dropout=0.0."
-            )
         rank = config.rank_at(site.name)
         lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")

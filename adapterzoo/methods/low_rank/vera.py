@@ -40,7 +40,7 @@ from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named
-from adapterzoo.methods._sizes import RANK, refuse_larger
+from adapterzoo.methods._sizes import RANK, check_site, refuse_larger
 from adapterzoo.methods._targets import TargetedConfig
 
 from .dora import Magnitudes
@@ -209,13 +209,11 @@ class Projected(WeightAdapter):
         """
         super().__init__()
         self.dense = config.convention == "adapterhub"
-        if site.kind == "embedding" or (site.is_only_read and (self.dense or config.dropout)):
-            plain = "" if site.kind == "embedding" else "convention='paper', dropout=0.0, or "
-            what = "a parameter of its module" if plain else "an embedding"
+        check_site(config, site, "dropout")
+        if self.dense and site.is_only_read:
             raise ConfigError(
-                f"{type(config).__name__}(convention={config.convention!r}, "
-                f"dropout={config.dropout}) at {site.path!r}: the method cannot adapt {what} in "
-                f"this way. Write {plain}exclude_modules=[{site.path!r}]."
+                f"{type(config).__name__}(convention='adapterhub') at {site.path!r}: the module "
+                f"computes with its parameters. Write convention='paper'."
             )
         dtype = dtype_named(config.dtype, dtype)
         lead = (site.experts,) if site.experts else ()

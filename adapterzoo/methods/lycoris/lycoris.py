@@ -18,12 +18,18 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config_base import config_class
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
-from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, SEED, Check, Share, field
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
 from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
-from adapterzoo.methods._sizes import RANK, SIZES, check_size_keys, refuse_larger, rescaled
+from adapterzoo.methods._sizes import (
+    RANK,
+    SIZES,
+    check_site,
+    check_size_keys,
+    refuse_larger,
+    rescaled,
+)
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
@@ -133,16 +139,7 @@ class Lycoris(WeightAdapter):
         self.scaling = config.scaling_at(site.name)
         self.rank_dropout, self.module_dropout = config.rank_dropout, config.module_dropout
         self.d_in, self.d_out = site.d_in, site.d_out
-        dropouts = f"rank_dropout={self.rank_dropout}, module_dropout={self.module_dropout}"
-        drops = bool(self.rank_dropout or self.module_dropout)
-        if site.kind == "embedding" or (drops and site.is_only_read):
-            why = (
-                "the module computes with its parameters, merged or not. Write rank_dropout=0.0, "
-                "module_dropout=0.0."
-                if site.is_only_read
-                else f"the method cannot adapt an embedding. Write exclude_modules=[{site.path!r}]."
-            )
-            raise ConfigError(f"{type(config).__name__}({dropouts}) at {site.path!r}: {why}")
+        check_site(config, site, "rank_dropout", "module_dropout")
 
     @abstractmethod
     def delta(self, dtype: torch.dtype) -> Tensor:

@@ -34,6 +34,7 @@ from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
+from adapterzoo.methods._sizes import check_site
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
@@ -134,11 +135,7 @@ class BOFT(Rotating):
         """
         super().__init__()
         self.dropout = config.boft_dropout
-        if site.kind == "embedding" or (self.dropout and site.is_only_read):
-            lookup = "an embedding reads token numbers, so it has no features to rotate. Write "
-            shared = "the module computes with its parameters, merged or not. Write boft_dropout=0"
-            why = f"{shared}." if site.is_only_read else f"{lookup}exclude_modules=[{site.path!r}]."
-            raise ConfigError(f"BOFTConfig(boft_dropout={self.dropout}) at {site.path!r}: {why}")
+        check_site(config, site, "boft_dropout")
         b, m = config.block_size_at(site), config.boft_n_butterfly_factor
         lead = (site.experts,) if site.experts else ()
         dtype = dtype_named(config.dtype, dtype)

@@ -36,6 +36,7 @@ from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
+from adapterzoo.methods._sizes import check_site
 from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
@@ -266,11 +267,8 @@ class OFT(Rotating):
         super().__init__()
         self.dropout = config.module_dropout
         self.looks_up = site.kind == "embedding"
-        if self.dropout and site.is_only_read:
-            raise ConfigError(
-                f"OFTConfig(module_dropout={self.dropout}) at {site.path!r}: the module computes "
-                f"with its parameters, merged or not. Write module_dropout=0.0."
-            )
+        if site.is_only_read or not self.looks_up:
+            check_site(config, site, "module_dropout", embeddings=True)
         self.blocks = config.blocks_at(site)
         b, rows = self.blocks.size, 1 if config.block_share else self.blocks.number
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")

@@ -15,7 +15,6 @@ from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import (
     AdaptedModel,
     modules_of,
-    shareable_in,
     shareable_of,
 )
 
@@ -137,10 +136,10 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
             # most other adapters differ in the first parameter: compare no more of these
             if other == name or type(record.config) is not type(config):
                 continue
-            first = next(shareable_in(model, other), None)
+            theirs = shareable_of(model, other)
+            first = next(iter(theirs.items()), None)
             if first is None or first[0] not in own or not _is_equal(own[first[0]], first[1]):
                 continue
-            theirs = shareable_of(model, other)
             if record.config != config or own.keys() != theirs.keys():
                 continue
             if all(_is_equal(p, t) for p, t in _pairs(own, theirs)):

@@ -353,7 +353,7 @@ def refuse_names(**given: Any) -> None:
         if value is not None:
             raise StateError(
                 f"{name}=…: continuous batching uses the active adapters for all of them. Write "
-                f"set_active_adapters('a'), or generate(…, {name}=…) without it."
+                "set_active_adapters('a') and one call for each adapter."
             )
 
 
@@ -361,8 +361,9 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
     made, now = _managers[manager], _active_now(model)
     if made != now:
         raise StateError(
-            f"the cache of the manager is of {made.setup!r}; now {now.setup!r} is active, or its "
-            "adapters or heads have changed. Write manager.destroy(), and make a new one."
+            f"the manager was made with {made.setup!r} active; now {now.setup!r} is, or its "
+            "adapters or heads have changed. Write manager.destroy() or "
+            "model.destroy_cached_continuous_batching_manager()."
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -35,9 +35,6 @@ from adapterzoo.heads import (
 )
 from adapterzoo.inject.building import plain_state
 from adapterzoo.model.state import base_prefix
-
-if TYPE_CHECKING:
-    from .info import ModelInfo
 
 # --- heads ---
 
@@ -177,9 +174,7 @@ class HeadTypes:
         return [*found, *(parsers if tags else ())]
 
 
-def class_for(
-    stored: Checkpoint, info: ModelInfo, own: str | None
-) -> tuple[str, Mapping[str, Tensor]]:
+def class_for(stored: Checkpoint, info: Any, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
     """Return a class that has a head, and the head's tensors by key there.
 
     Args:
