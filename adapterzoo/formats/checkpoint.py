@@ -288,10 +288,11 @@ def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: st
     Raises:
         CheckpointError: it belongs to no method.
     """
+    # of several that are equally near, the strictest is named
+    named = sorted(named, key=lambda spelling: spelling.strictness, reverse=True)
     differing = [spelling.differing(values) for spelling in named]
     if [] in differing:
-        fitting = [s for s, wrong in zip(named, differing, strict=True) if not wrong]
-        return max(fitting, key=lambda s: s.strictness)
+        return named[differing.index([])]
     nearest: list[str] = min(differing, key=len, default=[])
     shown = ", ".join(f"{name}={short(values.get(name))}" for name in (key, *nearest))
     raise CheckpointError(
