@@ -80,7 +80,7 @@ def test_without_its_folder_a_family_is_not_known(tiny, tmp_path, without_dora):
     assert "there is no architecture 'dora'" in said["native"]
     for form, fields in (
         ("adapterhub", "'lora', composition_mode='add', use_dora=True"),
-        ("peft", "'LORA', use_dora=True"),
+        ("peft", "peft_type='LORA'"),
     ):
         # a long path is cut in the middle of a message
         assert said[form].startswith("load_adapter('")
