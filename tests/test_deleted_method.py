@@ -78,11 +78,14 @@ def test_without_its_folder_a_family_is_not_known(tiny, tmp_path, without_dora):
     assert ran.returncode == 0, ran.stderr
     said = dict(line.split(" ", 1) for line in ran.stdout.splitlines() if " " in line)
     assert "there is no architecture 'dora'" in said["native"]
-    for form, kind in (("adapterhub", "'lora'"), ("peft", "'LORA'")):
+    for form, fields in (
+        ("adapterhub", "'lora', composition_mode='add', use_dora=True"),
+        ("peft", "peft_type='LORA'"),
+    ):
         # a long path is cut in the middle of a message
         assert said[form].startswith("load_adapter('")
         assert "): there is no such method" in said[form]
-        assert kind in said[form]
+        assert fields in said[form]
         assert "that exist here: " in said[form]
         assert "'dora'" not in said[form]
 
