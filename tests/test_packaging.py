@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import is_dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,8 @@ from packaging.version import Version
 
 import adapterzoo
 from _data import DataError, Rows, load_task, packaged_model, split_by_group
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.composition import AdapterCompositionBlock
+from adapterzoo.configs import architectures
 from adapterzoo.contracts import Head
 
 ROOT = Path(__file__).parents[1]
@@ -60,12 +60,7 @@ def test_all_is_complete():
     """Whatever a user names to build something is at the top level."""
     for package in ("heads", "methods"):
         import_module(f"adapterzoo.{package}")
-    composition = import_module("adapterzoo.composition")
-    built = [
-        *descendants(AdapterConfig),
-        *descendants(Head),
-        *(c for c in vars(composition).values() if isinstance(c, type) and is_dataclass(c)),
-    ]
+    built = {*architectures.values(), *descendants(Head), *descendants(AdapterCompositionBlock)}
     names = {cls.__name__ for cls in built if is_public(cls)}
     assert {"LoRAConfig", "Stack"} <= names
     assert names <= set(adapterzoo.__all__)

@@ -87,7 +87,10 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             if (folder / name).is_dir():
-                raise IsADirectoryError(0, "it is a folder", str(folder / name))
+                raise CheckpointError(
+                    f"{str(folder / name)!r} cannot be written: it is a folder. {state}. Write to "
+                    f"another folder."
+                )
             with part.open("xb") as stream:
                 stream.write(contents[name])
                 stream.flush()

@@ -172,7 +172,7 @@ def cached_adapters(model: Any) -> Iterator[None]:
     def refuse_training(_module: nn.Module, _args: Any) -> None:
         if model.training:
             raise StateError(
-                "cached_adapters(): the model is in training mode, in which its weights change. "
+                "the model is in training mode, in which its weights change. "
                 "Write model.eval() first, and train outside of the block."
             )
 

@@ -268,13 +268,6 @@ def test_what_is_not_a_state_dict_is_refused(values):
             call(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("inputs", [[1], 5, {1: 2}], ids=str)
-def test_what_is_not_a_call_is_refused(two, inputs):
-    with pytest.raises(ConfigError, match=r"convert_adapter\('a'\): inputs, a .*input_ids"):
-        two.convert_adapter("a", inputs=inputs)
-    assert [*two.adapters_config] == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     "name", ["logging", "Trainer", "pipeline", "LlamaConfig", "PreTrainedModel", "__class__", 5]
 )
