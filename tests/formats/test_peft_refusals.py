@@ -69,7 +69,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank 0": ({"r": 0}, ("r=0",)),
     "half a rank": ({"r": 4.0}, ("r=4.0", "whole number")),
     "rank as text": ({"r": "4"}, ("r='4'",)),
-    "another rank": ({"r": 8}, ("rank 8", "have rank 4", "scaling")),
+    "another rank": ({"r": 8}, ("rank 8", "have rank 4", "rank_pattern")),
     "alpha as text": ({"lora_alpha": "16"}, ("lora_alpha='16'",)),
     "a huge alpha": ({"lora_alpha": 1e300}, ("lora_alpha=1e+300",)),
     "dropout 1": ({"lora_dropout": 1.0}, ("lora_dropout=1.0",)),

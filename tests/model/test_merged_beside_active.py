@@ -123,7 +123,7 @@ def test_from_pretrained_takes_values_of_the_config(tmp_path):
 @pytest.mark.parametrize("layers", [1, [2], [-1], [True]])
 def test_layers_to_skip_are_numbers_of_blocks(layers):
     model = bert(a="lora")
-    with pytest.raises(ConfigError, match=r"blocks 0 to 1.*skip_layers=\[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"blocks are 0 to 1.*skip_layers=\[0, 1\]"):
         model.set_active_adapters("a", skip_layers=layers)
     assert model.active_adapters is None
     with pytest.raises(ConfigError, match=r"blocks 0 to 1"), AdapterSetup("a", skip_layers=layers):
