@@ -289,7 +289,7 @@ class PredictionHead(Head):
 
     @property
     def output_key(self) -> str | None:
-        """The key of that layer's weight in files that may leave it out; None: none may."""
+        """The key of that layer's weight in files that may leave it out, None if none may."""
         return None
 
     # not a plain attribute: any change of the weight makes it False

@@ -33,7 +33,7 @@ COUNTS = {
 # of the backward with dropout: the gradient of x, and that of A from x
 DROPPED = {"compose": SITES, "outer": SITES}
 DROPS = {"lora + dropout": DROPPED, "dora + dropout": DROPPED}
-# in training alone: the norms, for which a aᵀ is made by the kernel of x aᵀ; the rotations
+# of weights alone: the norms, for which a aᵀ is made by the kernel of x aᵀ; the rotations
 NORMS = {"dora": {"row_norm": SITES, "shrink": SITES}, "boft": {"cayley_fold": SITES}}
 METHODS = {
     "lora": "lora[r=4]",
@@ -84,10 +84,10 @@ def mixed(method, batch=("a", "b", None)):
 
 @pytest.mark.parametrize("method", ["lora", "lora + dropout", "dora"])
 def test_a_mixed_batch_launches_as_often_as_one_adapter(log, method):
-    """In a forward without gradients; nothing is stacked again, and the plan is there."""
+    """In a forward without gradients that keeps norms; nothing is stacked again."""
     model = mixed(method).eval()
     embeds = torch.randn(3, 7, 32)
-    with torch.no_grad():
+    with torch.no_grad(), model.cached_adapters():
         model(inputs_embeds=embeds, use_cache=False)
         log.clear()
         model(inputs_embeds=embeds, use_cache=False)
@@ -158,8 +158,12 @@ def test_a_layer_launches_once_for_each_site(log, method):
     # while a gradient waits for its step nothing is kept
     model.zero_grad()
     model.eval()
+    log.clear()
     with torch.no_grad():
         model(inputs_embeds=embeds, use_cache=False)
-        log.clear()
-        model(inputs_embeds=embeds, use_cache=False)
+        assert log == Counter(forward) + norms
+        with model.cached_adapters():
+            model(inputs_embeds=embeds, use_cache=False)
+            log.clear()
+            model(inputs_embeds=embeds, use_cache=False)
     assert log == forward
