@@ -42,7 +42,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 # NoReFT and DiReFT are written alike
-@pytest.mark.filterwarnings("ignore:adapter_config.json does not say")
+@pytest.mark.filterwarnings("ignore:adapter_config.json fits NoReFT")
 @pytest.mark.parametrize("folder", GOLDEN)
 def test_parameters_are_in_the_containers_of_adapters(folder):
     model = AutoAdapterModel.from_pretrained(folder.parent / "base")

@@ -296,19 +296,21 @@ class PredictionHead(Head):
     @property
     def of_checkpoint(self) -> bool:
         """Whether that layer is known to be unchanged from the base model's checkpoint."""
-        layer = self.output_embeddings
-        return layer is not None and self._taken == layer.weight._version
+        layer, taken = self.output_embeddings, self._taken
+        return layer is not None and taken is not None and taken == layer.weight._version
 
     @of_checkpoint.setter
     def of_checkpoint(self, value: bool) -> None:
         layer = self.output_embeddings
         known = value and layer is not None and not layer.weight.is_inference()
-        self._taken = layer.weight._version if layer is not None and known else None
+        vars(self).pop("_taken", None)
+        if layer is not None and known:
+            self._taken = layer.weight._version
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Forget the origin of the layer: a copy starts with another version counter."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._taken = None
+        vars(self).pop("_taken", None)
 
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding; return False and do nothing if it does not fit.

@@ -125,8 +125,8 @@ class TargetedConfig(AdapterConfig):
         names = self.target_modules or self.target_parameters
         if not names and not self._roles():
             raise ConfigError(
-                f"{self._name}: nothing is left to adapt: no attn_matrices, feed-forward layers, "
-                f"target_modules or target_parameters. Write target_modules='all-linear'."
+                f"{self._name}: nothing is left to adapt, without selfattn_lora, intermediate_lora "
+                f"and output_lora. Write target_modules='all-linear' or selfattn_lora=True."
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:

@@ -93,7 +93,7 @@ def test_a_setup_skips_for_its_block():
             assert torch.equal(hidden(model)[-1], expected[skipped])
         assert torch.equal(hidden(model)[-1], expected[0,])
     setup = AdapterSetup("bn", skip_layers=[2])
-    with pytest.raises(ConfigError, match=r"skip_layers=\(2,\).*blocks 0 to 1"), setup:
+    with pytest.raises(ConfigError, match=r"skip_layers=\(2,\).*blocks are 0 to 1"), setup:
         pass
     assert torch.equal(hidden(model)[-1], expected[0,])
 

@@ -126,7 +126,10 @@ def test_layers_to_skip_are_numbers_of_blocks(layers):
     with pytest.raises(ConfigError, match=r"blocks are 0 to 1.*skip_layers=\[0, 1\]"):
         model.set_active_adapters("a", skip_layers=layers)
     assert model.active_adapters is None
-    with pytest.raises(ConfigError, match=r"blocks are 0 to 1"), AdapterSetup("a", skip_layers=layers):
+    with (
+        pytest.raises(ConfigError, match=r"blocks are 0 to 1"),
+        AdapterSetup("a", skip_layers=layers),
+    ):
         pass
     assert model.active_adapters is None
 

@@ -140,8 +140,8 @@ class LowRankConfig(TargetedConfig):
         placed = [c.placements(anatomy) for c in own]
         ranks: dict[str, list[int]] = {}
         for config, placements in zip(own, placed, strict=True):
-            for placement in placements:
-                name = placement.site.name
+            # the parts of a fused layer share its path
+            for name in {placement.site.name: None for placement in placements}:
                 ranks.setdefault(name, []).append(config.rank_at(name))
         combined = {name: _combined_rank(each, strategy, name) for name, each in ranks.items()}
         if any({p.site.name for p in placements} != set(combined) for placements in placed):
