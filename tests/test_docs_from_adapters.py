@@ -295,7 +295,7 @@ def another_base(model, folder):
 
 @row("an index or repository")
 def no_hub(model, folder):
-    with pytest.raises(OSError, match="not completely, in the cache"):
+    with pytest.raises(OSError, match="Cannot find an appropriate cached snapshot"):
         model.load_adapter("user/no-such-repository", local_files_only=True)
 
 
