@@ -250,7 +250,7 @@ def test_every_average_of_heads_is_that_of_adapters(case, tmp_path):
 
 
 def change(module):
-    """s · B A."""
+    """The change of the weight, s · B A."""
     return module.scaling * module.delta_w.double()
 
 
