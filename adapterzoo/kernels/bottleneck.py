@@ -84,9 +84,6 @@ def bottleneck(
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
-    if x.shape != to.shape:
-        # experts return the tokens of all rows in one dimension
-        x = x.reshape(to.shape)
     if ops.is_reference():
         x = x.to(down.dtype)
         return bottleneck_reference(to, x, down, down_bias, up, up_bias, scaling, activation)
