@@ -125,8 +125,8 @@ class TargetedConfig(AdapterConfig):
         names = self.target_modules or self.target_parameters
         if not names and not self._roles():
             raise ConfigError(
-                f"{self._name}: nothing is left to adapt, without selfattn_lora, intermediate_lora "
-                f"and output_lora. Write target_modules='all-linear' or selfattn_lora=True."
+                f"{self._name}: nothing is left to adapt, without attn_matrices of selfattn_lora, "
+                f"intermediate_lora and output_lora. Write target_modules='all-linear'."
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
