@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .sites import Role, SubLayerKind
-from .tree import Tree, tail
+from .tree import tail
 
 NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
 # norms of channels, `[batch, d, *places]`, beside those whose `data_format` says so
@@ -167,7 +167,7 @@ MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ),
 )  # fmt: skip
 
-# names of fused projections of attention → a layout of `layouts.LAYOUTS`
+# names of fused projections of attention → a layout of `blocks._slices`
 FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (tail("query_key_value", r"attention\.self\.in_proj"), "q, k, v per head"),
     (tail("in_proj_qkv"), "q, k, v of linear attention"),
@@ -201,7 +201,7 @@ class Row:
         functional: layers whose weights the model reads without calling the layer.
         overwritten: layers whose output the model changes in place.
         experts: module with a 3-D `weight` that holds all experts → role.
-        layouts: fused layer → name of a layout in `layouts.LAYOUTS`.
+        layouts: fused layer → name of a layout in `blocks._slices`.
         post_norm: whether ambiguous norms follow the addition, or the name of the config flag that
             says so, with `!` in front if the flag means the opposite.
         norms: norm → its place and its sub-layer; None: it is not on the stream.
@@ -519,9 +519,3 @@ NO_TOKENS: Mapping[str, str] = {
     "vitdet": _GRID,
     "yolos": "its blocks add positions to the patches",
 }
-
-
-def reason(table: Mapping[str, str], tree: Tree) -> str:
-    """Return why a model is closed; empty if it is not in the table."""
-    found = (table.get(model_type, "") for model_type in tree.branch("").model_types)
-    return next(filter(None, found), "")

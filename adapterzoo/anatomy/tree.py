@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -100,7 +100,6 @@ class Tree:
         ]
         self._order = list(self.modules)
         self._place = {path: i for i, path in enumerate(self._order)}
-        self._known: dict[tuple[str, str], bool] = {}
 
     def children(self, path: str) -> list[str]:
         """Return the paths of a module's children that do not occur earlier in the model."""
@@ -122,12 +121,6 @@ class Tree:
                 yield name[len(prefix) :], self.modules[name]
             else:
                 return
-
-    def known(self, path: str, question: str, answer: Callable[[], bool]) -> bool:
-        """Return the answer to a question about a path, which is computed once."""
-        if (path, question) not in self._known:
-            self._known[path, question] = answer()
-        return self._known[path, question]
 
     def owners(self, path: str) -> Iterator[nn.Module]:
         """Yield the modules that hold the one at `path`, nearest first."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY
 from adapterzoo.averaging import Combination
+from adapterzoo.call import RecordedCall
 from adapterzoo.composition import RowMap, evaluate, inverse_of
 from adapterzoo.contracts import (
     Adapter,
@@ -22,8 +23,8 @@ from adapterzoo.contracts import (
     PromptAdapter,
     widest,
 )
-from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
-from adapterzoo.runtime import ActiveState, Plan, shared_by
+from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
+from adapterzoo.runtime import ActiveState, CallContext, Default, Frame, Plan
 
 from .adapted import (
     SHARED,
@@ -41,7 +42,6 @@ from .adapted import (
     restore,
     shared_of,
     swap,
-    without_kind,
 )
 from .attention import AdaptedAttention
 from .building import layer_at
@@ -84,10 +84,7 @@ def put(
     """
     check_put(layer, path, container_of(adapter))
     if isinstance(layer, Adapted) and name in adapters_of(layer):
-        raise DuplicateNameError(
-            f"put({name!r}): there is one at {path!r} already. Write take(layer, {name!r}) "
-            f"first, or another name."
-        )
+        raise DuplicateNameError(f"{path!r} has an adapter {name!r} already. Take it first.")
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     shown = Shown(read, is_called)
     swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
@@ -128,8 +125,8 @@ def check_put(layer: nn.Module, path: str, container: str) -> None:
     )
     if any(container in place for place in places):
         raise StateError(
-            f"adapter at {path!r}: {type(layer).__name__} already has an attribute {container!r}, "
-            f"which adapters need. Write exclude_modules=[{path!r}]."
+            f"the {type(layer).__name__} at {path!r} has an attribute {container!r}, which "
+            f"adapters need. Write exclude_modules=[{path!r}]."
         )
 
 
@@ -137,16 +134,10 @@ def take(layer: nn.Module, name: str) -> Adapter:
     """Remove the adapter; without adapters the layer is as it was before the first `put`.
 
     Raises:
-        StateError: the layer has no adapter of this name.
+        KeyError: the layer has no adapter of this name.
     """
-    there = adapters_of(layer) if isinstance(layer, Adapted) else {}
-    if not isinstance(layer, Adapted) or name not in there:
-        raise StateError(
-            f"take({name!r}): {plain_class(layer).__name__} has no adapter of this name. Adapters "
-            f"there: {listing(sorted(there))}. Write one of these."
-        )
     adapter = cast("Adapter", release(layer, name))
-    restore(layer)
+    restore(cast("Adapted", layer))
     return adapter
 
 
@@ -268,11 +259,10 @@ def combine(
         CompositionError: the strategy makes no sense for the method.
     """
     if any(type(other) is not type(adapter) for other in others):
-        kinds = sorted({type(other).__name__ for other in others})
+        kinds = ", ".join(sorted({type(other).__name__ for other in others}))
         raise CompositionError(
-            f"at one layer these are {', '.join(kinds)}, which have no parameters "
-            f"in common. Add the adapters with the same targets, or write "
-            f"set_active_adapters(Stack('a', 'b'))."
+            f"{kinds} at one layer have no parameters in common. Add the adapters with the same "
+            f"targets, or write set_active_adapters(Stack('a', 'b'))."
         )
     for (part, *parts), base in _parts_with_base(layer, (adapter, *others), originals):
         # not all have an adapter of each parameter
@@ -306,10 +296,7 @@ def changes(
         if parameter is None and w.dim() == 2:
             b = w.new_zeros(w.shape[0]) if base.bias is None else base.bias.detach().to(w)
             if not torch.equal(own.bias(b, base), b):
-                raise StateError(
-                    f"the {type(part).__name__} adapter changes the bias, which is not a part of "
-                    f"the weight. Keep it as it is."
-                )
+                raise StateError(f"the {type(part).__name__} adapter changes the bias too")
         yield parameter, own.weight(w, base) - w, own.low_rank_factors(w, base)
 
 
@@ -352,7 +339,9 @@ class AdaptedBlock(Adapted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on its input as changed by the adapters of the entry."""
-        entry = cast("nn.Module", self._modules[ENTRY])
+        entry = self._modules.get(ENTRY)
+        if entry is None:
+            return super().forward(*args, **kwargs)
         if args:
             return super().forward(entry(args[0]), *args[1:], **kwargs)
         first = next(iter(kwargs))
@@ -392,25 +381,7 @@ def close_entry(model: nn.Module, path: str) -> None:
     if isinstance(block, AdaptedBlock) and type(block._modules[ENTRY]) is Entry:
         del block._modules[ENTRY]
         block._link.helps.discard((path, ""))
-        without_kind(block)
         restore(block)
-
-
-class _ExitCall(LayerCall):
-    """The layer as passed to adapters after the last block: shared modules, on this replica."""
-
-    __slots__ = ("_shared",)
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, model.forward)
-        self._shared = shared_of(model)
-
-    def shared(self, adapter: Adapter) -> nn.Module:
-        """Return the module that the adapter's layers share."""
-        key = adapter.shared_key
-        if key is None or not adapter.is_replica:
-            return super().shared(adapter)
-        return shared_by(self._shared, key)
 
 
 def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:
@@ -423,7 +394,13 @@ def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tenso
         rows: of the batch, those of `y`.
     """
     path = cast("str", plan.exit)
-    return inverse_of(*acting(layer_at(model, path), plan.sites[path]), y, _ExitCall(model), rows)
+    # the calls of the model are over: it holds the shared modules, those of this replica
+    context = CallContext(Default())
+    context.stacks.append(
+        Frame(RecordedCall("", {}, None), functools.partial(shared_of, model), model)
+    )
+    base = LayerCall(model, model.forward, context=context)
+    return inverse_of(*acting(layer_at(model, path), plan.sites[path]), y, base, rows)
 
 
 class AdaptedLanguages(Adapted):

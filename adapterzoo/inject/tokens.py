@@ -80,25 +80,20 @@ def join(
     if not tokens.is_encoder:
         _check_past(given, t.shape[1], cached, generation)
     joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
-    mask = _mask(given, t)
+    mask = _mask(given)
     own = t.shape[1] + max(cached - joined.count, 0)
     first_filler = generates and not tokens.is_encoder
     if mask is not None and mask.shape[1] != own:
-        has = f"the cache has {cached}, {joined.count} of them added by adapters, and " * bool(
-            cached
-        )
         raise StateError(
-            f"attention_mask={list(mask.shape)}: {has}the call brings {t.shape[1]} tokens. Pass a "
-            f"mask [batch, {own}] of the model's own tokens; those that {_names(prompts)} adds "
-            f"get their columns automatically."
+            f"attention_mask={list(mask.shape)}: pass a mask [batch, {own}] of the model's own "
+            f"tokens, without the {joined.count} that {_names(prompts)} adds."
         )
     if cached and cached < joined.count:
         raise StateError(
-            f"past_key_values has {cached} tokens, and {_names(prompts)} adds {joined.count}: the "
-            f"cache was made without it. Start with an empty cache."
+            f"past_key_values was made without the {joined.count} tokens that {_names(prompts)} "
+            f"adds. Start with an empty cache."
         )
     joined.lay_out(t.shape[0], own, mask, t.device, first_filler)
-    _check_length(joined)
     if not joined.is_even:
         _check_uneven(joined, given, generates)
     changed = dict(given)
@@ -133,8 +128,8 @@ def _check_past(
         again = again or count <= generation.new
     if again:
         raise StateError(
-            "an adapter adds tokens at the start of a sequence, but this model keeps earlier "
-            "tokens in a state that does not count them. Write use_cache=False."
+            "an adapter adds tokens at the start of a sequence, and this model does not count the "
+            "earlier tokens in its cache. Write use_cache=False."
         )
 
 
@@ -147,34 +142,21 @@ def _names(prompts: Prompts) -> str:
     return ", ".join(map(repr, names))
 
 
-def _mask(given: Mapping[str, Any], t: Tensor) -> Tensor | None:
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
     mask = given.get("attention_mask")
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return mask
-    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise StateError(
-        f"attention_mask={shown}: an active adapter adds tokens to each row, and this mask does "
-        f"not say which of the {t.shape[1]} tokens of a row are real. Pass a mask [batch, tokens] "
-        f"of 0 and 1; in generate, leave cache_implementation out."
+        "an active adapter adds tokens to each row: pass attention_mask [batch, tokens] of 0 and "
+        "1; in generate, leave cache_implementation out."
     )
-
-
-def _check_length(joined: Joined) -> None:
-    prompts = joined.prompts
-    legal = prompts.tokens.positions
-    if prompts.joins == "inputs" and legal is not None and joined.length > legal:
-        raise StateError(
-            f"{_names(prompts)} adds {joined.count} tokens to the {joined.length - joined.count} "
-            f"of a row, and the model has positions for {legal}. Give it at most "
-            f"{max(legal - joined.count, 0)} tokens."
-        )
 
 
 def _check_even(joined: Joined, why: str) -> None:
     if len({joined.prompts.length(part) for part in range(len(joined.prompts.parts))}) > 1:
         raise CompositionError(
-            f"rows of a batch: the prompts of {_names(joined.prompts)} have different lengths, and "
-            f"the inputs of this model {why}. Call it with the rows of one prompt at a time."
+            f"the prompts of {_names(joined.prompts)} have different lengths, and the inputs of "
+            f"this model {why}. Call it with the rows of one prompt at a time."
         )
 
 
@@ -211,7 +193,7 @@ def _after_encoder(
     prompts: Prompts, rows: RowMap | None, given: Mapping[str, Any], hidden: Tensor
 ) -> tuple[Joined | None, dict[str, Any]]:
     """Return the arguments of a decoder with the mask of the encoder's output extended."""
-    mask = _mask(given, hidden)
+    mask = _mask(given)
     joined = Joined(prompts, _index(rows, hidden.shape[0]), adds=False)
     tokens = hidden.shape[1] - joined.count
     if tokens < 0 or (mask is not None and mask.shape[1] != tokens):
@@ -286,10 +268,10 @@ def check_called(joined: Joined) -> None:
         StateError: the model has not called the layer that they join.
     """
     if joined.adds and not joined.is_called:
+        at = joined.prompts.tokens.table or joined.prompts.tokens.embeddings
         raise StateError(
             f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
-            f"calling {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
-            f"Activate an adapter of another method."
+            f"calling {at!r}. Activate an adapter of another method."
         )
 
 
@@ -332,18 +314,14 @@ def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -
     else:
         out = plain(*args, **kwargs)
     y = out[0] if isinstance(out, tuple) else out
-    if not isinstance(y, Tensor) or y.dim() != 3:
+    known = joined.length - joined.count if joined.is_laid_out else None
+    if not isinstance(y, Tensor) or y.dim() != 3 or known not in (None, y.shape[1]):
         raise StateError(
-            f"the module that embeds returned {list(getattr(y, 'shape', ())) or type(y).__name__}, "
-            f"and tokens join [rows, tokens, d]. Write joins='inputs', or another method."
+            f"the module that embeds returned {list(getattr(y, 'shape', ()))}, and tokens join "
+            f"[rows, {known or 'tokens'}, d]. Write joins='inputs', or use another method."
         )
-    if not joined.is_laid_out:
+    if known is None:
         joined.lay_out(y.shape[0], y.shape[1], None, y.device)
-    elif y.shape[1] != joined.length - joined.count:
-        raise StateError(
-            f"the module that embeds returned {list(y.shape)} for {joined.length - joined.count} "
-            f"tokens, so that the places of others are not known. Write joins='inputs'."
-        )
     wide = joined.extended(y, 0.0)
     return (wide, *out[1:]) if isinstance(out, tuple) else wide
 
@@ -372,25 +350,21 @@ class AdaptedPositions(Adapted):
 
         def read(numbers: Tensor) -> Any:
             # a table gives embeddings, to which other adapters may add; a rotation has none
-            return plain(self._checked(numbers)) if is_table else numbers
+            if is_table and numbers.is_cpu and not torch.compiler.is_compiling():
+                self._check(int(numbers.max()))
+            return plain(numbers) if is_table else numbers
 
         is_table = isinstance(self, nn.Embedding)
         base = LayerCall(self, read, context=active.call)
         found = evaluate(*acting(self, site), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
 
-    def _checked(self, numbers: Tensor) -> Tensor:
-        """Check that the table has the numbers, and return them; on a GPU the look-up raises."""
-        if numbers.is_cpu and not torch.compiler.is_compiling():
-            self._check(int(numbers.max()))
-        return numbers
-
     def _check(self, last: int) -> None:
         size = cast("nn.Embedding", self).num_embeddings
         if last >= size:
             raise StateError(
-                f"position {last}: the prefix comes before the tokens, and the model has {size} "
-                f"positions for both. Give it {last - size + 1} tokens less."
+                f"position {last}: the model has {size} positions for the prefix and the tokens. "
+                f"Give it {last - size + 1} tokens less."
             )
 
 

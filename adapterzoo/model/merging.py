@@ -14,7 +14,7 @@ from adapterzoo.composition import Stack, parse, refuse_merged_part
 from adapterzoo.contracts import Adapter, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.building import layer_at
-from adapterzoo.inject.quantized import is_quantized
+from adapterzoo.inject.layers import is_quantized
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import copies, plain

@@ -51,7 +51,7 @@ from adapterzoo.inject.building import (
     plain_modules,
     plain_state,
 )
-from adapterzoo.inject.quantized import packing_of
+from adapterzoo.inject.layers import packing_of
 from adapterzoo.methods.copies.rows import ROWS, TokenRows
 from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.state import (

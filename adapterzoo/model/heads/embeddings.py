@@ -21,7 +21,7 @@ from adapterzoo.anatomy import without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
-from adapterzoo.inject.quantized import packing_of
+from adapterzoo.inject.layers import packing_of
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.hosts import refuse_while_batching
 from adapterzoo.model.sharding import refuse_if_sharded

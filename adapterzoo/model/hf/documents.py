@@ -16,7 +16,7 @@ from adapterzoo.errors import ConfigError, argument
 from adapterzoo.formats import base_sample
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, is_offloaded, plain_modules
-from adapterzoo.inject.quantized import is_quantized
+from adapterzoo.inject.layers import is_quantized
 from adapterzoo.model import sharding
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, token_table
 from adapterzoo.names import check_name
