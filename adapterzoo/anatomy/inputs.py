@@ -205,8 +205,8 @@ def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
     if closed := _closed(NO_ENTRY, tree):
         return None, closed
     width = first.d_model
-    read = _reads(first)
-    others = {_reads(block) for block in blocks if block.stack == first.stack} - {0, read}
+    read = _width_read(first)
+    others = {_width_read(block) for block in blocks if block.stack == first.stack} - {0, read}
     if not width or (others and read not in (0, width)):
         return None, f"input and output of {first.path!r} differ in width"
     site = Site(f"{path}.{NAME}", "other", -1, first.stack, "entry", width, width)
@@ -227,7 +227,7 @@ def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
     return next((b for b in blocks if b.stack == stack), None)
 
 
-def _reads(block: Block) -> int:
+def _width_read(block: Block) -> int:
     """Return the input width of a block's attention; 0 if it has none."""
     return next((site.d_in for site in block.sites if site.role in ("query", "qkv")), 0)
 
@@ -281,7 +281,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
             if _LINEAR.search(type(module).__name__):
                 linear.append(whole)
             # a block of parallel lists holds other blocks' modules too
-            if not _reads(block, whole, module):
+            if not _takes_prefix(block, whole, module):
                 continue
             made = _attention(tree, block, whole, module)
             if isinstance(made, str):
@@ -302,7 +302,7 @@ def is_inline(cls: type) -> bool:
     return not _looks_up(cast("Any", cls))
 
 
-def _reads(block: Block, path: str, module: nn.Module) -> bool:
+def _takes_prefix(block: Block, path: str, module: nn.Module) -> bool:
     """Return whether a module is an attention of the block that can take a prefix."""
     # Inkling 2 mixes the outputs of earlier blocks in an attention that projects nothing
     if not any(below(s.path, path) for s in (*block.sites, *block.parts)):
