@@ -140,25 +140,15 @@ def test_any_name_is_a_name_and_none_meets_another():
 def test_a_taken_name_is_refused_and_the_first_adapter_stays():
     plain, first = layer(), Times(2.0)
     inject.put(plain, "a", first, active("a"), "at")
-    with pytest.raises(DuplicateNameError, match=r"put\('a'\).*'at'.*another name"):
+    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
         inject.put(plain, "a", Times(3.0), ActiveState(Default()), "at")
     assert plain.adapters["a"] is first
     # the layer does not learn which parameters the refused one wanted to change
     kind = type(plain)
     parts = ExpertAdapters({"weight": FusedAdapters([])})
-    with pytest.raises(DuplicateNameError, match=r"put\('a'\)"):
+    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
         inject.put(plain, "a", parts, ActiveState(Default()), "at")
     assert type(plain) is kind
-
-
-def test_taking_what_is_not_there_is_refused():
-    plain = layer()
-    with pytest.raises(StateError, match="Linear has no adapter of this name"):
-        inject.take(plain, "a")
-    inject.put(plain, "a", Times(1.0), ActiveState(Default()), "at")
-    with pytest.raises(StateError, match=r"take\('b'\)"):
-        inject.take(plain, "b")
-    assert "a" in plain.adapters
 
 
 @pytest.mark.parametrize("where", ["class", "instance", "module", "parameter"])
@@ -174,7 +164,7 @@ def test_a_layer_with_adapters_of_its_own_is_left_alone(where):
     elif where == "parameter":
         plain.register_parameter("adapters", nn.Parameter(torch.zeros(1)))
     before = state_of(plain)
-    with pytest.raises(StateError, match=r"already has an attribute 'adapters'.*exclude_modules"):
+    with pytest.raises(StateError, match=r"has an attribute 'adapters'.*exclude_modules"):
         inject.put(plain, "a", Times(1.0), ActiveState(Default()), "at")
     assert state_of(plain) == before
 
@@ -236,7 +226,7 @@ def test_a_tap_passes_the_input_of_one_module_to_another():
     selection.default.plan = plan("a", path="reader", source=("reader",))
     normed = source(X)
     assert torch.equal(reader(normed), normed + X)
-    with pytest.raises(StateError, match=r"was not run before it\. Run the whole block"):
+    with pytest.raises(StateError, match=r"has not run\. Run the whole block"):
         reader(normed)
     selection.default.plan = Plan()
     assert torch.equal(reader(source(X)), normed)

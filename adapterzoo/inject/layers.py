@@ -59,6 +59,8 @@ class LayerCall(BaseLayer):
     # the last input and its output: a later adapter may need the same one
     _x: Tensor | None = None
     _y: Any = None
+    # shape of an output with the tokens of all rows in one dimension
+    _flat: torch.Size | None = None
 
     def __init__(
         self,
@@ -77,7 +79,10 @@ class LayerCall(BaseLayer):
         self._context = context
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the untouched layer's output; keep its other return values for `pack`."""
+        """Return the untouched layer's output in the dimensions of `x`.
+
+        `pack` gives it its own again, and adds the layer's other return values.
+        """
         if self._x is not x:
             if not self._kwargs:
                 out = self._forward(x, *self._args[1:])
@@ -89,6 +94,10 @@ class LayerCall(BaseLayer):
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
                 out = out[0]
+            # the experts of Llama 4 give [rows · tokens, d] for [rows, tokens, d]
+            if x.dim() == 3 and out.dim() == 2 and len(out) == x.shape[0] * x.shape[1]:
+                self._flat = out.shape
+                out = out.view(*x.shape[:-1], -1)
             self._x, self._y = x, out
         return self._y  # type: ignore[no-any-return]
 
@@ -96,6 +105,8 @@ class LayerCall(BaseLayer):
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""
+        if self._flat is not None:
+            y = y.reshape(self._flat)
         if self._rest is None:
             return y
         return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)

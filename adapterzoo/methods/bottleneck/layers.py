@@ -132,12 +132,7 @@ class BottleneckLayer(FusibleAdapter):
             add = partial(self.added, instead=instead, base=base)
         if self.acts_on == "input":
             return base(self.changed(x, base.original(x), base, add))
-        y = base(x)
-        if y.dim() == x.dim():
-            return self.changed(x, y, base, add)
-        # the experts of Llama 4 return the tokens of all rows in one dimension
-        like_x = y.view(*x.shape[:-1], y.shape[-1])
-        return self.changed(x, like_x, base, add).view_as(y)
+        return self.changed(x, base(x), base, add)
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
