@@ -17,7 +17,8 @@ from adapterzoo.anatomy import OutputSlice
 from adapterzoo.composition import SiteStep, Stack
 from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter
 from adapterzoo.errors import DuplicateNameError, StateError
-from adapterzoo.inject import ExpertAdapters, FusedAdapters
+from adapterzoo.inject.adapted import Adapted, base_of
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, mergeable, put_slice, take_slice
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 # each means something to nn.Module, to a layer or to the library
@@ -205,7 +206,7 @@ def test_weight_and_bias_are_those_of_a_linear_layer(kind):
     plain = layer(kind)
     inject.put(plain, "a", Shows(), active("a"), "at")
     torch.testing.assert_close(plain(X), layer(kind)(X))
-    assert inject.base_of(plain).weight.shape == (6, 4)
+    assert base_of(plain).weight.shape == (6, 4)
     replica = replica_of(plain)
     assert not replica._parameters
     torch.testing.assert_close(replica(X), layer(kind)(X))
@@ -213,7 +214,7 @@ def test_weight_and_bias_are_those_of_a_linear_layer(kind):
 
 def test_a_layer_without_a_matrix_says_so():
     with pytest.raises(StateError, match="LayerNorm: its 'weight' is not a floating-point matrix"):
-        _ = inject.base_of(nn.LayerNorm(4)).weight
+        _ = base_of(nn.LayerNorm(4)).weight
 
 
 # --- taps ---
@@ -240,7 +241,7 @@ def test_untap_undoes_tap_whatever_else_is_there():
     inject.put(module, "a", Times(1.0), selection, "at")
     inject.release_input(module, "one", "a")
     inject.take(module, "a")
-    assert isinstance(module, inject.Adapted)
+    assert isinstance(module, Adapted)
     inject.release_input(module, "one", "b")
     assert state_of(module) == before
     inject.release_input(module, "one", "b")
@@ -302,8 +303,8 @@ class Experts(nn.Module):
 
 
 def test_parameters_that_are_read_changed_are_so_in_a_replica():
-    plain, parts = Experts(), inject.FusedAdapters([("mlp_out", None, Times(2.0))])
-    inject.put(plain, "a", inject.ExpertAdapters({"down_proj": parts}), active("a"), "at")
+    plain, parts = Experts(), FusedAdapters([("mlp_out", None, Times(2.0))])
+    inject.put(plain, "a", ExpertAdapters({"down_proj": parts}), active("a"), "at")
     assert torch.equal(plain(X), 2.0 * Experts()(X))
     replica = replica_of(plain)
     assert torch.equal(in_thread(lambda: replica(X)), 2.0 * Experts()(X))
@@ -332,13 +333,13 @@ def tensors_with_rows(draw: st.DrawFn) -> tuple[Tensor, OutputSlice, int]:
 def test_rows_are_those_of_the_definition_and_put_undoes_take(case):
     tensor, rows, dim = case
     before = tensor.clone()
-    part = inject.take_slice(tensor, rows, dim)
+    part = take_slice(tensor, rows, dim)
     chosen = [g * rows.width + i for g in range(rows.groups) for i in range(rows.start, rows.stop)]
     assert torch.equal(part, tensor.index_select(dim, torch.tensor(chosen)))
-    assert torch.equal(inject.put_slice(tensor, part, rows, dim), tensor)
+    assert torch.equal(put_slice(tensor, part, rows, dim), tensor)
     other = -1.0 - part
-    changed = inject.put_slice(tensor, other, rows, dim)
-    assert torch.equal(inject.take_slice(changed, rows, dim), other)
+    changed = put_slice(tensor, other, rows, dim)
+    assert torch.equal(take_slice(changed, rows, dim), other)
     # everything else is as it was: exactly the rows differ
     assert int((changed != tensor).sum()) == part.numel()
     assert torch.equal(tensor, before)
@@ -352,7 +353,7 @@ PER_HEAD = OutputSlice(2, 3, 1, 2)
 
 def fused(*parts: tuple[str, OutputSlice | None, Adapter]) -> nn.Module:
     plain = layer()
-    inject.put(plain, "a", inject.FusedAdapters(list(parts)), active("a"), "at")
+    inject.put(plain, "a", FusedAdapters(list(parts)), active("a"), "at")
     return plain
 
 
@@ -377,7 +378,7 @@ def test_a_part_sees_its_rows_as_a_layer():
 def test_parts_merge_as_they_act():
     parts = [("query", QUERY, Times(2.0)), ("all", None, Times(3.0)), ("k", PER_HEAD, Times(5.0))]
     made = fused(*parts)
-    adapter, base = inject.mergeable(made.adapters["a"]), inject.base_of(made)
+    adapter, base = mergeable(made.adapters["a"]), base_of(made)
     merged = nn.Linear(4, 6)
     with torch.no_grad():
         merged.weight.copy_(adapter.weight(made.weight, base))
@@ -387,7 +388,7 @@ def test_parts_merge_as_they_act():
 
 def test_what_is_no_change_of_a_weight_is_not_merged():
     with pytest.raises(StateError, match=r"AddsResidual.*Keep it active instead"):
-        inject.mergeable(AddsResidual())
+        mergeable(AddsResidual())
     made = fused(("query", QUERY, AddsResidual()))
     with pytest.raises(StateError, match="AddsResidual"):
-        inject.mergeable(made.adapters["a"]).weight(made.weight, inject.base_of(made))
+        mergeable(made.adapters["a"]).weight(made.weight, base_of(made))

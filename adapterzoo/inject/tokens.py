@@ -450,13 +450,13 @@ class AdaptedStack(Adapted):
         link = self._link
         if link.path not in link.active.plan.stacks:
             return super().forward(*args, **kwargs)
-        call = recorded(self, self._positions, link.active, link.path, args, kwargs)
+        call = recorded_call(self, self._positions, link.active, link.path, args, kwargs)
         with call as (values, named):
             return super().forward(*values, **named)
 
 
 @contextmanager
-def recorded(
+def recorded_call(
     module: nn.Module,
     positions: tuple[str, ...],
     active: ActiveState,

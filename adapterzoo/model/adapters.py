@@ -19,6 +19,7 @@ from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, SiteError, StateError
 from adapterzoo.fields import refuse_missing_layers
+from adapterzoo.inject.adapted import container_of
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -276,7 +277,7 @@ def make(
         for path, placements in by_path.items()
     }
     for path, module in modules.items():
-        inject.check_put(layers[path], path, inject.container_of(module))
+        inject.check_put(layers[path], path, container_of(module))
     modules |= copies.shared_rows(by_path, modules)
     if shared is not None:
         modules[""], by_path[""] = shared, []

@@ -28,7 +28,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError, StateError
-from adapterzoo.inject import adapters_of
+from adapterzoo.inject.adapted import adapters_of
 from adapterzoo.methods.bottleneck.invertible import NiceBlock
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data/golden_adapterhub/gpt2/seq_bn_inv"

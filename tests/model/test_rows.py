@@ -31,7 +31,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
-from adapterzoo.inject import Adapted
+from adapterzoo.inject.adapted import Adapted
 from adapterzoo.model import batches
 
 CONFIGS = {"a": "lora", "b": "lora[r=4,alpha=16]", "c": "double_seq_bn", "d": "boft", "e": "dora",

@@ -27,7 +27,7 @@ from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, comput
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
 from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
-from adapterzoo.inject.layers import take_slice
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, stores_transposed, take_slice
 from adapterzoo.methods import undrawn
 from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken, replan
 from adapterzoo.model.adapters import bring_in, make
@@ -200,7 +200,7 @@ def add_changes(
                 f"adapters. Merge it with PEFT instead: "
                 f"peft_model.merge_and_unload().save_pretrained(…)."
             )
-        transposed = inject.stores_transposed(layer_at(backbone, path))
+        transposed = stores_transposed(layer_at(backbone, path))
         changes.append(Change(path, None, value.mT if transposed else value))
     made, layers = _made(
         model, form.at_layers([change.path for change in changes]), lambda: changes, size
@@ -225,7 +225,7 @@ def _refuse_other(model: AdaptedModel, name: str) -> None:
         parts = (part for part in adapter.modules() if isinstance(part, Adapter))
         for part in parts if path else ():
             kind = type(part).__name__
-            if not isinstance(part, WeightAdapter | inject.ExpertAdapters):
+            if not isinstance(part, WeightAdapter | ExpertAdapters):
                 raise StateError(
                     f"{name!r} has a {kind} adapter at {path!r}, which is not a change of a "
                     f"weight. Keep it as it is."
@@ -345,11 +345,11 @@ def _leaves(
     adapter: Adapter,
 ) -> Iterator[tuple[str | None, OutputSlice | None, FactoredAdapter]]:
     """Yield the adapters of one place: the parameter, the part of its features, the adapter."""
-    if isinstance(adapter, inject.ExpertAdapters):
+    if isinstance(adapter, ExpertAdapters):
         for parameter, parts in adapter._modules.items():
             for _, features, leaf in _leaves(cast("Adapter", parts)):
                 yield parameter, features, leaf
-    elif isinstance(adapter, inject.FusedAdapters):
+    elif isinstance(adapter, FusedAdapters):
         for label, features in adapter.slices.items():
             yield None, features, cast("FactoredAdapter", adapter._modules[label])
     else:

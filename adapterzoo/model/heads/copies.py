@@ -44,6 +44,7 @@ from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
 from adapterzoo.formats.peft.config import exactly
+from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, discard
 from adapterzoo.inject.building import (
     at_hand,
     layer_at,
@@ -112,7 +113,7 @@ def _layers(
     module: nn.Module, path: str, shared: set[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
     module = unwrapped(module)
-    if isinstance(module, inject.AdapterDict) or id(module) in seen:
+    if isinstance(module, AdapterDict) or id(module) in seen:
         return
     seen.add(id(module))
     own = [t for _, t in _tensors(module) if id(t) not in shared]
@@ -180,16 +181,16 @@ def outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
-    if isinstance(layer, inject.Adapted):
+    if isinstance(layer, Adapted):
         # leave out the other copies, and share the link to the model
-        memo = {id(layer._link): layer._link, id(layer._modules[_HELD]): inject.AdapterDict()}
+        memo = {id(layer._link): layer._link, id(layer._modules[_HELD]): AdapterDict()}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
         # accelerate's hooks on the layer run around its copies, too
         vars(twin).pop(hook, None)
-    if isinstance(twin, inject.Adapted):
-        inject.discard(twin)
+    if isinstance(twin, Adapted):
+        discard(twin)
     return twin
 
 
@@ -232,7 +233,7 @@ def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
     if owner is None:
         return {}
     paths = model._adapter_state.copies.get(owner, ())
-    return {path: inject.adapters_of(_layer(model, path))[owner] for path in paths}
+    return {path: adapters_of(_layer(model, path))[owner] for path in paths}
 
 
 def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
@@ -561,7 +562,7 @@ def _row_ties(model: AdaptedModel) -> dict[str, str]:
 
 
 def _adapters_at(layer: nn.Module) -> Mapping[str, Any]:
-    return inject.adapters_of(layer) if isinstance(layer, inject.Adapted) else {}
+    return adapters_of(layer) if isinstance(layer, Adapted) else {}
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
@@ -590,7 +591,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
     """Return the table of an adapter; None if it has none or the adapter is unknown."""
     for path in tables_of(model, name):
-        found = inject.adapters_of(layer_at(model._backbone, path))
+        found = adapters_of(layer_at(model._backbone, path))
         return cast("nn.Parameter", cast("Table", found[name]).table.weight)
     return None
 

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.anatomy import without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.layers import packing_of
 from adapterzoo.model.hf.backbone import text_config
@@ -186,12 +186,12 @@ def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
     _exchange(model, name)
 
 
-def store_of(model: AdaptedModel) -> inject.AdapterDict:
+def store_of(model: AdaptedModel) -> AdapterDict:
     """Return the container of the embeddings that are not active, made when missing."""
     modules = cast("nn.Module", model)._modules
     if _STORE not in modules:
-        modules[_STORE] = inject.AdapterDict()
-    return cast("inject.AdapterDict", modules[_STORE])
+        modules[_STORE] = AdapterDict()
+    return cast("AdapterDict", modules[_STORE])
 
 
 def delete(model: AdaptedModel, name: str) -> None:

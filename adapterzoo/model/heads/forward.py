@@ -28,6 +28,7 @@ from adapterzoo.errors import (
     unknown_name,
 )
 from adapterzoo.heads import Pooling, PredictionHead, by_head, head_types
+from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 from adapterzoo.model.state import anatomy_of
@@ -231,7 +232,7 @@ def _with_prompts(
                 f"adapter of another method."
             )
     read = labels.pop("input_ids", None)
-    call = inject.recorded(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
+    call = recorded_call(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
     with call as (_, given):
         wide = {name: given[name] for name in given if name not in labels}
         for name in labels:

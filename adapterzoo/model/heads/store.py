@@ -16,7 +16,7 @@ from adapterzoo.errors import (
     DuplicateNameError,
 )
 from adapterzoo.heads import HeadConfig, PredictionHead
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
 from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
 from adapterzoo.model.sharding import refuse_if_sharded

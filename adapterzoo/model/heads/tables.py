@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats.fit import digest
+from adapterzoo.inject.adapted import base_of, plain_class
 from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods.copies.table import Table
 from adapterzoo.model.activation import check_setup, refuse_used, replan
@@ -52,7 +52,7 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
     """
     embedding = input_embeddings_of(model)
     if not isinstance(embedding, nn.Embedding):
-        held = "none" if embedding is None else f"a {inject.plain_class(embedding).__name__}"
+        held = "none" if embedding is None else f"a {plain_class(embedding).__name__}"
         raise StateError(
             f"trained embeddings are a table of tokens, and the input embeddings of this "
             f"{type(model).__name__} are not one ({held}). Leave train_embeddings out."
@@ -95,13 +95,13 @@ def _check_lookup(model: AdaptedModel, path: str) -> None:
         weight = layer._parameters["weight"]
         if weight is None or weight.is_meta:
             return
-        base = inject.base_of(layer)
+        base = base_of(layer)
         ids = torch.arange(min(8, layer.num_embeddings), device=weight.device)
         table = Table(weight.shape[0], weight.shape[1], weight.device, weight.dtype)
         table.init_from_layer(base)
         if not torch.equal(table(ids, base), base(ids)):
             raise StateError(
-                f"the embedding at {path!r}, a {inject.plain_class(layer).__name__}, does more "
+                f"the embedding at {path!r}, a {plain_class(layer).__name__}, does more "
                 f"than look rows up, so that an adapter cannot have its own. Leave "
                 f"train_embeddings out."
             )

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from adapterzoo import inject
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, naming
-from adapterzoo.inject import set_class
+from adapterzoo.inject.adapted import positions_of, set_class
+from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.interface import FILE
 from adapterzoo.model import batches
 from adapterzoo.model.adapterhub.config import AdaptersConfig
@@ -159,7 +159,7 @@ def _make_named(
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
         "head_types": HeadTypes(),
-        "input_names": inject.positions_of(backbone.forward),
+        "input_names": positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
@@ -206,7 +206,7 @@ def with_rows(
     Raises:
         ConfigError: in the method: these values are requested but not supported.
     """
-    positions = inject.positions_of(plain)
+    positions = positions_of(plain)
 
     @functools.wraps(plain)
     def method(
@@ -245,7 +245,7 @@ def with_rows(
         with_head = self._backbone is not self
         if with_head and plan.prompts is None:
             return plain(model, *args, **kwargs)
-        call = inject.recorded(self, positions, self._active, "", args, kwargs, with_head)
+        call = recorded_call(self, positions, self._active, "", args, kwargs, with_head)
         with call as (given, named):
             return plain(model, *given, **named)
 

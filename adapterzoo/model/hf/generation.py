@@ -13,7 +13,7 @@ from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens, values_kept
 from adapterzoo.call import Generation
 from adapterzoo.errors import StateError, listing, names_call
-from adapterzoo.inject import positions_of
+from adapterzoo.inject.adapted import positions_of
 from adapterzoo.inject.tokens import check_positions
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds

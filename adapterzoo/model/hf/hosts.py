@@ -19,7 +19,7 @@ from adapterzoo.caches import values_kept
 from adapterzoo.composition import ActiveHeads, Composition
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
-from adapterzoo.inject import Adapted
+from adapterzoo.inject.adapted import Adapted
 from adapterzoo.inject.building import plain_state
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 from adapterzoo.runtime import ActiveState

@@ -15,7 +15,7 @@ from adapterzoo.anatomy import Anatomy, without_wrappers
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import layer_at
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors

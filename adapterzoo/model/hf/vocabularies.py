@@ -21,6 +21,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
+from adapterzoo.inject.adapted import Adapted, adapters_of
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods.copies.rows import TokenRows
 from adapterzoo.model.activation import replan
@@ -213,7 +214,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
             layer = layer_at(backbone, path)
-            for adapter in inject.adapters_of(layer).values() if _is_adapted(layer) else ():
+            for adapter in adapters_of(layer).values() if _is_adapted(layer) else ():
                 if isinstance(adapter, CopyAdapter):
                     adapter.layer = copies.fitted(layer, adapter.layer)
         for owner, old in heads.items():
@@ -243,7 +244,7 @@ def _output_in_base(model: AdaptedModel) -> dict[str, nn.Module]:
 
 
 def _is_adapted(layer: nn.Module) -> bool:
-    return isinstance(layer, inject.Adapted)
+    return isinstance(layer, Adapted)
 
 
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
@@ -257,7 +258,7 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
         (name, adapter)
         for layer in layers.values()
         if _is_adapted(layer)
-        for name, adapter in inject.adapters_of(layer).items()
+        for name, adapter in adapters_of(layer).items()
     ]
     if large := [name for name, adapter in there if not isinstance(adapter, _RESIZED)]:
         raise StateError(
