@@ -11,23 +11,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens
-from adapterzoo.call import Generation, Places, RecordedCall
+from adapterzoo.call import Generation, RecordedCall
 from adapterzoo.composition import Joined, Prompts, RowMap, evaluate
-from adapterzoo.contracts import PositionAdapter, PromptAdapter
+from adapterzoo.contracts import PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import bounds_in, packed
-from adapterzoo.runtime import HEAD, ActiveState, CallContext, Frame, Plan
+from adapterzoo.runtime import ActiveState, CallContext, Frame
 from adapterzoo.token_ids import NO_TOKEN, grid
 
 from .adapted import Adapted, acting, adapters_of, shared_of
-from .building import layer_at
 from .layers import LayerCall
 
 _IGNORED = -100
@@ -202,16 +201,6 @@ def _after_encoder(
     return joined, {**given, "attention_mask": joined.mask()}
 
 
-def places_in(joined: Joined, path: str) -> Places | None:
-    """Return a function for the places of added tokens in the call of an inner model, or None.
-
-    Args:
-        joined: the longer sequences.
-        path: of the inner model.
-    """
-    return joined.at if joined.adds and below(joined.prompts.tokens.stack, path) else None
-
-
 def ids_in(given: Mapping[str, Any], joined: Joined | None, context: CallContext) -> Tensor | None:
     """Return the token ids of a call, `[rows, tokens]`, `NO_TOKEN` at added tokens.
 
@@ -252,31 +241,13 @@ def entered(
         return given
     layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
     adapters = adapters_of(layer)
-    base = LayerCall(layer, functools.partial(_as_it_is), context=context)
+    base = LayerCall(layer, lambda x: x, context=context)
     embeds = given["inputs_embeds"]
     for key in dict.fromkeys(added.key for part in prompts.parts for added in part):
         parts = (m for m in adapters[key.name].modules() if isinstance(m, PromptAdapter))
         adapter = next(m for m in parts if m.shared_key == key)
         embeds = joined.entered(embeds, key, adapter.prompt(base))
     return {**given, "inputs_embeds": embeds}
-
-
-def check_called(joined: Joined) -> None:
-    """Check that the tokens have joined the others.
-
-    Raises:
-        StateError: the model has not called the layer that they join.
-    """
-    if joined.adds and not joined.is_called:
-        at = joined.prompts.tokens.table or joined.prompts.tokens.embeddings
-        raise StateError(
-            f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
-            f"calling {at!r}. Activate an adapter of another method."
-        )
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 class AdaptedEmbeddings(Adapted):
@@ -350,22 +321,22 @@ class AdaptedPositions(Adapted):
 
         def read(numbers: Tensor) -> Any:
             # a table gives embeddings, to which other adapters may add; a rotation has none
-            if is_table and numbers.is_cpu and not torch.compiler.is_compiling():
-                self._check(int(numbers.max()))
-            return plain(numbers) if is_table else numbers
+            if not is_table:
+                return numbers
+            size = self.num_embeddings
+            # on a GPU the look-up raises
+            if numbers.is_cpu and not torch.compiler.is_compiling() and numbers.max() >= size:
+                last = int(numbers.max())
+                raise StateError(
+                    f"position {last}: the model has {size} positions for the prefix and the "
+                    f"tokens. Give it {last - size + 1} tokens less."
+                )
+            return plain(numbers)
 
         is_table = isinstance(self, nn.Embedding)
         base = LayerCall(self, read, context=active.call)
         found = evaluate(*acting(self, site), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
-
-    def _check(self, last: int) -> None:
-        size = cast("nn.Embedding", self).num_embeddings
-        if last >= size:
-            raise StateError(
-                f"position {last}: the model has {size} positions for the prefix and the tokens. "
-                f"Give it {last - size + 1} tokens less."
-            )
 
 
 def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -398,38 +369,6 @@ def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str,
         shift = numbers.expand(len(first), -1).gather(1, first) - start
     numbers = (numbers - shift.clamp(min=0)).clamp(min=0)  # [rows, tokens]
     return {**given, NUMBERS: numbers}
-
-
-def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:
-    """Check that the tables of positions have a number for each token, as adapters change it.
-
-    Args:
-        model: the base model.
-        plan: the active plan.
-        tokens: of the longest row.
-        legal: how many tokens the tables are for.
-
-    Raises:
-        StateError: there are too many.
-    """
-    for path, site in plan.sites.items():
-        if path.startswith(HEAD):
-            continue
-        table = layer_at(model, path)
-        if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
-            continue
-        # a table may begin with numbers that no token has
-        last = table.num_embeddings - legal + tokens - 1
-        rows = 1 if plan.rows is None else len(plan.rows.index)
-        numbers = torch.full((rows, 1), last, device=table.weight.device)
-
-        def read(numbers: Tensor, table: Any = table) -> Any:
-            table._check(int(numbers.max()))
-            return torch.zeros_like(numbers)
-
-        base = LayerCall(table, read, context=table._link.active.call)
-        if all(isinstance(adapter, PositionAdapter) for adapter in adapters_of(table).values()):
-            evaluate(*acting(table, site), numbers, base, plan.rows)
 
 
 class AdaptedStack(Adapted):
@@ -485,12 +424,14 @@ def recorded_call(
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
     joined = context.joined
     is_first = plan.prompts is not None and joined is None
-    if plan.prompts is not None and joined is None:
+    if is_first and plan.prompts is not None:
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
     shared = None if path else functools.partial(shared_of, module)
-    places = None if joined is None else places_in(joined, path)
+    places = None
+    if joined is not None and joined.adds and below(joined.prompts.tokens.stack, path):
+        places = joined.at
     ids = ids_in(given, joined, context)
     outer = context.stacks[-1].call if context.stacks else None
     call = RecordedCall(path, given, context.generation, places, ids, outer)
@@ -502,8 +443,12 @@ def recorded_call(
         if path in plan.counted and not with_head and NUMBERS in positions:
             args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
-        if is_first and joined is not None:
-            check_called(joined)
+        if is_first and joined is not None and joined.adds and not joined.is_called:
+            at = joined.prompts.tokens.table or joined.prompts.tokens.embeddings
+            raise StateError(
+                f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
+                f"calling {at!r}. Activate an adapter of another method."
+            )
     finally:
         context.stacks.pop()
         if call.generation is not None:
