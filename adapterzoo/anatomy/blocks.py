@@ -153,16 +153,15 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:
 
 
 def row_of(branch: Branch) -> Row:
-    """Return the table's entry for the architecture of a branch."""
-    block = branch.tree.modules[branch.path]
+    """Return the table's entry for the architecture of a branch, with roles that a user gives."""
+    block, given = branch.tree.modules[branch.path], branch.tree.given
     names = (type(block).__name__, *branch.model_types)
     row = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
-    return _with_roles(row, branch.tree.given) if branch.tree.given else row
-
-
-def _with_roles(row: Row, given: Mapping[str, Role]) -> Row:
-    """Return a row with roles that a user gives; fused layers are [q | k | v]."""
-    unknown = [p for p, role in given.items() if role == "qkv" and not is_known_fusion(p)]
+    if not given:
+        return row
+    # fused layers that the table does not know are [q | k | v]
+    fused = [path for path, role in given.items() if role == "qkv"]
+    unknown = [path for path in fused if not any(p.search(path) for p, _ in FUSED)]
     return dataclasses.replace(
         row,
         roles={**{re.escape(path): role for path, role in given.items()}, **row.roles},
@@ -388,11 +387,6 @@ def _consecutive(
         role: OutputSlice(groups, ends[-1], end - size, end)
         for role, size, end in zip(roles, sizes, ends, strict=True)
     }
-
-
-def is_known_fusion(path: str) -> bool:
-    """Return whether the name of a fused layer tells its layout."""
-    return any(pattern.search(path) for pattern, _ in FUSED)
 
 
 # path of a norm, its place, and its sub-layer

@@ -17,7 +17,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -300,18 +300,6 @@ _MORE = re.compile("Router|GroupedLinear")
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class Use(NamedTuple):
-    """How the methods of a module use a child, or the elements of a list of children.
-
-    Attributes:
-        attributes: that they read of it to compute with them.
-        is_called: whether they call the child, or hand it to what may.
-    """
-
-    attributes: frozenset[str]
-    is_called: bool
-
-
 class Handed(NamedTuple):
     """An argument of another method of the module.
 
@@ -324,7 +312,8 @@ class Handed(NamedTuple):
     parameter: int | str
 
 
-# an attribute of a layer, the layer itself, or the parameter of a method that gets the layer
+# an attribute of a layer that is computed with, None for the layer itself, which may be called, or
+# the argument of a method that gets the layer
 _Access = str | None | Handed
 
 
@@ -349,11 +338,11 @@ def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
         if _computes_more(module):
             found[path] = ("weight",), False
             continue
-        use = _use(cast("Any", type(owner)), child)
-        read = tuple(name for name in own if name in use.attributes)
-        if use.attributes.issubset(own):
-            is_called = use.is_called or not read
-        elif around == path.rpartition(".")[0] and not use.is_called:
+        used = _used(cast("Any", type(owner)), child)
+        read = tuple(name for name in own if name in used)
+        if used - {None} <= set(own):
+            is_called = None in used or not read
+        elif around == path.rpartition(".")[0] and None not in used:
             # methods of the layer other than its forward read its parameters
             read, is_called = tuple(own), False
         else:
@@ -404,10 +393,9 @@ def _touches(cls: type[Any], name: str) -> bool:
 
 
 @functools.cache
-def _use(cls: Any, child: str) -> Use:
-    """Return how the methods of a class use a child."""
-    found = [attribute for name, attribute in _all_accesses(cls, child) if name == child]
-    return Use(frozenset(name for name in found if name), None in found)
+def _used(cls: Any, child: str) -> frozenset[str | None]:
+    """Return what the methods of a class use of a child, or of the elements of a list."""
+    return frozenset(access for name, access in _all_accesses(cls, child) if name == child)
 
 
 def _all_accesses(cls: type[Any], name: str) -> Iterator[tuple[str, str | None]]:
@@ -416,14 +404,16 @@ def _all_accesses(cls: type[Any], name: str) -> Iterator[tuple[str, str | None]]
     for method in _methods(cls):
         if name not in _names(method.__code__):
             continue
-        for child, access in _accesses(method):
-            if not isinstance(access, Handed):
-                yield child, access
-            elif access.method in methods:
-                for inner in _of_parameter(methods[access.method], access.parameter):
-                    yield child, None if isinstance(inner, Handed) else inner
-            else:
-                yield child, None
+        for child, access in _mentions(method):
+            if not child.startswith("self."):
+                continue
+            inside: list[_Access] = [access]
+            if isinstance(access, Handed) and (inner := methods.get(access.method)) is not None:
+                place, (_, *takes) = access.parameter, inner.__code__.co_varnames
+                argument = takes[place] if isinstance(place, int) else place
+                inside = [use for name, use in _mentions(inner) if name == argument]
+            for use in inside:
+                yield child.removeprefix("self."), None if isinstance(use, Handed) else use
 
 
 @functools.cache
@@ -456,39 +446,32 @@ def _methods(cls: type[Any]) -> Iterator[FunctionType]:
 
 
 @functools.cache
-def _accesses(method: FunctionType) -> tuple[tuple[str, _Access], ...]:
-    """Return each child that a method uses, with how it does."""
-    around, me = _around(method), method.__code__.co_varnames[0]
-    return tuple(
-        (node.attr, access)
-        for node in around
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        if node.value.id == me and not isinstance(node.ctx, ast.Store)
-        for access in _access(node, around, me)
-    )
-
-
-@functools.cache
-def _of_parameter(method: FunctionType, parameter: int | str) -> tuple[_Access, ...]:
-    """Return how a method uses the argument that it gets at a place."""
-    me, *names = method.__code__.co_varnames
-    name = names[parameter] if isinstance(parameter, int) else parameter
-    around = _around(method)
-    return tuple(
-        access
-        for node in around
-        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store)
-        for access in _access(node, around, me)
-    )
-
-
-def _around(method: FunctionType) -> dict[ast.AST, ast.AST]:
-    """Return the node around each node of a method; nothing for code without a file."""
+def _mentions(method: FunctionType) -> tuple[tuple[str, _Access], ...]:
+    """Return each mention of a variable, or of an attribute `self.name`, with how it is used."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError):
-        return {}
-    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        # code without a file
+        return ()
+    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    me = method.__code__.co_varnames[0]
+    found: list[tuple[str, _Access]] = []
+    for node in around:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            name = node.id
+        elif _is_own(node, me) and isinstance(node.ctx, ast.Load):
+            name = f"self.{node.attr}"
+        else:
+            continue
+        found += [(name, access) for access in _access(node, around, me)]
+    return tuple(found)
+
+
+def _is_own(node: ast.AST, me: str) -> TypeGuard[ast.Attribute]:
+    """Return whether an expression is an attribute of the module."""
+    return (
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
+    )
 
 
 def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[_Access]:
@@ -500,17 +483,10 @@ def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[
     if isinstance(outer, ast.Attribute):
         if _computes(outer, around):
             yield outer.attr
-    elif isinstance(call, ast.Call) and call.func is not node and (name := _method(call.func, me)):
-        yield Handed(name, keyword or call.args.index(node))
+    elif isinstance(call, ast.Call) and call.func is not node and _is_own(call.func, me):
+        yield Handed(call.func.attr, keyword or call.args.index(node))
     elif _computes(node, around):
         yield None
-
-
-def _method(function: ast.expr, me: str) -> str | None:
-    """Return the name of a function if it is a method of the module."""
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-        return function.attr if function.value.id == me else None
-    return None
 
 
 def _computes(node: ast.expr, around: Mapping[ast.AST, ast.AST]) -> bool:
