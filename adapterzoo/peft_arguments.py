@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, listing
-from .fields import Check
 
 if TYPE_CHECKING:
     from .anatomy import Site
+    from .config import Check
 
 TASK_TYPES = (
     "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",

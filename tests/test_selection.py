@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapterzoo.composition import SiteStep, Stack
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.runtime import ActiveState, Default, Plan
 from adapterzoo.testing import Case
 

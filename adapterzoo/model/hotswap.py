@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adapterzoo import formats
 from adapterzoo.composition import parse
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
 from adapterzoo.formats import fit

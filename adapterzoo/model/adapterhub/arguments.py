@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.model import sharding
 from adapterzoo.model.state import AdaptedModel, LoadOptions
