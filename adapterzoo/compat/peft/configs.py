@@ -10,7 +10,6 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import Config
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import FLAG
@@ -45,13 +44,6 @@ class FromPeft:
 
     config: AdapterConfig
     is_frozen: bool
-
-
-def is_peft(config: object) -> bool:
-    """Return whether a value is a config object of PEFT, or the dict of one."""
-    if isinstance(config, Mapping):
-        return not isinstance(config, Config) and "peft_type" in config
-    return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
 
 
 def read(model: AdaptedModel, config: Any) -> FromPeft:
