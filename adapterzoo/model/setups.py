@@ -14,7 +14,7 @@ from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
-from adapterzoo.hub.card import card_text, check_card
+from adapterzoo.hub.upload import card_text
 from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
@@ -182,7 +182,6 @@ def push(
         datasets=() if datasets_tag is None else (datasets_tag,),
         results=dict(metrics or {}),
     )
-    check_card(text)
     what = "adapter setup" if is_setup else "adapter"
     message = commit_message or f"Upload {what} {name!r}"
     with tempfile.TemporaryDirectory() as temporary:
