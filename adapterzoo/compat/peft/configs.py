@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import FLAG, AdapterConfig, Config
+from adapterzoo.config import FLAG, AdapterConfig
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
@@ -43,13 +43,6 @@ class FromPeft:
 
     config: AdapterConfig
     is_frozen: bool
-
-
-def is_peft(config: object) -> bool:
-    """Return whether a value is a config object of PEFT, or the dict of one."""
-    if isinstance(config, Mapping):
-        return not isinstance(config, Config) and "peft_type" in config
-    return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
 
 
 def read(model: AdaptedModel, config: Any) -> FromPeft:

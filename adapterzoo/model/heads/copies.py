@@ -30,16 +30,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from adapterzoo import inject
 from adapterzoo.anatomy import Site, unwrapped, without_wrappers
 from adapterzoo.averaging import weighted_sum
-from adapterzoo.composition import (
-    Composition,
-    Fuse,
-    SiteStep,
-    Stack,
-    compile_site,
-    fusion_key,
-    parts_of,
-    step_of_copies,
-)
+from adapterzoo.composition import Composition, Fuse, Stack, fusion_key
+from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copies
+from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
