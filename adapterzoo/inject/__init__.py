@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import ENTRY
 from adapterzoo.averaging import Combination
 from adapterzoo.call import RecordedCall
-from adapterzoo.composition import RowMap, evaluate, inverse_of
+from adapterzoo.composition.compile import evaluate, inverse_of
+from adapterzoo.composition.rows import RowMap
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
@@ -51,14 +52,7 @@ from .adapted import (
 )
 from .attention import AdaptedAttention
 from .building import layer_at
-from .layers import (
-    ExpertAdapters,
-    FusedAdapters,
-    LayerCall,
-    matrix,
-    mergeable,
-    stores_transposed,
-)
+from .layers import ExpertAdapters, FusedAdapters, LayerCall, matrix, mergeable, stores_transposed
 from .tokens import AdaptedEmbeddings, AdaptedPositions, AdaptedStack
 
 

@@ -20,19 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.composition import Copies, SiteStep, Step, evaluate, fold
+from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
 from adapterzoo.runtime import ActiveState
 
-from .layers import (
-    ExpertAdapters,
-    LayerCall,
-    changed,
-    is_quantized,
-    matrix,
-    own,
-    stores_transposed,
-)
+from .layers import ExpertAdapters, LayerCall, changed, is_quantized, matrix, own, stores_transposed
 
 SHARED = SharedModules.container
 """The container of modules that the layers of an adapter share, unless they name another."""

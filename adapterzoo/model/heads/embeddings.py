@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.configs import Placement
+from adapterzoo.config import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import layer_at

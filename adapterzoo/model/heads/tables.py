@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
-from adapterzoo.configs import Placement
+from adapterzoo.config import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats.fit import digest
 from adapterzoo.inject.adapted import base_of, plain_class

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, naming
 from adapterzoo.inject.adapted import positions_of, set_class
 from adapterzoo.inject.tokens import recorded_call
