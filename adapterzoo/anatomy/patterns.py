@@ -261,9 +261,6 @@ _GROUNDING = Row(
     norms={
         r"text_enhancer_layer\.layer_norm_before": ("post", "attention"),
         r"text_enhancer_layer\.layer_norm_after": ("post", "mlp"),
-        r"deformable_layer\.self_attn_layer_norm": ("post", "attention"),
-        r"deformable_layer\.final_layer_norm": ("post", "mlp"),
-        r"fusion_layer\..*": None,
     },
     mixed=_ATTENTION,
     note=_QUERIES.note,
@@ -299,7 +296,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         norms={r"layer_norm_latents": ("pre", "cross"), r"layer_norm_self": ("pre", "attention")}
     ),
     "EfficientLoFTRLocalFeatureTransformerLayer": Row(
-        norms={r".*\.mlp\.layer_norm": ("branch", "mlp"), r".*\.aggregation\.norm": None},
+        norms={r".*\.mlp\.layer_norm": ("branch", "mlp")},
         mixed=frozenset({"mlp"}),
         apart=frozenset({"attention", "cross"}),
         note="the feed-forward part reads the stream beside attention's output",
@@ -358,7 +355,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         post_norm="!pre_norm", mixed=_ATTENTION, note=_QUERIES.note
     ),
     "maskformer": _POST,
-    "megatron-bert": Row(norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}),
+    "megatron-bert": Row(norms={"ln": ("pre", "mlp")}),
     "minimax": Row(
         layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
         # the normalized stream becomes the stream
@@ -388,7 +385,6 @@ ARCHITECTURES: Mapping[str, Row] = {
         norms={
             r"norm_sublayer1": ("at", "attention"),
             r"norm_sublayer3": ("at", "mlp"),
-            r"norm_sublayer\d\.batchnorm": None,
         },
         post_norm="!pre_norm",
     ),
@@ -417,7 +413,6 @@ ARCHITECTURES: Mapping[str, Row] = {
     "rwkv": Row(
         roles={
             r"attention\.receptance": "query",
-            r"attention\.output": "attention_out",
             r"feed_forward\.key": "mlp_in",
             r"feed_forward\.value": "mlp_out",
             r"feed_forward\.receptance": "mlp_gate",
@@ -452,25 +447,17 @@ ARCHITECTURES: Mapping[str, Row] = {
     "wav2vec2": _STABLE,
     "wavlm": Row(
         functional=r"attention\.(q|k|v|out)_proj",
-        outs={r"attention": "attention"},
         post_norm="!do_stable_layer_norm",
     ),
     "VitDetLayer": Row(states="a feature map [rows, d_model, height, width]"),
     "XCLIPVisionEncoderLayer": Row(
         norms={
-            r"layer_norm1": ("pre", "attention"),
             r"layer_norm2": ("pre", "mlp"),
-            r"message_ln": None,
         },
         outs={r"message_attn\.out_proj": ""},
     ),
     "xlm": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm=True),
-    "xlm-roberta-xl": Row(
-        norms={
-            r"attention\.self_attn_layer_norm": ("pre", "attention"),
-            r"LayerNorm": ("pre", "mlp"),
-        }
-    ),
+    "xlm-roberta-xl": Row(norms={"LayerNorm": ("pre", "mlp")}),
     "xmod": Row(languages="output", post_norm="!pre_norm", norms=_XMOD_NORMS),
     "zaya": Row(
         roles={
