@@ -114,16 +114,20 @@ def _stacks(tree: Tree) -> Iterator[str]:
 
     @functools.cache
     def attends(path: str) -> bool:
-        branch = tree.branch(path)
+        branch = Branch(tree, path)
         row = row_of(branch)
         layers = () if row.outside else layers_of(branch, row)
         return any(projection_role(layer, row) in ATTENTION_ROLES for layer in layers)
 
     @functools.cache
     def is_block(path: str) -> bool:
-        return attends(path) and "mlp_out" in roles_of(tree.branch(path)).values()
+        return attends(path) and "mlp_out" in roles_of(Branch(tree, path)).values()
 
-    elements = {path: tree.children(path) for path in tree.containers}
+    elements = {
+        path: tree.children(path)
+        for path, module in tree.modules.items()
+        if path and isinstance(module, nn.ModuleList | nn.Sequential)
+    }
     taken: list[str] = []
     for container in elements:
         if any(container.startswith(f"{stack}.") for stack in taken):
@@ -139,13 +143,13 @@ def _stacks(tree: Tree) -> Iterator[str]:
 def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
     """Yield the blocks of a stack, as branches of the tree."""
     owner, _, name = stack.rpartition(".")
-    lists = row_of(tree.branch(owner)).lists
+    lists = row_of(Branch(tree, owner)).lists
     for path in tree.children(stack):
         if name in lists:
             number = path.rpartition(".")[2]
-            yield tree.branch(owner, tuple(f"{part}.{number}" for part in lists))
+            yield Branch(tree, owner, tuple(f"{part}.{number}" for part in lists))
         else:
-            yield tree.branch(path)
+            yield Branch(tree, path)
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
@@ -175,7 +179,7 @@ def _planted(block: Block, path: str, layer: int) -> Block:
 
 def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
     """Yield embeddings, language model heads and other layers outside of blocks."""
-    for layer in layers_of(tree.branch(""), Row()):
+    for layer in layers_of(Branch(tree, ""), Row()):
         if layer.path in inside:
             continue
         role: Role = "other"

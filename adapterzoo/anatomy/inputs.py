@@ -24,7 +24,7 @@ from torch import nn
 
 from .patterns import NO_ENTRY, NO_TOKENS
 from .sites import Block, Role, Site, TokenInput
-from .tree import Tree, below, joined, leaf, nearness, number, parent, unwrapped
+from .tree import Branch, Tree, below, joined, leaf, nearness, number, parent, unwrapped
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
 # rows that a table of positions may have beside those of tokens
@@ -61,7 +61,7 @@ def _readers(tree: Tree, blocks: Iterable[Block]) -> list[str]:
 
 def _closed(table: Mapping[str, str], tree: Tree) -> str:
     """Return why a table of model types says that a model is closed; empty if it does not."""
-    return next((table[t] for t in tree.branch("").model_types if t in table), "")
+    return next((table[t] for t in Branch(tree, "").model_types if t in table), "")
 
 
 def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
@@ -102,11 +102,11 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
     d_model = next(block.d_model for block in blocks if block.stack == stack)
     width = d_model if table is None else cast("nn.Embedding", tree.modules[table]).embedding_dim
     embeddings = _embeddings(tree, owner, table, blocks)
-    inside = () if embeddings is None else tree.branch(embeddings).modules
+    inside = () if embeddings is None else Branch(tree, embeddings).modules
     norms = [m.normalized_shape for _, m in inside if isinstance(m, nn.LayerNorm)]
     module = tree.modules[owner if embeddings is None else embeddings]
     takes = inspect.signature(type(module).forward).parameters
-    said = {getattr(module, "is_causal", None) for _, module in tree.branch(owner).modules}
+    said = {getattr(module, "is_causal", None) for _, module in Branch(tree, owner).modules}
     attended = any(s.cross for b in blocks if b.stack != stack for s in b.sites)
     return TokenInput(
         stack=owner,
@@ -136,7 +136,7 @@ def input_embeddings_of(model: object) -> nn.Module | None:
 def table_of(tree: Tree, owner: str = "") -> str | None:
     """Return the path of a model's embedding of tokens; None if it is not a table, or unknown."""
     own = input_embeddings_of(tree.modules[owner])
-    paths = (path for path, module in tree.branch(owner).modules if module is own)
+    paths = (path for path, module in Branch(tree, owner).modules if module is own)
     path = next(paths, None) if isinstance(own, nn.Embedding) else None
     return None if path is None else joined(owner, path)
 
@@ -166,7 +166,7 @@ def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Bloc
 def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> int | None:
     """Return the number of learned positions; None if positions are not learned."""
     paths = [block.path for block in blocks]
-    branch = tree.branch(owner)
+    branch = Branch(tree, owner)
     length = next((n for c in branch.configs for k in _LENGTHS if (n := number(c, k))), None)
     for path, module in branch.modules:
         whole = joined(owner, path)
@@ -276,7 +276,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
     for block in blocks:
         own: list[Site] = []
         linear: list[str] = []
-        for path, module in tree.branch(block.path).modules:
+        for path, module in Branch(tree, block.path).modules:
             whole = joined(block.path, path)
             if _LINEAR.search(type(module).__name__):
                 linear.append(whole)
@@ -351,7 +351,7 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site |
         heads = count
     if heads is None:
         # an earlier block has computed the keys
-        heads = tree.branch(path).setting("", "num_key_value_heads")
+        heads = Branch(tree, path).setting("", "num_key_value_heads")
     if not heads:
         return "it does not say how many heads its keys have"
     return Site(
@@ -411,7 +411,7 @@ def positions_of(
             continue
         found.append(Site(path, "other", -1, stack, "positions", d_in=0, d_out=0))
     for stack in stacks:
-        inside = [module for _, module in tree.branch(stack).modules]
+        inside = [module for _, module in Branch(tree, stack).modules]
         relative = any(hasattr(m, RELATIVE_BIAS) or type(m).__name__ in ALIBI for m in inside)
         if not relative and not any(site.stack == stack for site in found):
             unmovable.setdefault(stack, "no module is known that takes position numbers")

@@ -93,11 +93,6 @@ class Tree:
     def __init__(self, model: nn.Module, given: Mapping[str, Role] | None = None) -> None:
         self.given = given or {}
         self.modules: dict[str, nn.Module] = dict(_plain(model, "", set()))
-        self.containers = [
-            path
-            for path, module in self.modules.items()
-            if isinstance(module, nn.ModuleList | nn.Sequential) and path
-        ]
         self._order = list(self.modules)
         self._place = {path: i for i, path in enumerate(self._order)}
 
@@ -106,10 +101,6 @@ class Tree:
         prefix = f"{path}." if path else ""
         names = (f"{prefix}{name}" for name, _ in self.modules[path].named_children())
         return [name for name in names if name in self.modules]
-
-    def branch(self, path: str, only: tuple[str, ...] = ()) -> Branch:
-        """Return the modules below a path; if `only` is given, those below some descendants."""
-        return Branch(self, path, only)
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield (path below `path`, module) in model order; the module itself has path ''."""

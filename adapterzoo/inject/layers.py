@@ -403,12 +403,9 @@ class FusedAdapters(WeightAdapter):
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
         for label, features in self.slices.items():
-            adapter = mergeable(self._modules[label])
-            if features is None:
-                w = adapter.weight(w, base)
-                continue
-            part = adapter.weight(take_slice(w, features, -2), SlicedLayer(base, features))
-            w = put_slice(w, part, features, -2)
+            adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
+            part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
+            w = put_slice(w, part, whole, -2)
         return w
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
