@@ -325,7 +325,7 @@ class AdaptedPositions(Adapted):
             # a table gives embeddings, to which other adapters may add; a rotation has none
             if not is_table:
                 return numbers
-            size = self.num_embeddings
+            size = cast("nn.Embedding", self).num_embeddings
             # on a GPU the look-up raises
             if numbers.is_cpu and not torch.compiler.is_compiling() and numbers.max() >= size:
                 last = int(numbers.max())
