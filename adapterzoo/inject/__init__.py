@@ -24,6 +24,7 @@ from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
     BaseLayer,
+    Contained,
     LanguageFreeAdapter,
     LayerData,
     PositionAdapter,
@@ -43,9 +44,7 @@ from .adapted import (
     adapters_of,
     base_of,
     container_of,
-    hold,
     plain_class,
-    release,
     restore,
     shared_of,
     swap,
@@ -82,14 +81,22 @@ def put(
         DuplicateNameError: the layer has an adapter of this name.
         StateError: the layer already has an attribute with the name of the container.
     """
-    check_put(layer, path, container_of(adapter))
+    container = container_of(adapter)
+    check_put(layer, path, container)
     if isinstance(layer, Adapted) and name in adapters_of(layer):
         raise DuplicateNameError(f"{path!r} has an adapter {name!r} already. Take it first.")
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     shown = Shown(read, is_called)
     swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
-    cast("Adapted", layer)._link.overwritten |= overwritten
-    hold(layer, name, adapter.train(layer.training))
+    link, modules = cast("Adapted", layer)._link, layer._modules
+    link.overwritten |= overwritten
+    if container not in link.containers:
+        modules[container] = new = AdapterDict().train(layer.training)
+        if isinstance(adapter, Contained):
+            new.prefix = adapter.prefix
+        link.containers.append(container)
+    held = cast("AdapterDict", modules[container])
+    held[name.removeprefix(held.prefix)] = adapter.train(layer.training)
 
 
 def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
@@ -136,7 +143,13 @@ def take(layer: nn.Module, name: str) -> Adapter:
     Raises:
         KeyError: the layer has no adapter of this name.
     """
-    adapter = cast("Adapter", release(layer, name))
+    adapter: Adapter = adapters_of(layer)[name]
+    container, link = container_of(adapter), cast("Adapted", layer)._link
+    held = cast("AdapterDict", layer._modules[container])
+    del held._modules[name.removeprefix(held.prefix)]
+    if not held:
+        del layer._modules[container]
+        link.containers.remove(container)
     restore(cast("Adapted", layer))
     return adapter
 

@@ -78,36 +78,6 @@ def adapters_of(layer: Any) -> dict[str, Any]:
     return found
 
 
-def hold(layer: Any, name: str, module: nn.Module) -> None:
-    """Put a module into its container, which is made when missing.
-
-    Args:
-        layer: an `Adapted` one.
-        name: of the module in compositions.
-        module: that has no place yet.
-    """
-    container = container_of(module)
-    if container not in layer._link.containers:
-        layer._modules[container] = held = AdapterDict().train(layer.training)
-        if isinstance(module, Contained):
-            held.prefix = module.prefix
-        layer._link.containers.append(container)
-    held = layer._modules[container]
-    held[name.removeprefix(held.prefix)] = module
-
-
-def release(layer: Any, name: str) -> nn.Module:
-    """Undo `hold`, and return the module."""
-    module: nn.Module = adapters_of(layer)[name]
-    container = container_of(module)
-    held = layer._modules[container]
-    del held._modules[name.removeprefix(held.prefix)]
-    if not held:
-        del layer._modules[container]
-        layer._link.containers.remove(container)
-    return module
-
-
 def shared_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that the layers of adapters share, by adapter.
 
