@@ -483,7 +483,7 @@ def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[
     while isinstance(outer := around[node], ast.Subscript) and outer.value is node:
         node = outer
     keyword = outer.arg if isinstance(outer, ast.keyword) else None
-    call = around[outer] if isinstance(outer, ast.keyword) else outer
+    call = around[outer] if keyword else outer
     if isinstance(outer, ast.Attribute):
         if _computes(outer, around):
             yield outer.attr
