@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -44,13 +44,11 @@ def weighted(
     """
     # the weights of a composition would be ignored
     if isinstance(names, str) or not isinstance(names, (Sequence, Mapping)) or not names:
-        given = [names, "another"] if isinstance(names, str) else ["a", "b"]
-        raise ConfigError(f"{names!r} is not a list of one or more names. Write {given!r}.")
+        raise ConfigError(f"{names!r} is not a list of one or more names. Write ['a', 'b'].")
     if isinstance(names, Mapping):
         if weights is not None:
             raise ConfigError(
-                f"weights={weights!r} conflicts with a dict, whose values are the weights. Write "
-                f"only the dict, or a list of names with weights=[…]."
+                f"weights={weights!r}: the values of a dict are its weights. Leave weights out."
             )
         weights = list(names.values())
     if weights is None:
@@ -61,13 +59,13 @@ def weighted(
     if len(found) != len(names) or not all(map(_is_finite, found)):
         raise ConfigError(
             f"weights={weights!r} is not a list of {len(names)} finite numbers, one for each name. "
-            f"Write weights={[1.0] * len(names)!r}; negative weights are legal."
+            f"Write weights={[1.0] * len(names)!r}."
         )
     total = float(sum(found)) if normalize else 1.0
     if total == 0 or math.isinf(total):
         raise ConfigError(
             f"the weights {list(found)!r} have the sum {total:g} and cannot be divided by it. "
-            f"Write normalize_weights=False to use them unchanged."
+            f"Write normalize_weights=False."
         )
     return tuple(names), tuple(float(weight) / total for weight in found)
 
@@ -302,45 +300,34 @@ class Density(Check):
         return is_number(value) and 0 < value <= 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(NamedTuple):
     """An option of some strategies.
 
     Attributes:
-        check: the legal values, where a strategy uses it.
+        check: the legal values.
         is_used: whether a strategy uses it.
+        unset: the default; a strategy with `needs_rank` or `prunes` needs another rank or density.
         example: a legal value.
-        unset: the default.
-        is_required: whether a strategy that uses it needs another value than the default.
     """
 
     check: Check
-    is_used: Callable[[Strategy], bool]
+    is_used: Callable[[Strategy], object]
+    unset: object
     example: object
-    unset: object = None
-    is_required: Callable[[Strategy], bool] = lambda strategy: False
-
-
-def _decomposes(strategy: Strategy) -> bool:
-    return strategy.target == "change"
-
-
-def _prunes(strategy: Strategy) -> bool:
-    return strategy.prunes is not None
 
 
 _OPTIONS = {
-    "density": _Option(Density(), _prunes, 0.5, is_required=_prunes),
+    "density": _Option(Density(), lambda s: s.prunes, None, 0.5),
     "majority_sign_method": _Option(
-        Choice("total", "frequency"), lambda strategy: strategy.elects, "total", unset="total"
+        Choice("total", "frequency"), lambda s: s.elects, "total", "total"
     ),
-    "svd_rank": _Option(
-        Range(1, MAX_WIDTH), _decomposes, 8, is_required=lambda strategy: strategy.needs_rank
+    "svd_rank": _Option(Range(1, MAX_WIDTH), lambda s: s.target == "change", None, 8),
+    "svd_clamp": _Option(Range(0.0, 1.0), lambda s: s.target == "change", None, 0.99),
+    "svd_full_matrices": _Option(FLAG, lambda s: s.target == "change", False, False),
+    "svd_driver": _Option(
+        Choice("gesvd", "gesvdj", "gesvda"), lambda s: s.target == "change", None, "gesvd"
     ),
-    "svd_clamp": _Option(Range(0.0, 1.0), _decomposes, 0.99),
-    "svd_full_matrices": _Option(FLAG, _decomposes, False, unset=False),
-    "svd_driver": _Option(Choice(None, "gesvd", "gesvdj", "gesvda"), _decomposes, None),
-    "seed": _Option(SEED, lambda strategy: strategy.prunes == "random", 0),
+    "seed": _Option(SEED, lambda s: s.prunes == "random", None, 0),
 }
 
 
@@ -359,22 +346,18 @@ def combination(name: str, **options: Any) -> Combination:
     if not isinstance(name, str) or name not in STRATEGIES:
         raise unknown_name("", "combination strategy", name, STRATEGIES)
     strategy = STRATEGIES[name]
-    for field, option in _OPTIONS.items():
-        value = options.setdefault(field, option.unset)
+    required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
+    for field, (check, is_used, unset, example) in _OPTIONS.items():
+        value = options.setdefault(field, unset)
         if isinstance(value, float):
             # float64 of numpy is a float
             options[field] = value = float(value)
-        is_set = value != option.unset or type(value) is not type(option.unset)
-        if not option.is_used(strategy):
-            if is_set:
-                raise ConfigError(
-                    f"{field}={value!r} has no effect on {name!r}. Write {field}={option.unset!r}."
-                )
-        elif (is_set or option.is_required(strategy)) and not option.check.fits(value):
+        if value != unset and not is_used(strategy):
             raise ConfigError(
-                f"{field}={value!r} is not legal for {name!r}; legal is {option.check.legal}. "
-                f"Write {field}={option.example!r}."
+                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
             )
+        if value != unset or required.get(field):
+            check(name, field, value, example)
     # the caller makes generators from it
     del options["seed"]
     return Combination(
@@ -417,10 +400,6 @@ class Combination:
     def keeps_scaling(self) -> bool:
         """Whether the factors are combined without the scaling of the adapters, which stays."""
         return self.target in ("parameters", "only_b")
-
-    def drawing(self, source: torch.Generator | None) -> Combination:
-        """Return the same combination with another source of random numbers."""
-        return replace(self, source=source)
 
     def mix(self, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Prune each tensor, then join them.
@@ -487,15 +466,6 @@ class Combination:
                     f"{self.name!r} takes one {field}, and these have "
                     f"{' and '.join(map(str, given))}. Write {hint}."
                 )
-
-    def refuse_pruning(self, what: str) -> None:
-        """Refuse a strategy that leaves out entries; `what` is not a sum of low-rank factors.
-
-        Raises:
-            CompositionError: it leaves out entries.
-        """
-        if self.strategy.prunes:
-            raise self.refusal(f"{what} is not a sum of such")
 
     def refusal(self, why: str) -> CompositionError:
         """Make the error for an adapter that lacks what the strategy combines.

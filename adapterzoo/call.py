@@ -183,9 +183,8 @@ class RecordedCall:
         generation = self.generation
         if generation is not None and generation.tokens is not None and self._new is None:
             raise StateError(
-                "generate(): the model was called on tokens outside of the sequence that is "
-                "generated, and an active adapter reads the prompt of the sequence. Leave out "
-                "guidance_scale and other options that need such calls."
+                "generate(): the model was called on other tokens than those it generates, and an "
+                "active adapter reads their prompt. Leave out guidance_scale and such options."
             )
 
     def after(self, sequence: tuple[int, ...], rows: int, tokens: int) -> Tensor:
@@ -253,8 +252,7 @@ class RecordedCall:
         elif own is None and given.shape[1] != read:
             raise StateError(
                 f"generate(input_ids=…, inputs_embeds=…): the ids are {list(given.shape)}, but the "
-                f"model read {read} tokens in each row, and an active adapter "
-                f"needs their ids for alora_invocation_tokens. Pass input_ids alone."
+                f"model read {read} tokens in each row. Pass input_ids alone."
             )
         else:
             # each prompt has its beams, or returned sequences, one after the other
@@ -366,9 +364,8 @@ class StackCall:
         stack.is_checked = True
         if empty := (~real.any(1)).nonzero().flatten().tolist():
             raise StateError(
-                f"attention_mask={list(real.shape)}: it is 0 at every token of rows "
-                f"{listing(empty)}, and an active adapter counts the real tokens of each row. "
-                f"Leave these rows out, or write 1 at their tokens."
+                f"attention_mask={list(real.shape)} is 0 at every token of rows {listing(empty)}, "
+                f"and an active adapter counts real tokens. Leave these rows out."
             )
 
     def added(self, key: object, x: Tensor) -> Tensor | None:
@@ -404,9 +401,8 @@ class StackCall:
         found = self._stack.after(tokens, lead[0], math.prod(lead[1:]))  # [rows, tokens]
         if lead != found.shape and lead != (found.numel(),):
             raise StateError(
-                f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it is "
-                f"unknown which of them follow alora_invocation_tokens={list(tokens)}. Write "
-                f"target_modules=[…] without this layer."
+                f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it "
+                f"cannot find alora_invocation_tokens. Write target_modules=[…] without this layer."
             )
         return found.to(x.device).view(lead)
 
@@ -518,9 +514,8 @@ class StackCall:
             raise StateError(packed("an active adapter reads a sequence, as gates do,"))
         if len(shape) < 2 or bounds is not None:
             raise StateError(
-                f"a layer got {list(x.shape)}, concatenated sequences, but an active "
-                f"adapter needs [rows, tokens, d_model]. Use an adapter without gates or "
-                f"positions, or leave the layer out."
+                f"a layer got concatenated sequences {list(x.shape)}, and an active adapter needs "
+                f"[rows, tokens, d_model]. Leave out gates and positions, or the layer."
             )
         return shape[0], math.prod(shape[1:])
 

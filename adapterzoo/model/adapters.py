@@ -69,7 +69,6 @@ def add(
     it is in the model.
     """
     check_name(name)
-    check_autocast(autocast_adapter_dtype)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     if autocast_adapter_dtype:
@@ -383,16 +382,6 @@ def remove_all(model: AdaptedModel) -> None:
 
 
 # --- inspect and move ---
-
-
-def check_autocast(flag: object) -> None:
-    """Check PEFT's switch.
-
-    Raises:
-        ConfigError: it is not a bool.
-    """
-    if not isinstance(flag, bool):
-        raise ConfigError(f"autocast_adapter_dtype={flag!r} is not True or False. Leave it out.")
 
 
 def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,9 +69,8 @@ def average(
     kinds = dict.fromkeys(config.architecture for config in configs)
     if len(kinds) > 1:
         raise CompositionError(
-            f"the adapters are of the methods {', '.join(kinds)}, which have no parameters in "
-            f"common. Write set_active_adapters(Average({shown})), or the names of adapters of one "
-            f"method."
+            f"the methods {', '.join(kinds)} have no parameters in common. Write "
+            f"set_active_adapters(Average({shown}))."
         )
     config = type(configs[0]).combined(configs, strategy, model.anatomy)
     record = _combined(model, config, names, own, strategy, options.get("seed"))
@@ -110,7 +110,7 @@ def _combined(
                 adapter,
                 [sources[i][path] for i in there],
                 [weights[i] for i in there],
-                strategy.drawing(generator(seed, path)),
+                dataclasses.replace(strategy, source=generator(seed, path)),
                 model._adapter_state.originals.get(path, {}),
             )
     return record
@@ -145,9 +145,8 @@ def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
         state = other.state_dict()
         if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
             raise CompositionError(
-                f"the layers of each adapter share tensors, {listing(first)}, and these differ "
-                f"between the adapters. Train them from the same shared tensors, or write "
-                f"set_active_adapters(Average('a', 'b'))."
+                f"the tensors {listing(first)}, which layers share, differ between the adapters. "
+                f"Write set_active_adapters(Average('a', 'b'))."
             )
     made.load_state_dict(first)
 
@@ -184,9 +183,8 @@ def average_head(
     for each, tensors in zip(names, theirs, strict=True):
         if tensors.keys() != mine.keys():
             raise CompositionError(
-                f"a new head has the tensors {listing(mine)} beside those of the base model, and "
-                f"{each!r} has {listing(tensors)}. Write the names of heads whose output layer was "
-                f"not replaced."
+                f"a new head has the tensors {listing(mine)}, and {each!r} has "
+                f"{listing(tensors)}. Write the names of heads with their own output layer."
             )
     for key, target in mine.items():
         first = theirs[0][key]

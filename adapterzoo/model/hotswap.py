@@ -117,8 +117,6 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     record = model._adapter_state.find(name)
     slot = _slot(model, into)
-    if name == into:
-        raise ConfigError(f"the adapter {name!r} has its own values. Write another into=….")
     modules = dict(modules_of(model, name))
     write(_writes(model, into, record.config, record.places, modules))
     _forget_former(model, into)
@@ -152,16 +150,12 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
 
 
 def _refuse_changes(asked: LoadOptions) -> None:
-    given = {"leave_out": asked.leave_out, "id2label": asked.id2label}
-    for key, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"hotswap=True, {key}={value!r}: layers and labels stay. Leave {key} out, or write "
-                "hotswap=False."
-            )
-    if asked.overwrite_ok is False:
+    names = ["overwrite_ok"] if asked.overwrite_ok is False else []
+    names += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
+    if names:
         raise ConfigError(
-            "hotswap=True, overwrite_ok=False: values are replaced. Leave overwrite_ok out."
+            f"hotswap=True replaces values, not layers or labels. Leave {names[0]} out, or write "
+            f"hotswap=False."
         )
 
 

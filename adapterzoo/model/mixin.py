@@ -586,8 +586,8 @@ class AdapterModelMixin:
             group: of `torch.distributed`; None for the default one.
 
         Raises:
-            StateError: no process group runs, or processes differ; the message names the
-                tensors and the ranks.
+            StateError: processes differ; the message names the tensors and the ranks.
+            ValueError: no process group runs.
         """
         training.verify_replicas(self, group)
 

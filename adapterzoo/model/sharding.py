@@ -72,8 +72,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     path = peft_layer(model) if "peft_config" in vars(model) else None
     if path is not None:
         raise StateError(
-            f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() or "
-            "peft_model.merge_and_unload() first."
+            f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() first."
         )
     reshard(model)
     if groups := groups_of(model):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.caches import values_kept
@@ -302,23 +302,27 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     """Check that every process has the same adapters and heads, bit for bit.
 
     Raises:
-        StateError: no process group runs, or processes differ.
+        StateError: processes differ.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise StateError(
-            "no process group runs. Call it in processes of torchrun, after "
-            "torch.distributed.init_process_group(…)."
-        )
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}
-    with gathering(model, _all_modules(model)):
-        mine = {"configs": repr(configs), **digests(gathered(_all_tensors(model)))}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+    modules = {
+        **{name: dict(modules_of(model, name)) for name in configs},
+        **{f"fusion {n}": dict(fusion_modules(model, n)) for n in model._adapter_state.fusions},
+    }
+    with gathering(model, (module for own in modules.values() for module in own.values())):
+        tensors = {
+            f"{name}: {key}": tensor
+            for name, own in modules.items()
+            for key, tensor in named_tensors(own).items()
+        }
+        for name, tensor in embeddings.tensors(model).items():
+            tensors[f"embedding {name}"] = tensor
+        mine = {"configs": repr(configs), **digests(gathered({**tensors, **all_tensors(model)}))}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    reference = everyone[0] or {}
-    differing: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        found = theirs or {}
+    reference, differing = everyone[0], dict[str, list[int]]()
+    for rank, found in enumerate(everyone):
         for key in {*reference, *found}:
             if reference.get(key) != found.get(key):
                 differing.setdefault(key, []).append(rank)
@@ -328,27 +332,6 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
             f"{len(differing)} of {len(reference)} entries differ from rank 0: {listing(shown)}. "
             f"Load the adapter in every process from one checkpoint."
         )
-
-
-def _all_modules(model: AdaptedModel) -> Iterator[nn.Module]:
-    for name in model._adapter_state.records:
-        yield from (module for _, module in modules_of(model, name))
-    for name in model._adapter_state.fusions:
-        yield from (layer for _, layer in fusion_modules(model, name))
-
-
-def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
-    found = {
-        f"{name}: {key}": tensor
-        for name in model._adapter_state.records
-        for key, tensor in tensors_of(model, name).items()
-    }
-    for name in model._adapter_state.fusions:
-        layers = named_tensors(dict(fusion_modules(model, name)))
-        found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
-    for name, tensor in embeddings.tensors(model).items():
-        found[f"embedding {name}"] = tensor
-    return {**found, **all_tensors(model)}
 
 
 # --- the summary ---
