@@ -17,14 +17,23 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .caches import cached_tokens
 from .errors import StateError, listing
 from .masks import attended, bounds_given, bounds_in, has_values, members, packed, unreadable
-from .token_ids import found_in_all, grid, last_start, no_ids, padded, without_padding
 
 Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
+
+# the start of the sequence in a row that does not have it
+_NEVER = 1 << 62
+# the id of padding, and of tokens that adapters add
+NO_TOKEN = -1
+_NO_IDS = (
+    "the model got inputs_embeds, in which alora_invocation_tokens cannot be found. Pass "
+    "input_ids, or activate another adapter."
+)
 
 
 class Generation:
@@ -225,7 +234,7 @@ class RecordedCall:
     def _starts(self, sequence: tuple[int, ...]) -> Tensor:
         """Return where the sequence begins in each row of a call outside of `generate`."""
         if self.ids is None:
-            raise StateError(no_ids(sequence))
+            raise StateError(_NO_IDS)
         if self.bounds is not None:
             raise StateError(packed("alora_invocation_tokens are looked for"))
         mask = grid(self.mask)
@@ -248,7 +257,7 @@ class RecordedCall:
             # with the tokens that adapters add
             whole = own[:, :read]
         elif given is None or rows % given.shape[0]:
-            raise StateError(no_ids(()))
+            raise StateError(_NO_IDS)
         elif own is None and given.shape[1] != read:
             raise StateError(
                 f"generate(input_ids=…, inputs_embeds=…): the ids are {list(given.shape)}, but the "
@@ -260,7 +269,7 @@ class RecordedCall:
             whole = whole.repeat_interleave(rows // len(given), 0)
         # tokens that only the cache has
         missing = max(read - whole.shape[1], 0)
-        whole = padded(whole, missing)  # [rows, tokens of the prompt]
+        whole = pad(whole, (missing, 0), value=NO_TOKEN)  # [rows, tokens of the prompt]
         for mask in (self.mask, generation.mask):
             # `generate` makes a mask where none is given
             if (of_all := grid(mask)) is not None:
@@ -592,6 +601,57 @@ def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
     places = torch.where(is_first, steps, count + steps - first - last) + 1  # [rows, first + last]
     exists = (places > 0) & (places <= torch.where(is_first, count - last, count))
     return places, exists
+
+
+def found_in_all(starts: Tensor, sequence: tuple[int, ...]) -> Tensor:
+    """Return where a sequence begins in each row, if it does so in all.
+
+    Args:
+        starts: `[rows, 1]`.
+        sequence: of tokens.
+
+    Raises:
+        StateError: a row does not have it.
+    """
+    absent = (starts == _NEVER).flatten()  # [rows]
+    if not has_values(absent) or absent.any():
+        where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
+        raise StateError(
+            f"alora_invocation_tokens={list(sequence)}: rows {where} of this call do not have "
+            f"them. Write model.generate(…), or pass whole sequences without past_key_values."
+        )
+    return starts
+
+
+def last_start(ids: Tensor, sequence: tuple[int, ...]) -> Tensor:
+    """Return where a sequence of tokens begins for the last time in each row, `[rows, 1]`.
+
+    Args:
+        ids: `[rows, tokens]`.
+        sequence: at least one token.
+    """
+    count = ids.shape[1] - len(sequence) + 1
+    if count <= 0:
+        return ids.new_full((ids.shape[0], 1), _NEVER, dtype=torch.long)
+    # token by token: a tensor of them would be copied to the device in each call
+    matches = ids[:, :count] == sequence[0]  # [rows, count]
+    for place, token in enumerate(sequence[1:], 1):
+        matches = matches & (ids[:, place : place + count] == token)
+    steps = torch.arange(count, device=ids.device)
+    last = torch.where(matches, steps, NO_TOKEN).amax(1, keepdim=True)  # [rows, 1]
+    return torch.where(last < 0, _NEVER, last)
+
+
+def grid(value: object) -> Tensor | None:
+    """Return a value that is a tensor `[rows, tokens]`; None for any other."""
+    return value if isinstance(value, Tensor) and value.dim() == 2 else None
+
+
+def without_padding(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the ids `[rows, tokens]` with `NO_TOKEN` where a mask of their shape is 0."""
+    if mask is None or mask.shape != ids.shape:
+        return ids
+    return ids.masked_fill(mask.to(ids.device) == 0, NO_TOKEN)
 
 
 class _PartOfCall(StackCall):

@@ -173,17 +173,10 @@ def _writes(
     """
     slot = model._adapter_state.find(name)
     lines = _differences(slot, config, places)
-    if lines:
-        raise ConfigError(
-            f"a hotswap changes only tensors, and {name!r} differs from the values:\n  "
-            + "\n  ".join(lines[:10])
-            + "\nA hotswap needs the same layers, method and options. Write hotswap=False, "
-            "overwrite_ok=True."
-        )
-    pairs = zip(slot.config.members, config.members, strict=True)
+    pairs = () if lines else zip(slot.config.members, config.members, strict=True)
     is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
     found: list[Write] = []
-    for path, own in modules_of(model, name):
+    for path, own in () if lines else modules_of(model, name):
         coming, mine = in_slot(modules[path], own), own.state_dict(keep_vars=True)
         lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
         for key in coming.keys() & mine.keys():
@@ -197,8 +190,8 @@ def _writes(
     if lines:
         shown = "\n  ".join(sorted(lines)[:10])
         raise ConfigError(
-            f"the values do not fit into the adapter {name!r}:\n  {shown}\nAdd it with the largest "
-            f"size that it will take, or write hotswap=False, overwrite_ok=True."
+            f"the values do not fit into the adapter {name!r}:\n  {shown}\nA hotswap needs the "
+            f"same layers, method, options and room. Write hotswap=False, overwrite_ok=True."
         )
     return found
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.caches import values_kept
 from adapterzoo.composition import Composition, Stack, fusions_of, parse
-from adapterzoo.errors import StateError, listing
+from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
@@ -369,23 +369,17 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of a summary as a table."""
-    cells = [list(_COLUMNS), *([_cell(row, column) for column in _COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    # numbers to the right
-    marks = [">" if column.endswith("param") else "<" for column in _COLUMNS]
-    form = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
-    lines = [form.format(*row).rstrip() for row in cells]
+    cells = [_COLUMNS, *([_cell(row, column) for column in _COLUMNS] for row in rows)]
+    lines = columns(cells, [column.endswith("param") for column in _COLUMNS])
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
     value = row.get(column, "")
     if isinstance(value, bool):
-        text = "yes" if value else "no"
-    elif isinstance(value, float):
-        text = f"{value:.3f}"
-    else:
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-    if column == "active" and (skipped := row.get("skip_layers")):
-        return f"{text}, not in blocks {', '.join(map(str, skipped))}"
-    return text
+        skipped = row.get("skip_layers", ()) if column == "active" else ()
+        where = f", not in blocks {', '.join(map(str, skipped))}" if skipped else ""
+        return f"{'yes' if value else 'no'}{where}"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
