@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ _NO_IDS = (
 )
 
 
+@dataclass(eq=False)
 class Generation:
     """What is known of one prompt of a running `generate`; the calls for it share the record.
 
@@ -56,34 +58,23 @@ class Generation:
         coming: arguments of the prompt that `generate` prepares, by name.
     """
 
-    def __init__(
-        self,
-        stacks: Collection[str] = ("",),
-        given: Mapping[str, Any] | None = None,
-        partial: str = "",
-        guesses: tuple[str, ...] = (),
-        tokens: int | None = None,
-    ) -> None:
-        """Start before the first call.
+    stacks: Collection[str] = ("",)
+    coming: Mapping[str, Any] = field(default_factory=dict)
+    partial: str = ""
+    guesses: tuple[str, ...] = ()
+    tokens: int | None = None
+    new: int | None = None
+    mask: Tensor | None = None
+    tensors: dict[object, Tensor] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+    starts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    length: int = 0
 
-        Args:
-            stacks: see the class.
-            given: arguments of `generate`, by name; None if they follow.
-            partial: see the class.
-            guesses: see the class.
-            tokens: see the class.
-        """
-        self.stacks, self.partial, self.guesses, self.tokens = stacks, partial, guesses, tokens
-        self._given_partial = partial
-        self.coming = given or {}
+    def __post_init__(self) -> None:
+        """Keep what the prompt is, before the first call."""
+        self._given_partial = self.partial
         self.ids: Tensor | None = grid(self.coming.get("input_ids"))
         self.ids_mask: Tensor | None = grid(self.coming.get("attention_mask"))
-        self.new: int | None = None
-        self.mask: Tensor | None = None
-        self.tensors: dict[object, Tensor] = {}
-        self.first: dict[str, int] = {}
-        self.starts: dict[tuple[int, ...], Tensor] = {}
-        self.length = 0
 
     def of_prompt(self, tokens: int) -> Generation:
         """Return a new record, for the prompt that `generate` prepares; it may have several.

@@ -247,15 +247,17 @@ def set_active(
 
 
 def replan(model: AdaptedModel) -> None:
-    """Compile the active composition again, without deleted adapters.
+    """Compile the active composition again, without deleted adapters and fusions.
 
     Raises:
         AdapterZooError: the rest cannot be active; nothing is active then.
     """
-    model._adapter_state.plans.clear()
-    plan = model._active.default.plan
+    state, plan = model._adapter_state, model._active.default.plan
+    # they hold the layers
+    state.plans.clear()
     names = plan.setup.flatten() if plan.setup is not None else ()
-    setup = without(plan.setup, [n for n in names if n not in model._adapter_state.records])
+    fusions = {fuse.name for fuse in fusions_of(plan.setup)} - state.fusions.keys()
+    setup = without(plan.setup, [n for n in names if n not in state.records], fusions)
     try:
         model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
     except AdapterZooError:

@@ -18,10 +18,9 @@ from adapterzoo.inject.building import at_hand, layer_at
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
-from .activation import refuse_taken, replan
+from .activation import refuse_taken
 from .adapters import bring_in, make
 from .heads import copies, named, store
-from .heads.copies import tables_of
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of
 
@@ -61,7 +60,7 @@ def average(
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
     shown = listing(names, limit=len(names))
-    if with_tables := [each for each in names if tables_of(model, each)]:
+    if with_tables := [each for each in names if copies.tables_of(model, each)]:
         raise CompositionError(
             f"{listing(with_tables)} has trained embeddings, and tables of tokens are not "
             f"averaged. Write set_active_adapters(Average({shown}))."
@@ -75,10 +74,7 @@ def average(
     config = type(configs[0]).combined(configs, strategy, model.anatomy)
     record = _combined(model, config, names, own, strategy, options.get("seed"))
     head = copies.combined(model, names, own)
-    bring_in(model, name, record, active)
-    if head:
-        copies.put(model, name, head)
-        replan(model)
+    bring_in(model, name, record, active, head)
 
 
 def _combined(

@@ -29,10 +29,9 @@ from adapterzoo.fields import MAX_WIDTH, Maybe, Range
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
 from adapterzoo.inject.layers import take_slice
 from adapterzoo.methods import undrawn
-from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken, replan
+from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
 from adapterzoo.model.adapters import bring_in, make
 from adapterzoo.model.heads import copies
-from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
@@ -147,11 +146,7 @@ def convert(
     config = form.at_sites_of(record.config, model.anatomy)
     made, layers = _made(model, config, lambda: _changes_of(model, name), size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
-    own_head = copies.combined(model, [name], [1.0])
-    bring_in(model, target, made, active)
-    if own_head:
-        copies.put(model, target, own_head)
-        replan(model)
+    bring_in(model, target, made, active, copies.combined(model, [name], [1.0]))
     after = outputs(model, target, head, given)
     return Certificate(
         target, record.config.architecture, to, tuple(layers),
@@ -208,7 +203,7 @@ def add_changes(
 
 def _refuse_other(model: AdaptedModel, name: str) -> None:
     """Refuse an adapter that does more than change weights of layers."""
-    if tables_of(model, name):
+    if copies.tables_of(model, name):
         raise StateError(
             f"{name!r} has trained embeddings, which are no change of a weight. Keep it."
         )
