@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -248,8 +248,8 @@ each times the root of its weight; the concatenated factors; the change of the l
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
-    """What a strategy combines, and how.
+class Combination:
+    """What a strategy combines, and how; with its options, for one call or for one layer.
 
     Attributes:
         target: what is combined.
@@ -258,120 +258,7 @@ class Strategy:
         needs_rank: whether `svd_rank` is required.
         keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
             scaling that follows.
-    """
-
-    target: Target
-    prunes: Literal["magnitude", "random"] | None = None
-    elects: bool = False
-    needs_rank: bool = False
-    keeps_alpha: bool = False
-
-
-LINEAR_OF_PEFT = "lora_linear_sqrt"
-"""The strategy that PEFT calls "linear"."""
-
-STRATEGIES: Mapping[str, Strategy] = {
-    # as adapters defines them
-    "linear": Strategy("parameters"),
-    "lora_linear_only_negate_b": Strategy("only_b"),
-    "lora_delta_w_svd": Strategy("change", needs_rank=True, keeps_alpha=True),
-    # as PEFT defines them
-    LINEAR_OF_PEFT: Strategy("factors"),
-    "cat": Strategy("ranks"),
-    "svd": Strategy("change"),
-    "magnitude_prune": Strategy("factors", "magnitude"),
-    "magnitude_prune_svd": Strategy("change", "magnitude"),
-    "ties": Strategy("factors", "magnitude", elects=True),
-    "ties_svd": Strategy("change", "magnitude", elects=True),
-    "dare_linear": Strategy("factors", "random"),
-    "dare_linear_svd": Strategy("change", "random"),
-    "dare_ties": Strategy("factors", "random", elects=True),
-    "dare_ties_svd": Strategy("change", "random", elects=True),
-}
-
-
-class Density(Check):
-    """A number above 0, up to 1."""
-
-    legal = "a number above 0 to 1"
-
-    def fits(self, value: object) -> bool:
-        """Return whether the value is legal."""
-        return is_number(value) and 0 < value <= 1
-
-
-class _Option(NamedTuple):
-    """An option of some strategies.
-
-    Attributes:
-        check: the legal values.
-        is_used: whether a strategy uses it.
-        unset: the default; a strategy with `needs_rank` or `prunes` needs another rank or density.
-        example: a legal value.
-    """
-
-    check: Check
-    is_used: Callable[[Strategy], object]
-    unset: object
-    example: object
-
-
-_OPTIONS = {
-    "density": _Option(Density(), lambda s: s.prunes, None, 0.5),
-    "majority_sign_method": _Option(
-        Choice("total", "frequency"), lambda s: s.elects, "total", "total"
-    ),
-    "svd_rank": _Option(Range(1, MAX_WIDTH), lambda s: s.target == "change", None, 8),
-    "svd_clamp": _Option(Range(0.0, 1.0), lambda s: s.target == "change", None, 0.99),
-    "svd_full_matrices": _Option(FLAG, lambda s: s.target == "change", False, False),
-    "svd_driver": _Option(
-        Choice("gesvd", "gesvdj", "gesvda"), lambda s: s.target == "change", None, "gesvd"
-    ),
-    "seed": _Option(SEED, lambda s: s.prunes == "random", None, 0),
-}
-
-
-def combination(name: str, **options: Any) -> Combination:
-    """Check a user's strategy and options, and return them as a `Combination`.
-
-    Args:
         name: of the strategy.
-        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
-            `svd_driver` and `seed`, as `average_adapter` takes them.
-
-    Raises:
-        ConfigError: an option is missing, not legal, or has no effect.
-        UnknownNameError: there is no strategy of this name.
-    """
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise unknown_name("", "combination strategy", name, STRATEGIES)
-    strategy = STRATEGIES[name]
-    required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
-    for field, (check, is_used, unset, example) in _OPTIONS.items():
-        value = options.setdefault(field, unset)
-        if isinstance(value, float):
-            # float64 of numpy is a float
-            options[field] = value = float(value)
-        if value != unset and not is_used(strategy):
-            raise ConfigError(
-                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
-            )
-        if value != unset or required.get(field):
-            check(name, field, value, example)
-    # the caller makes generators from it
-    del options["seed"]
-    return Combination(
-        name, strategy, **{field.removeprefix("svd_"): value for field, value in options.items()}
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """A strategy with its options, for one call or for one layer.
-
-    Attributes:
-        name: of the strategy.
-        strategy: what it combines, and how.
         density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
         rank: of the result; None: the largest of those combined.
@@ -381,8 +268,12 @@ class Combination:
         source: random number generator; None: torch's default.
     """
 
-    name: str
-    strategy: Strategy
+    target: Target
+    prunes: Literal["magnitude", "random"] | None = None
+    elects: bool = False
+    needs_rank: bool = False
+    keeps_alpha: bool = False
+    name: str = ""
     density: float | None = None
     majority_sign_method: str = "total"
     rank: int | None = None
@@ -390,11 +281,6 @@ class Combination:
     full_matrices: bool = False
     driver: str | None = None
     source: torch.Generator | None = None
-
-    @property
-    def target(self) -> Target:
-        """What is combined."""
-        return self.strategy.target
 
     @property
     def keeps_scaling(self) -> bool:
@@ -408,13 +294,12 @@ class Combination:
             tensors: at least one, of one shape and device, float32 or float64.
             weights: one for each.
         """
-        prunes = self.strategy.prunes
-        if prunes is not None and self.density is not None and self.density < 1:
+        if self.prunes is not None and self.density is not None and self.density < 1:
             prune: Callable[[Tensor, float], Tensor] = largest
-            if prunes == "random":
+            if self.prunes == "random":
                 prune = functools.partial(random, source=self.source)
             tensors = [prune(tensor, self.density) for tensor in tensors]
-        if self.strategy.elects:
+        if self.elects:
             return elected(tensors, weights, self.majority_sign_method)
         return weighted_sum(tensors, weights)
 
@@ -478,3 +363,100 @@ class Combination:
             f"average_adapter(…, combine_strategy='linear'), the average of all parameters, or "
             f"set_active_adapters(Average('a', 'b'))."
         )
+
+
+LINEAR_OF_PEFT = "lora_linear_sqrt"
+"""The strategy that PEFT calls "linear"."""
+
+STRATEGIES: Mapping[str, Combination] = {
+    # as adapters defines them
+    "linear": Combination("parameters"),
+    "lora_linear_only_negate_b": Combination("only_b"),
+    "lora_delta_w_svd": Combination("change", needs_rank=True, keeps_alpha=True),
+    # as PEFT defines them
+    LINEAR_OF_PEFT: Combination("factors"),
+    "cat": Combination("ranks"),
+    "svd": Combination("change"),
+    "magnitude_prune": Combination("factors", "magnitude"),
+    "magnitude_prune_svd": Combination("change", "magnitude"),
+    "ties": Combination("factors", "magnitude", elects=True),
+    "ties_svd": Combination("change", "magnitude", elects=True),
+    "dare_linear": Combination("factors", "random"),
+    "dare_linear_svd": Combination("change", "random"),
+    "dare_ties": Combination("factors", "random", elects=True),
+    "dare_ties_svd": Combination("change", "random", elects=True),
+}
+
+
+class Density(Check):
+    """A number above 0, up to 1."""
+
+    legal = "a number above 0 to 1"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 < value <= 1
+
+
+class _Option(NamedTuple):
+    """An option of some strategies.
+
+    Attributes:
+        check: the legal values.
+        is_used: whether a strategy uses it.
+        unset: the default; a strategy with `needs_rank` or `prunes` needs another rank or density.
+        example: a legal value.
+    """
+
+    check: Check
+    is_used: Callable[[Combination], object]
+    unset: object
+    example: object
+
+
+_OPTIONS = {
+    "density": _Option(Density(), lambda s: s.prunes, None, 0.5),
+    "majority_sign_method": _Option(
+        Choice("total", "frequency"), lambda s: s.elects, "total", "total"
+    ),
+    "svd_rank": _Option(Range(1, MAX_WIDTH), lambda s: s.target == "change", None, 8),
+    "svd_clamp": _Option(Range(0.0, 1.0), lambda s: s.target == "change", None, 0.99),
+    "svd_full_matrices": _Option(FLAG, lambda s: s.target == "change", False, False),
+    "svd_driver": _Option(
+        Choice("gesvd", "gesvdj", "gesvda"), lambda s: s.target == "change", None, "gesvd"
+    ),
+    "seed": _Option(SEED, lambda s: s.prunes == "random", None, 0),
+}
+
+
+def combination(name: str, **options: Any) -> Combination:
+    """Check a user's strategy and options, and return them as a `Combination`.
+
+    Args:
+        name: of the strategy.
+        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
+            `svd_driver` and `seed`, as `average_adapter` takes them.
+
+    Raises:
+        ConfigError: an option is missing, not legal, or has no effect.
+        UnknownNameError: there is no strategy of this name.
+    """
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise unknown_name("", "combination strategy", name, STRATEGIES)
+    strategy = STRATEGIES[name]
+    required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
+    for field, (check, is_used, unset, example) in _OPTIONS.items():
+        value = options.setdefault(field, unset)
+        if isinstance(value, float):
+            # float64 of numpy is a float
+            options[field] = value = float(value)
+        if value != unset and not is_used(strategy):
+            raise ConfigError(
+                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
+            )
+        if value != unset or required.get(field):
+            check(name, field, value, example)
+    # the caller makes generators from it
+    del options["seed"]
+    values = {field.removeprefix("svd_"): value for field, value in options.items()}
+    return replace(strategy, name=name, **values)

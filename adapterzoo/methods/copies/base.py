@@ -47,7 +47,7 @@ class Copy(WeightAdapter):
         Raises:
             CompositionError: the strategy leaves out entries.
         """
-        if strategy.strategy.prunes:
+        if strategy.prunes:
             raise strategy.refusal(f"{self.noun} is not a sum of such")
         names = [name for name, _ in self.named_parameters()]
         self.combine_linearly(names, adapters, weights, strategy, base)
