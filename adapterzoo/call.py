@@ -183,8 +183,8 @@ class RecordedCall:
         generation = self.generation
         if generation is not None and generation.tokens is not None and self._new is None:
             raise StateError(
-                "generate(): the model was called on other tokens than those it generates, and an "
-                "active adapter reads their prompt. Leave out guidance_scale and such options."
+                "generate(): the model was called on tokens outside of the sequence, and an active "
+                "adapter reads its prompt. Leave out guidance_scale and such options."
             )
 
     def after(self, sequence: tuple[int, ...], rows: int, tokens: int) -> Tensor:

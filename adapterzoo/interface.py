@@ -142,14 +142,6 @@ class AdapterModelInterface:
         file = path / FILE if path.is_dir() else path
         return cls(**json.loads(file.read_text("utf-8"))["interface"])
 
-    def document(self, model_type: str) -> dict[str, Any]:
-        """Return the contents of the file.
-
-        Args:
-            model_type: of the model.
-        """
-        return {"model_type": model_type, "interface": self.to_dict()}
-
     def roles(self) -> dict[str, Role]:
         """Return the path of each layer below a block to its role."""
         projections: Mapping[str | None, Role] = {

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from snapshots import of_adapter
 from torch import Tensor
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -220,20 +219,6 @@ def test_an_active_adapter_that_is_not_trained_is_refused(tmp_path):
     model.set_active_adapters("task")
     trainer = AdapterTrainer(model, args(tmp_path, max_steps=1), train_dataset=rows(4))
     with pytest.raises(StateError, match=r"active adapters 'task' is trained.*train_adapter\('ta"):
-        trainer.train()
-
-
-def test_a_model_without_a_loss_is_refused(tmp_path):
-    model = named()
-    model.active_head = None
-    trainer = AdapterTrainer(model, args(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(StateError, match=r"no active head.*there are 'task'.*active_head = "):
-        trainer.train()
-    static = adapterzoo.init(AutoModel.from_config(tiny_config("bert")))
-    static.add_adapter("task")
-    static.train_adapter("task")
-    trainer = AdapterTrainer(static, args(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(StateError, match=r"BertModel has no active head.*AutoAdapterModel"):
         trainer.train()
 
 
@@ -689,12 +674,10 @@ def test_the_best_adapters_and_heads_come_back_bit_for_bit(tmp_path):
 def test_two_names_of_one_argument_hold_one_value(tmp_path):
     model, one, other = named(), object(), object()
     model.set_active_adapters(None)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="tokenizer=.*processing_class="):
         AdapterTrainer(
             model, args(tmp_path), tokenizer=one, processing_class=other, adapter_names="a"
         )
-    assert str(caught.value).startswith("AdapterTrainer(tokenizer=…, processing_class=…): ")
-    assert "Write processing_class=" in str(caught.value)
     assert model.active_adapters is None
     trainer = AdapterTrainer(
         named(), args(tmp_path), data_collator=default_data_collator, tokenizer=one,

@@ -142,7 +142,7 @@ def test_setups_do_not_keep_models_alive(tiny):
 
 
 def test_what_is_in_use_is_not_pulled_away(model):
-    hint = "Leave the 'with AdapterSetup(…)' block first"
+    hint = "Leave the block"
 
     def check():
         with refused(model, StateError, f"'{A}'", hint):

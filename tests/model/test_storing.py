@@ -332,7 +332,7 @@ def test_a_taken_name_is_refused_unless_it_may_be_replaced(model, saved):
     model.load_adapter(saved, overwrite_ok=True)
     lost = {k for k in changes(before, snapshot(model)) if not k.startswith("identity")}
     assert not lost
-    with AdapterSetup("a"), refused(model, StateError, "'a'", "Leave the 'with AdapterSetup"):
+    with AdapterSetup("a"), refused(model, StateError, "'a'", "Leave the block"):
         model.load_adapter(saved, overwrite_ok=True)
     model.merge_adapter("a")
     with refused(model, StateError, "'a'", "Write reset_adapter() first"):

@@ -171,7 +171,7 @@ def test_an_adapter_in_use_by_a_task_is_not_deleted(model):
         entered, left = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(inside(entered, left))
         await entered.wait()
-        with pytest.raises(StateError, match="Leave the 'with AdapterSetup"):
+        with pytest.raises(StateError, match="Leave the block"):
             model.delete_adapter(A)
         left.set()
         await task
