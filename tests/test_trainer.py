@@ -674,7 +674,7 @@ def test_the_best_adapters_and_heads_come_back_bit_for_bit(tmp_path):
 def test_two_names_of_one_argument_hold_one_value(tmp_path):
     model, one, other = named(), object(), object()
     model.set_active_adapters(None)
-    with pytest.raises(ConfigError, match="tokenizer=.*processing_class="):
+    with pytest.raises(ConfigError, match=r"tokenizer=.*processing_class="):
         AdapterTrainer(
             model, args(tmp_path), tokenizer=one, processing_class=other, adapter_names="a"
         )
