@@ -496,19 +496,10 @@ class AdapterSetup:
         Raises:
             CompositionError: the setup is not a composition, or `head_setup` is one that heads
                 cannot have.
-            ConfigError: `head_setup` is neither a name nor several.
         """
-        with naming(lambda: "AdapterSetup(head_setup=…)"):
-            heads = parse_heads(head_setup)
-        kinds = (str, list, tuple, Composition, type(None))
-        if not isinstance(head_setup, kinds) or not all(isinstance(n, str) for n in heads.names):
-            raise ConfigError(
-                f"AdapterSetup(head_setup={head_setup!r}): not a name, several names, or None. "
-                "Write head_setup='my_task'."
-            )
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
-        self._heads = heads.names
+        self._heads = parse_heads(head_setup).names
         self.ignore_empty = ignore_empty
         # validated where the number of blocks is known
         self.skip_layers = None if skip_layers is None else tuple(skip_layers)
@@ -541,9 +532,8 @@ class AdapterSetup:
                     stack.enter_context(model._active.entered(plan))
                     found = True
             if not found and not self.ignore_empty:
-                for name in (*names, *self._heads):
-                    if name not in known:
-                        raise unknown_name("", "adapter or head", name, known)
+                if missing := [name for name in (*names, *self._heads) if name not in known]:
+                    raise unknown_name("", "adapter or head", missing[0], known)
                 raise StateError(
                     "no single model has all of these adapters, fusions and heads. Add them first, "
                     "or write AdapterSetup(…, ignore_empty=True)."

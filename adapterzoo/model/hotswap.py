@@ -22,6 +22,7 @@ from adapterzoo.composition import parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
+from adapterzoo.fields import MAX_WIDTH, Choice, Range
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 
@@ -301,18 +302,13 @@ def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
         ConfigError: an argument is not legal, or the rank of an adapter is larger.
         StateError: the model has adapters, or one of them is in use.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"target_rank={rank!r} is not a rank. Write target_rank=128.")
-    if check_compiled not in ("error", "warn", "ignore"):
-        raise ConfigError(
-            f"check_compiled={check_compiled!r} is not 'error', 'warn' or 'ignore'. Leave it out."
-        )
+    Range(1, MAX_WIDTH)("hotswap", "target_rank", rank, 128)
+    Choice("error", "warn", "ignore")("hotswap", "check_compiled", check_compiled, "error")
     records = model._adapter_state.records
     if records and check_compiled != "ignore":
         text = (
-            f"the model has the adapters {listing(records)}, whose sizes change, so that a "
-            f"compiled model compiles again. Write it before the first adapter is loaded, or "
-            f"check_compiled='ignore'."
+            f"the sizes of {listing(records)} change, so that a compiled model compiles again. "
+            f"Write it before the first adapter is loaded, or check_compiled='ignore'."
         )
         if check_compiled == "error":
             raise StateError(text)

@@ -188,7 +188,7 @@ def test_adapters_of_a_model_become_slots():
     with refused(model, ConfigError, "(r=3)", "target_rank=3"):
         model.enable_peft_hotswap(2, check_compiled="ignore")
     for rank in (0, True, 8.0):
-        with refused(model, ConfigError, f"target_rank={rank}", "128"):
+        with refused(model, ConfigError, f"target_rank={rank}"):
             model.enable_peft_hotswap(rank)
     with refused(model, ConfigError, "hotswap='always'", "'auto'"):
         model.load_adapter("nowhere", hotswap="always")
