@@ -6,7 +6,7 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -422,12 +422,6 @@ def widen(model: AdaptedModel, name: str) -> None:
         record, config=config, places={**record.places, **made.places}
     )
     replan(model)
-
-
-def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
-    """Yield the number and module of each block."""
-    for block in model.anatomy.blocks:
-        yield block.layer, layer_at(model._backbone, block.path)
 
 
 def move(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted, weighted_sum
@@ -94,7 +94,8 @@ def _combined(
         if not record.places[path]:
             for member, own, theirs in _by_member(config, adapter, [m[path] for m in sources]):
                 if member.averages_shared:
-                    _average(own, theirs, weights, strategy)
+                    states = [other.state_dict() for other in theirs]
+                    _average(own.state_dict(), states, weights, strategy)
                 else:
                     _share(own, theirs)
             continue
@@ -125,13 +126,18 @@ def _by_member(
 
 
 def _average(
-    made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
+    made: Mapping[str, Tensor],
+    others: Sequence[Mapping[str, Tensor]],
+    weights: Sequence[float],
+    strategy: Combination,
 ) -> None:
-    """Set shared tensors of the result to the weighted sum of those of the adapters."""
-    theirs = [other.state_dict() for other in others]
-    for key, target in made.state_dict().items():
-        value = weighted_sum([upcast(each[key], target) for each in theirs], weights)
-        strategy.fill(target, value, key)
+    """Set tensors of the result to the weighted sums of others; integers to the first of them."""
+    for key, target in made.items():
+        if target.is_floating_point():
+            value = weighted_sum([upcast(each[key], target) for each in others], weights)
+            strategy.fill(target.data, value, key)
+        else:
+            target.copy_(others[0][key])
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
@@ -183,12 +189,7 @@ def average_head(
                 f"{listing(tensors)}. Write the names of heads with their own output layer."
             )
     for key, target in mine.items():
-        first = theirs[0][key]
-        if not first.is_floating_point():
-            target.copy_(first)
-            continue
         # a head may have been cast, or moved
-        target.data = target.data.to(first.device, first.dtype)
-        value = weighted_sum([upcast(tensors[key], first) for tensors in theirs], own)
-        strategy.fill(target.data, value, key)
+        target.data = target.data.to(theirs[0][key].device, theirs[0][key].dtype)
+    _average(mine, theirs, own, strategy)
     store.enter(model, checked, made, set_active)
