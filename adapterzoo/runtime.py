@@ -188,10 +188,7 @@ class CallContext:
             StateError: none is running.
         """
         if not self.stacks:
-            raise StateError(
-                "a layer was called outside of its encoder or decoder, whose call an active "
-                "adapter reads. Call the whole model."
-            )
+            raise StateError("an active adapter reads the model's call. Call the whole model.")
         return self.stacks[-1].call
 
     @property
@@ -313,8 +310,7 @@ class ActiveState(threading.local):
             return None
         if held.deleted is not None:
             raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted or replaced inside "
-                "it. Leave the block."
+                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted. Leave the block."
             )
         return held.plan
 
@@ -342,8 +338,7 @@ class ActiveState(threading.local):
             return self.noted
         raise StateError(
             "compiled forward(): another asyncio task is inside an AdapterSetup. Write the call "
-            "in a 'with AdapterSetup(…)' block of its own (AdapterSetup(None) for the base model) "
-            "without an await before it."
+            "in a 'with AdapterSetup(…)' block of its own, without an await before it."
         )
 
     @contextmanager

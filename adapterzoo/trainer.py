@@ -124,8 +124,7 @@ class AdapterTrainer(Trainer):
             )  # fmt: skip
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise StateError(
-                f"{type(self).__name__} does not save the parts of FSDP and DeepSpeed. Write "
-                "Trainer(…)."
+                "AdapterTrainer saves no parts of FSDP or DeepSpeed. Write Trainer(…)."
             )
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
@@ -370,12 +369,9 @@ class AdapterTrainer(Trainer):
     ) -> None:
         folder = Path(resume_from_checkpoint)
         if not (folder / TRAINER_STATE_NAME).is_file():
-            whole = [p.parent for p in folder.parent.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-            whole.sort(key=lambda p: p.stat().st_mtime)
-            hint = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
             raise CheckpointError(
-                f"resume from {resume_from_checkpoint!r}: not a whole checkpoint, as "
-                f"{TRAINER_STATE_NAME} is missing. Write {hint}."
+                f"{resume_from_checkpoint!r} is not a whole checkpoint: {TRAINER_STATE_NAME} is "
+                f"missing. Write the one before it."
             )
         self._restore(resume_from_checkpoint)
 

@@ -302,10 +302,7 @@ def refuse_used(model: AdaptedModel, name: str) -> None:
     refuse_merged(model, name)
     using = [n for n, fusion in model._adapter_state.fusions.items() if name in fusion.adapters]
     if using:
-        raise StateError(
-            f"the fusion {using[0]!r} fuses {name!r}. Write delete_adapter_fusion({using[0]!r}) "
-            "first."
-        )
+        raise StateError(f"{name!r} is fused. Write delete_adapter_fusion({using[0]!r}) first.")
 
 
 def refuse_taken(

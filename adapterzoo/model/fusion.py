@@ -90,10 +90,7 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     """
     if name in model._adapter_state.fusions:
         if not overwrite_ok:
-            raise DuplicateNameError(
-                f"there is a fusion {name!r}. Write overwrite_ok=True, or "
-                f"delete_adapter_fusion({name!r})."
-            )
+            raise DuplicateNameError(f"there is a fusion {name!r}. Write overwrite_ok=True.")
         refuse_overridden(model, name)
 
 

@@ -142,11 +142,7 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
     refuse_while_batching(model, name)
     for group, names in model._adapter_state.sharing.items():
         if name in names:
-            others = listing(n for n in names if n != name)
-            raise StateError(
-                f"{name!r} shares parameters with {others}. Write "
-                f"unshare_parameters(name={group!r}) first."
-            )
+            raise StateError(f"{name!r} shares parameters. Write unshare_parameters({group!r}).")
     return record
 
 

@@ -188,15 +188,9 @@ def _refuse_unloading(model: AdaptedModel) -> None:
 def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
     layer = layer_at(model._backbone, path)
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
-        raise StateError(
-            f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
-            "device_map."
-        )
+        raise StateError(f"the weights at {path!r} are offloaded. Load without device_map.")
     if is_quantized(layer):
-        raise StateError(
-            f"the weights at {path!r} are quantized, and merged ones would be rounded again. Write "
-            "model.dequantize() first."
-        )
+        raise StateError(f"the weights at {path!r} are quantized. Write model.dequantize() first.")
 
 
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
@@ -296,10 +290,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
                 own_bias = cast("Tensor", layer._parameters["bias"])
                 _fill(own_bias, b, f"the merged bias at {path!r}")
             elif bool(b.count_nonzero()):
-                raise StateError(
-                    f"the adapter adds a bias at {path!r}, where the layer has none. "
-                    "Keep it active instead."
-                )
+                raise StateError(f"{path!r} has no bias, and the adapter adds one. Keep it active.")
 
 
 def _fill(target: Tensor, value: Tensor, what: str) -> None:

@@ -51,10 +51,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
-        raise StateError(
-            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
-            "train_adapter('my_task')."
-        )
+        raise StateError("there is no adapter to train. Write train_adapter('my_task').")
     names = setup.flatten()
     for name in names:
         model._adapter_state.find(name)
@@ -171,10 +168,7 @@ def cached_adapters(model: Any) -> Iterator[None]:
 
     def refuse_training(_module: nn.Module, _args: Any) -> None:
         if model.training:
-            raise StateError(
-                "the model is in training mode, in which its weights change. "
-                "Write model.eval() first, and train outside of the block."
-            )
+            raise StateError("the model is in training mode. Write model.eval() first.")
 
     refuse_training(model, ())
     hook = model.register_forward_pre_hook(refuse_training)
