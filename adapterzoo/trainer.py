@@ -123,9 +123,7 @@ class AdapterTrainer(Trainer):
                 processing_class=processing_class, model_init=model_init, **kwargs,
             )  # fmt: skip
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise StateError(
-                "AdapterTrainer saves no parts of FSDP or DeepSpeed. Write Trainer(…)."
-            )
+            raise StateError("FSDP or DeepSpeed: its parts are not saved. Write Trainer(…).")
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
         heads = self._heads()

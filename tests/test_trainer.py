@@ -633,14 +633,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     refused(named("roberta"), r"saved from a 'bert', this is a 'roberta'")
 
 
-def test_a_checkpoint_that_was_cut_off_is_named_with_the_last_whole_one(tmp_path):
+def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path):
     shuffled(tmp_path, named(), steps=4).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     trainer = shuffled(tmp_path, named(), steps=4)
     with pytest.raises(CheckpointError, match=r"checkpoint-4' is not a whole checkpoint"):
-        trainer.train(resume_from_checkpoint=True)
-    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"Write train\(\)"):
         trainer.train(resume_from_checkpoint=True)
 
 
