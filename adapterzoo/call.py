@@ -514,7 +514,7 @@ class StackCall:
             raise StateError(packed("an active adapter reads a sequence, as gates do,"))
         if len(shape) < 2 or bounds is not None:
             raise StateError(
-                f"a layer got concatenated sequences {list(x.shape)}, and an active adapter needs "
+                f"a layer got {list(x.shape)}, concatenated sequences, and an active adapter needs "
                 f"[rows, tokens, d_model]. Leave out gates and positions, or the layer."
             )
         return shape[0], math.prod(shape[1:])

@@ -71,7 +71,7 @@ def test_a_composition_that_heads_cannot_have_is_refused(model, heads):
 def test_what_is_no_name_is_refused(model):
     for heads in (3, ["x", 3]):
         setup = AdapterSetup("a", head_setup=heads)
-        with refused(model, UnknownNameError, "3"), setup:
+        with refused(model, UnknownNameError, "3", "there is no"), setup:
             pass
     with refused(model, UnknownNameError, "'z'", "'x', 'y'"):
         model.active_head = BatchSplit("x", "z", batch_sizes=1)

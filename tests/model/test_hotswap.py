@@ -188,7 +188,7 @@ def test_adapters_of_a_model_become_slots():
     with refused(model, ConfigError, "(r=3)", "target_rank=3"):
         model.enable_peft_hotswap(2, check_compiled="ignore")
     for rank in (0, True, 8.0):
-        with refused(model, ConfigError, f"target_rank={rank}"):
+        with refused(model, ConfigError, f"target_rank={rank}", "Write target_rank="):
             model.enable_peft_hotswap(rank)
     with refused(model, ConfigError, "hotswap='always'", "'auto'"):
         model.load_adapter("nowhere", hotswap="always")
@@ -313,11 +313,11 @@ def test_merged_shared_and_missing_adapters_are_refused(tmp_path):
         model.load_adapter(path, load_as="other", hotswap=True)
     with refused(model, ConfigError, "Leave leave_out out", "hotswap=False"):
         model.load_adapter(path, load_as="slot", hotswap=True, leave_out=[0])
-    with refused(model, ConfigError, "Leave overwrite_ok out"):
+    with refused(model, ConfigError, "hotswap=True", "Leave overwrite_ok out"):
         model.load_adapter(path, load_as="slot", hotswap=True, overwrite_ok=False)
     model = made(x="mtl_lora", y="mtl_lora", z="mtl_lora")
     model.share_parameters(adapter_names=["x", "y"])
-    with refused(model, StateError, "unshare_parameters("):
+    with refused(model, StateError, "shares parameters", "unshare_parameters("):
         model.hotswap_adapter("z", into="x")
 
 
