@@ -309,9 +309,9 @@ def test_an_interface_that_fits_changes_nothing():
         ({"model_embeddings": "wte"}, "model_embeddings='wte'"),
         ({"base_model": "trunk"}, "base_model='trunk'"),
         ({"attn_k_proj": "v_proj", "attn_v_proj": "k_proj"}, "k_proj' is given as 'value'"),
-        ({"attn_k_proj": "v_proj"}, "given for two layers"),
-        ({"attn_qkv_proj": "qkv"}, "three layers or one"),
-        ({"attn_q_proj": None}, "three layers or one"),
+        ({"attn_k_proj": "v_proj"}, "names two layers"),
+        ({"attn_qkv_proj": "qkv"}, "or attn_qkv_proj"),
+        ({"attn_q_proj": None}, "or attn_qkv_proj"),
     ],
 )
 def test_an_interface_that_does_not_fit_is_refused(changes, says):

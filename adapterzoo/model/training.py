@@ -51,7 +51,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
-        raise StateError("there is no adapter to train. Write train_adapter('my_task').")
+        raise StateError("there is no adapter to train. Write add_adapter('my_task') first.")
     names = setup.flatten()
     for name in names:
         model._adapter_state.find(name)
