@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from .errors import ConfigError, listing
-from .fields import Check
 from .names import one_of
 
 if TYPE_CHECKING:
     from .anatomy import Site
+    from .config import Check
 
 P = ParamSpec("P")
 T = TypeVar("T")

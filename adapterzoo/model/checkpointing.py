@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import torch
 
 from adapterzoo import formats, hub
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
+from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
@@ -316,7 +317,7 @@ def filled(
     config = AdapterConfig.from_dict(document)
     everywhere: set[str] = set()
     if leave_out:
-        everywhere = {inject_path(p.site) for p in config.all_placements(model.anatomy)}
+        everywhere = {inject_path(p.site) for p in all_placements(config, model.anatomy)}
         config = _leaving_out(config, leave_out)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating

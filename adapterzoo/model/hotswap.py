@@ -19,10 +19,9 @@ from torch import Tensor
 
 from adapterzoo import formats
 from adapterzoo.composition import parse
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import MAX_WIDTH, AdapterConfig, Choice, Placement, Range
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
-from adapterzoo.fields import MAX_WIDTH, Choice, Range
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse, MultiTask
-from adapterzoo.configs import DEFAULT_CHANGE_FORM, AdapterConfig
+from adapterzoo.config import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup

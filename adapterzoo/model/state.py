@@ -17,15 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapterzoo import inject
-from adapterzoo.anatomy import (
-    Anatomy,
-    find,
-    input_embeddings_of,
-    unwrapped,
-    without_wrappers,
-)
+from adapterzoo.anatomy import Anatomy, find, input_embeddings_of, unwrapped, without_wrappers
 from adapterzoo.composition import Composition, fusion_key
-from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
+from adapterzoo.config import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, in_python, listing, unknown_name
 from adapterzoo.inject.building import layer_at

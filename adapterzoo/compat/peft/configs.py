@@ -10,9 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import FLAG, AdapterConfig
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.fields import FLAG
 from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.copies import names_of
