@@ -215,12 +215,8 @@ class CallContext:
             above = f"{frame.call.path}." if frame.call.path else ""
             if path.startswith(above):
                 # the whole model may be one with a head around the base model
-                found: Any = getattr(frame.module, "base_model", frame.module)
-                for name in path.removeprefix(above).split("."):
-                    if not hasattr(found, name):
-                        raise StateError(f"an active adapter reads {path!r}, which is not there")
-                    found = getattr(found, name)
-                return found
+                found = getattr(frame.module, "base_model", frame.module)
+                return functools.reduce(getattr, path.removeprefix(above).split("."), found)
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
