@@ -20,9 +20,7 @@ from adapterzoo.fields import Check, Choice, Layers, Maybe, StackLayers, field
 from adapterzoo.patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
 from adapterzoo.spelling import same
 
-from .copies.config import COPIES, Names, Tokens, with_copies
-from .copies.layers import Saved
-from .copies.rows import TokenIds
+from .copies import COPIES, Names, Saved, TokenIds, Tokens, with_copies
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(

@@ -26,7 +26,7 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._peft import TARGETS
-from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
+from .copies import TokenIds, TokenRows, TokenRowsConfig, tables_in
 
 
 class ListedTokens(TokenIds):
@@ -88,10 +88,7 @@ class TrainableTokensConfig(AdapterConfig):
         """
         tokens = self.token_indices
         if tokens is None:
-            raise ConfigError(
-                "TrainableTokensConfig(): there are no tokens to train. Write "
-                "token_indices=[…] with their numbers."
-            )
+            raise ConfigError("there are no tokens to train. Write token_indices=[…].")
         found: list[Placement] = []
         for group in tables_in(anatomy, self.target_modules, "target_modules=['name']"):
             found += TokenRowsConfig(table=group[0], tokens=tokens).at(group, anatomy)

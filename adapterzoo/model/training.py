@@ -17,7 +17,7 @@ from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods.copies.table import Table
+from adapterzoo.methods.copies import Table
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active

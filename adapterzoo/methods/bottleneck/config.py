@@ -35,7 +35,7 @@ from adapterzoo.fields import (
     field,
 )
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
-from adapterzoo.methods.copies.config import ConfigWithCopies
+from adapterzoo.methods.copies import ConfigWithCopies
 
 from .compacter import HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock

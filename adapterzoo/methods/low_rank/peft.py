@@ -33,7 +33,7 @@ from adapterzoo.methods._peft import (
     whole_width,
 )
 from adapterzoo.methods._sizes import RANK
-from adapterzoo.methods.copies.config import COPIES
+from adapterzoo.methods.copies import COPIES
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,

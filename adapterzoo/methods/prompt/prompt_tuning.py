@@ -32,7 +32,7 @@ from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, uniform
-from adapterzoo.methods.copies.config import ConfigWithCopies
+from adapterzoo.methods.copies import ConfigWithCopies
 from adapterzoo.spelling import spelled
 
 from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft

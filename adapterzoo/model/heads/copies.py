@@ -52,8 +52,7 @@ from adapterzoo.inject.building import (
     plain_state,
 )
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods.copies.rows import ROWS, TokenRows
-from adapterzoo.methods.copies.table import Table
+from adapterzoo.methods.copies import ROWS, Table, TokenRows
 from adapterzoo.model.state import (
     AdaptedModel,
     base_prefix,

@@ -19,8 +19,8 @@ from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats.fit import digest
-from adapterzoo.inject.building import at_hand, device_of, layer_at
-from adapterzoo.methods.copies.table import Table
+from adapterzoo.inject.building import blank_copy, device_of, layer_at
+from adapterzoo.methods.copies import Table
 from adapterzoo.model.activation import check_setup, refuse_used, replan
 from adapterzoo.model.adapters import init_values, install, uninstall
 from adapterzoo.model.state import (
@@ -84,27 +84,8 @@ def check_table(model: AdaptedModel, name: str) -> None:
             f"the adapter {name!r} already adapts {listing(taken)}, the embeddings to be trained "
             f"in full. Leave train_embeddings out, or {hint}."
         )
-    for path in paths:
-        _check_lookup(model, path)
-
-
-def _check_lookup(model: AdaptedModel, path: str) -> None:
-    """Check that the layer looks rows up and does nothing else."""
-    layer = cast("nn.Embedding", layer_at(model._backbone, path))
-    with at_hand(layer), torch.no_grad():
-        weight = layer._parameters["weight"]
-        if weight is None or weight.is_meta:
-            return
-        base = inject.base_of(layer)
-        ids = torch.arange(min(8, layer.num_embeddings), device=weight.device)
-        table = Table(weight.shape[0], weight.shape[1], weight.device, weight.dtype)
-        table.init_from_layer(base)
-        if not torch.equal(table(ids, base), base(ids)):
-            raise StateError(
-                f"the embedding at {path!r}, a {inject.plain_class(layer).__name__}, does more "
-                f"than look rows up, so that an adapter cannot have its own. Leave "
-                f"train_embeddings out."
-            )
+    # the copy of an embedding that cannot have one is refused
+    blank_copy(layer_at(model._backbone, paths[0]), paths[0], torch.device("meta"))
 
 
 def with_table(
@@ -125,7 +106,7 @@ def with_table(
         return record
     layer = cast("nn.Embedding", layer_at(model._backbone, paths[0]))
     rows, width = layer.num_embeddings, layer.embedding_dim
-    table = Table(rows, width, device or device_of(layer), layer.weight.dtype)
+    table = Table(blank_copy(layer, paths[0], device or device_of(layer)))
     sites = [Site(path, "embedding", -1, "", "embedding", rows, width) for path in paths]
     places = {site.path: (Placement(site, record.config, LOCATION),) for site in sites}
     return dataclasses.replace(
