@@ -42,9 +42,8 @@ class PooledConfig(LayersConfig):
         super().__post_init__()
         if self.use_pooler and self.pooling not in ("auto", "pooler"):
             raise ConfigError(
-                f"{type(self).__name__}(use_pooler=True, pooling={self.pooling!r}): the model's "
-                f"pooler and another pooling exclude each other. "
-                f"Write use_pooler=False, pooling={self.pooling!r}."
+                f"{type(self).__name__}(use_pooler=True, pooling={self.pooling!r}): these exclude "
+                f"each other. Write use_pooler=False, pooling={self.pooling!r}."
             )
         if self.pooling == "pooler":
             # write only the form that AdapterHub reads
@@ -363,17 +362,9 @@ class MultipleChoiceHead(PooledHead):
         Args:
             hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.
             mask: `[batch · num_choices, tokens]`.
-
-        Raises:
-            ConfigError: the sequences do not divide into groups of choices.
         """
-        choices = self.config.num_choices
-        if hidden.shape[0] % choices:
-            raise ConfigError(
-                f"multiple choice: {hidden.shape[0]} sequences do not divide into groups of "
-                f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
-            )
-        return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
+        scores = super().forward(hidden, mask)  # [batch · num_choices, 1]
+        return scores.view(-1, self.config.num_choices)  # [batch, num_choices]
 
 
 @adds_head(MultipleChoiceConfig)

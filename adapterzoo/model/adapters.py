@@ -32,8 +32,7 @@ from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import copies
-from .heads.copies import leave_groups, list_ties, tables_of
-from .heads.embeddings import refuse_own_size
+from .heads.copies import leave_groups, list_ties, refuse_own_size, tables_of
 from .heads.named import release, share_table
 from .hf import hosts
 from .hf.hosts import refuse_while_batching
@@ -348,8 +347,9 @@ def remove(model: AdaptedModel, name: str) -> None:
 def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
-    copies.leave_rows(model, name)
     record = state.records.pop(name)
+    if copies.ROWS in record.located:
+        copies.update_rows(model)
     model._active.forget(name)
     state.plans.clear()
     fused = ((path, path) for path in model.anatomy.fused)

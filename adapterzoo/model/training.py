@@ -21,9 +21,9 @@ from adapterzoo.methods.copies import Table
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active
-from .heads import copies, embeddings, tables
+from .heads import copies, tables
 from .heads.copies import tables_of
-from .heads.records import all_tensors
+from .heads.named import all_tensors
 from .hf.hosts import refuse_untrained
 from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
@@ -190,7 +190,7 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
-    for parameter in embeddings.inactive_parameters(model) if freezes else ():
+    for parameter in tables.inactive_parameters(model) if freezes else ():
         parameter.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
@@ -346,7 +346,7 @@ def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     for name in model._adapter_state.fusions:
         layers = named_tensors(dict(fusion_modules(model, name)))
         found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
-    for name, tensor in embeddings.tensors(model).items():
+    for name, tensor in tables.tensors(model).items():
         found[f"embedding {name}"] = tensor
     return {**found, **all_tensors(model)}
 

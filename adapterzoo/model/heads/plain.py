@@ -20,7 +20,7 @@ from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 
-from . import embeddings, named, records
+from . import named, tables
 
 
 def plain_class(model: Any) -> type[nn.Module] | None:
@@ -52,9 +52,9 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
             f"architecture={architecture!r}: a model with a static head becomes the "
             f"{plain.__name__} that it was. Leave architecture out."
         )
-    embeddings.check_plain(model)
+    tables.check_plain(model)
     change(model)
-    embeddings.keep_active(model)
+    tables.keep_active(model)
     adapters.remove_all(model)
     unregister(model)
     disown(model)
@@ -91,7 +91,7 @@ def head_to_keep(
                 f"model.active_head = '…'; heads: {listing(model.heads)}."
             )
         return None, None, {}
-    record = records.of_named(model, names[0])
+    record = named.of_named(model, names[0])
     info = ModelInfo(model)
     try:
         if architecture is not None:

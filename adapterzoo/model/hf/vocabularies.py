@@ -24,8 +24,8 @@ from adapterzoo.formats import files
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods.copies import Table, TokenRows
 from adapterzoo.model.activation import replan
-from adapterzoo.model.heads import copies, sharing
-from adapterzoo.model.heads.embeddings import (
+from adapterzoo.model.heads import copies
+from adapterzoo.model.heads.tables import (
     InactiveTable,
     biases_of,
     enter,
@@ -33,6 +33,7 @@ from adapterzoo.model.heads.embeddings import (
     free_place,
     layer_of,
     loaded,
+    update_outputs,
 )
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
@@ -223,7 +224,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         outside = tuple(_measured(backbone, site) for site in anatomy.outside)
         model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
         replan(model)
-    sharing.update_outputs(model)
+    update_outputs(model)
     return resized
 
 
