@@ -24,8 +24,8 @@ Cannot do: layers that are called with more than one input, quantized ones, batc
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +34,12 @@ from torch.nn.functional import embedding, linear
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, config_class, field
 from adapterzoo.contracts import BaseLayer, CopyAdapter, WeightAdapter, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.fields import Check, field
-from adapterzoo.patterns import Modules, matches, names_below
+from adapterzoo.patterns import Saved, TokenIds, around, matches
 
 from ._init import DTYPES
-
-Names: TypeAlias = str | tuple[str, ...] | None
-Tokens: TypeAlias = tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
-
-COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
-"""The fields that choose the copies."""
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
@@ -179,20 +171,6 @@ class Table(LayerCopy):
         return self.table
 
 
-class Saved(Modules):
-    """Names of modules, which PEFT compares with the ends of paths, within words too."""
-
-    def paths(self, anatomy: Anatomy) -> list[str]:
-        """Return the paths of all modules with parameters."""
-        layers = (site.path for site in (*anatomy, *anatomy.others))
-        return [*dict.fromkeys(path for layer in layers for path in _around(layer))]
-
-    @staticmethod
-    def fits_in_peft(path: str, name: str) -> bool:
-        """Return whether the path ends with the name."""
-        return path.endswith(name)
-
-
 @config_class
 class SavedModulesConfig(CopyConfig):
     """The part of a config that its `modules_to_save` add.
@@ -238,13 +216,7 @@ class SavedModulesConfig(CopyConfig):
 
 def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
     """Return whether a layer, or a module around it, matches."""
-    return any(matches(each, wanted) for each in _around(path))
-
-
-def _around(path: str) -> list[str]:
-    """Return the paths of a layer and of the modules around it, outermost first."""
-    names = path.split(".")
-    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
+    return any(matches(each, wanted) for each in around(path))
 
 
 # --- biases ---
@@ -329,71 +301,6 @@ class OwnBias(Copy):
 
 
 # --- rows of a table of tokens ---
-
-
-class TokenIds(Check):
-    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
-
-    legal = (
-        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
-    )
-
-    def convert(self, value: object) -> object:
-        """Return sorted tuples."""
-        if isinstance(value, Mapping):
-            return {name: _sorted(ids) for name, ids in value.items()}
-        return _sorted(value)
-
-    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
-        """Return a mapping with names of the same embeddings; see `Check.below`.
-
-        Raises:
-            ConfigError: in PEFT, only some of the embeddings that share a table get the rows.
-        """
-        if not isinstance(value, Mapping):
-            return value
-        paths = [site.path for site in anatomy if site.kind == "embedding"]
-        names = {key: names_below((key,), prefix, paths, str.endswith) for key in value}
-        own = anatomy.own_table
-        for key, each in names.items():
-            group = next((g for g in anatomy.shared_tables for p in g if matches(p, each)), ())
-            if own in group and not matches(own, each):
-                raise ConfigError(
-                    f"trainable_token_indices={{{key!r}: …}}: in PEFT the others of "
-                    f"{listing(group)} would keep their rows. Write {{{own!r}: …}}."
-                )
-        found = {name: ids for key, ids in value.items() for name in names[key]}
-        return value if found == value else found
-
-    def fits(self, value: object) -> bool:
-        """Return whether there are any numbers, each a whole one from 0 and there once."""
-        if isinstance(value, Mapping):
-            return bool(value) and all(
-                isinstance(name, str) and bool(name) and _are_ids(ids)
-                for name, ids in value.items()
-            )
-        return value is None or _are_ids(value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return the legal numbers among them."""
-        ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
-        return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
-
-
-def _sorted(value: object) -> object:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return value
-    listed = tuple(value)
-    return tuple(sorted(listed)) if all(type(n) is int for n in listed) else listed
-
-
-def _are_ids(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(type(n) is int and n >= 0 for n in value)
-        and len({*value}) == len(value)
-    )
 
 
 @config_class
@@ -535,7 +442,9 @@ class TokenRows(Copy):
         return {"rows": base.weight.mT[self.tokens]}
 
 
-def tables_in(anatomy: Anatomy, names: Names, hint: str) -> list[tuple[str, ...]]:
+def tables_in(
+    anatomy: Anatomy, names: str | tuple[str, ...] | None, hint: str
+) -> list[tuple[str, ...]]:
     """Return the tables of a model, each as the paths of the embeddings that share it.
 
     Args:
@@ -566,44 +475,39 @@ def tables_in(anatomy: Anatomy, names: Names, hint: str) -> list[tuple[str, ...]
 # --- the fields of a config ---
 
 
-def with_copies(config: Any, anatomy: Anatomy) -> list[Placement]:
-    """Return the placements of the method, and of the copies.
+def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
+    """Return the placements of a config, and those of its copies.
 
     Args:
-        config: a `ConfigWithCopies`, or another config with these fields; without the field `bias`
-            there are no copies of biases.
+        config: without one of the fields it has no such copies.
         anatomy: of the model.
 
     Raises:
-        SiteError: a name matches nothing, nothing is left to adapt, or tokens are outside of
-            the table.
+        ConfigError: nothing is left to adapt.
+        SiteError: a name matches nothing, or tokens are outside of the table.
     """
-    own, names = config.placements(anatomy), config.modules_to_save
+    if isinstance(config, ConfigUnion):
+        return [p for member in config.members for p in all_placements(member, anatomy)]
+    own, names = config.placements(anatomy), config.get("modules_to_save")
     copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
     copied = {p.site.path for p in copies}
+    gives_way = getattr(config, "gives_way", False)
     # elsewhere a layer that is adapted in two ways is refused when it is built
-    adapted = [p for p in own if not config.gives_way or p.site.path not in copied]
-    if not adapted:
-        raise SiteError(
+    adapted = [p for p in own if not gives_way or p.site.path not in copied]
+    if copied and not adapted:
+        raise ConfigError(
             f"modules_to_save={names!r}: these hold all layers that the config would adapt. Write "
             f"fewer."
         )
-    rows = [p for table in _rows(config) for p in table.placements(anatomy)]
+    given, dtype = config.get("trainable_token_indices"), config.get("dtype")
+    each = given if isinstance(given, Mapping) else {} if given is None else {None: given}
+    tables = (TokenRowsConfig(table=n, tokens=tokens, dtype=dtype) for n, tokens in each.items())
+    rows = [p for table in tables for p in table.placements(anatomy)]
     biases: list[Placement] = []
     if (kind := config.get("bias", "none")) != "none":
         layers = None if kind == "all" else tuple(dict.fromkeys(p.site.path for p in adapted))
         biases = BiasConfig(paths=layers).placements(anatomy)
     return [*adapted, *(p for p in biases if p.site.path not in copied), *copies, *rows]
-
-
-def _rows(config: Any) -> Iterator[TokenRowsConfig]:
-    """Yield a config for each table."""
-    given, dtype = config.trainable_token_indices, config.get("dtype")
-    if isinstance(given, Mapping):
-        for table, tokens in given.items():
-            yield TokenRowsConfig(table=table, tokens=tokens, dtype=dtype)
-    elif given is not None:
-        yield TokenRowsConfig(tokens=given, dtype=dtype)
 
 
 @config_class
@@ -621,9 +525,7 @@ class ConfigWithCopies(AdapterConfig):
 
     gives_way: ClassVar[bool] = False
 
-    modules_to_save: Names = field(None, Saved(), ours=True)
-    trainable_token_indices: Tokens = field(None, TokenIds(), ours=True)
-
-    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return the placements of the method, and of the copies; see `with_copies`."""
-        return with_copies(self, anatomy)
+    modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
+        None, TokenIds(), ours=True
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import formats
-from adapterzoo.composition import ActiveHeads
+from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
     CheckpointError,
@@ -29,7 +29,6 @@ from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig, l
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
-from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.hf import documents
 from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
 from adapterzoo.model.hf.documents import StrPath
@@ -296,13 +295,13 @@ def read(
     stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = documents.name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else active_name(model)
-    asked, warn = arguments.overwriting(asked, name, head=heads_of(model))
+    asked, warn = asked.overwriting(name, head=heads_of(model))
     enter_head = fitting(model, head_in(stored), target, asked)
 
     def enter() -> None:
         enter_head()
         warn()
-        arguments.report(asked.loading_info)
+        asked.report()
 
     return name, enter
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
 from adapterzoo.composition import Composition
-from adapterzoo.configs import MultiTaskConfig, Placement, architectures
+from adapterzoo.config import MultiTaskConfig, Placement, architectures
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
