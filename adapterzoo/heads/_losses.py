@@ -8,15 +8,15 @@ are always checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError
 
 IGNORED = -100
 Logits: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -166,28 +166,6 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
             f"occurs at most once. Write id2label={{0: 'negative', …}}."
         )
     return dict(label2id)
-
-
-def by_head(argument: str, values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return an argument of several heads, given as a list, as a dict.
-
-    Args:
-        argument: its name.
-        values: one for each active head, None for a head without.
-        names: of the active heads, in order.
-
-    Raises:
-        ConfigError: the list does not fit the heads.
-    """
-    fits = all(value is None or isinstance(value, Tensor) for value in values)
-    found = dict(zip(names, values, strict=False))
-    alike = all(found.get(name) is value for name, value in zip(names, values, strict=False))
-    if not fits or not alike or len(values) != len(names):
-        raise ConfigError(
-            f"forward({argument}=[…]): a list has one tensor, or None, for each active head "
-            f"({listing(names)}). Write {argument}={{{names[0]!r}: torch.tensor(…)}}."
-        )
-    return found
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:

@@ -190,8 +190,8 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
-    for parameter in tables.inactive_parameters(model) if freezes else ():
-        parameter.requires_grad_(False)
+    for inactive in tables.inactive_of(model).values() if freezes else ():
+        inactive.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None

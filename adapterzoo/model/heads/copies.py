@@ -38,9 +38,10 @@ from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.peft.config import exactly
-from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules, plain_state
+from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies import ROWS, Table
+from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -313,20 +314,10 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
 
 
 def _original(model: AdaptedModel) -> dict[str, Tensor]:
-    backbone = model._backbone
-    if model._has_named_heads or backbone is cast("nn.Module", model):
+    if model._has_named_heads or model._backbone is cast("nn.Module", model):
         return {}
-    shared, inside = shared_ids(model), base_prefix(model)
-    kept = dict(_tensors(cast("nn.Module", model)))
-    for name, child in model.named_children():
-        if child is not backbone:
-            kept |= plain_state(child, name)
-    # quantized layers make some entries anew each time, so compare names
-    return {
-        key: tensor
-        for key, tensor in kept.items()
-        if id(tensor) not in shared and not key.startswith(inside)
-    }
+    shared = shared_ids(model)
+    return {key: t for key, t in head_tensors(model).items() if id(t) not in shared}
 
 
 def rest_of(model: AdaptedModel) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from adapterzoo.errors import (
     listing,
     unknown_name,
 )
-from adapterzoo.heads import Pooling, PredictionHead, by_head, head_types
+from adapterzoo.heads import Pooling, PredictionHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 
@@ -284,13 +284,26 @@ def label_arguments() -> tuple[str, ...]:
 
 
 def _by_head(given: dict[str, Any], used: Heads, names: tuple[str, ...]) -> None:
-    """Turn lists with a value for each active head into dicts, in place."""
+    """Turn lists with a value for each active head into dicts, in place.
+
+    Raises:
+        ConfigError: a list does not fit the heads.
+    """
     # task classes take lists themselves, such as one dict for each image
-    if not used or any(head.calls_base for head in used.values()):
+    if any(head.calls_base for head in used.values()):
         return
     for field in {n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)}:
-        if isinstance(given.get(field), (list, tuple)):
-            given[field] = by_head(field, given[field], names)
+        values = given.get(field)
+        if not isinstance(values, (list, tuple)):
+            continue
+        given[field] = own = dict(zip(names, values, strict=False))
+        fits = all(value is None or isinstance(value, Tensor) for value in values)
+        alike = all(own[name] is value for name, value in zip(names, values, strict=False))
+        if not fits or not alike or len(values) != len(names):
+            raise ConfigError(
+                f"forward({field}=[…]): a list has one tensor, or None, for each active head "
+                f"({listing(names)}). Write {field}={{{names[0]!r}: torch.tensor(…)}}."
+            )
 
 
 def _take_labels(

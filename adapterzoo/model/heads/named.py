@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from adapterzoo.composition import Composition, last_adapter
 from adapterzoo.composition.rows import ActiveHeads, heads_of_rows, parse_heads, parts_of
-from adapterzoo.errors import (
-    CheckpointError,
-    StateError,
-    argument,
-    listing,
-    unknown_name,
-)
+from adapterzoo.errors import CheckpointError, StateError, argument, listing, unknown_name
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import OWN_OUTPUT
 from adapterzoo.formats.fit import digest

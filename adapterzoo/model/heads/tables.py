@@ -139,12 +139,6 @@ def find(model: AdaptedModel, name: str) -> nn.Embedding:
     return found[name]
 
 
-def inactive_parameters(model: AdaptedModel) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the embeddings that are not active."""
-    for inactive in inactive_of(model).values():
-        yield from inactive.parameters()
-
-
 def tensors(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the tables by name, where there are others than the model's own."""
     if not inactive_of(model):
