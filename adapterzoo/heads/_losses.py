@@ -161,9 +161,10 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
     numbers = [*label2id.values()] if isinstance(label2id, Mapping) else [None]
     legal = all(type(number) is int and 0 <= number < count for number in numbers)
     if not legal or len({*numbers}) < len(numbers):
+        shown = {number: f"label_{number}" for number in range(min(count, 3))}
         raise ConfigError(
             f"{kind}(label2id={label2id!r}): with {count} labels each number from 0 to {count - 1} "
-            f"occurs at most once. Write id2label={{0: 'negative', …}}."
+            f"occurs at most once. Write id2label={shown}."
         )
     return dict(label2id)
 

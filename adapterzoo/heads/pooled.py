@@ -64,10 +64,6 @@ class PooledConfig(LayersConfig):
         """The kind of labels, which decides the loss and how pipelines read the logits."""
         return "regression" if self.label_count == 1 else "single_label_classification"
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Count) -> Tensor:
-        """Return the loss for the kind of labels."""
-        return LOSSES[self.problem_type](logits, labels, count)
-
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
         """Return a static head on a pooled vector as a head of this type."""
@@ -146,7 +142,7 @@ class PooledHead(LayersHead):
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
         scores = logits[0] if isinstance(logits, tuple) else logits
-        return self.config.loss(scores, labels, count)
+        return LOSSES[self.config.problem_type](scores, labels, count)
 
 
 def is_multilabel(static: Static) -> bool:

@@ -171,7 +171,8 @@ class QuestionAnsweringHead(LayersHead):
         start, end = logits
         if labels.is_floating_point() or labels.shape[1:] != (2,):
             raise ConfigError(
-                "start_positions, end_positions: write one whole number for each row, [batch]."
+                f"start_positions, end_positions: {labels.dtype}, stacked {[*labels.shape]}. Write "
+                f"one whole number for each row."
             )
         inside = (labels >= 0) & (labels < start.shape[1])
         kept = labels.to(torch.long).where(inside, IGNORED)

@@ -237,16 +237,13 @@ def test_labels_for_a_head_that_is_none(model):
 
 def test_labels_of_the_wrong_argument(model):
     model.add_qa_head("qa")
-    one, two = torch.tensor([0]), torch.tensor([0, 1])
+    two = torch.tensor([0, 1])
     cases = [
         ({"start_positions": two}, ("'qa'", "'end_positions'", "Write all of them or none")),
-        ({"start_positions": one, "end_positions": two},
-         ("end_positions: [2]", "Write all of them with one entry")),
     ]  # fmt: skip
     for wrong in (two.float(), two[:, None].expand(2, 3)):
-        says = f"{wrong.dtype} of shape {list(wrong.shape)}"
         given = {"start_positions": wrong, "end_positions": wrong}
-        cases.append((given, (says, "Write one whole number for each row")))
+        cases.append((given, (str(wrong.dtype), "one whole number for each row")))
     for given, says in cases:
         with refused(model, ConfigError, *says):
             model(**tiny_inputs("bert"), **given)
@@ -255,7 +252,7 @@ def test_labels_of_the_wrong_argument(model):
 def test_labels_that_the_active_head_does_not_take(model):
     model.add_qa_head("qa")
     positions = torch.tensor([0, 1])
-    with refused(model, StateError, "labels=…", "'start_positions', 'end_positions'. Write"):
+    with refused(model, StateError, "labels=…", "no active head takes these"):
         model(**tiny_inputs("bert"), labels=positions)
     # a data set may have labels for several heads
     model.eval()

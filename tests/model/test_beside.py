@@ -300,7 +300,7 @@ WRONG = {
         {"trainable_token_indices": [1], "target_modules": ["embed_tokens"]},
         ConfigError, "Train the layer in one way"),
     "nothing left": (
-        {"modules_to_save": ["self_attn"]}, SiteError, "hold all layers"),
+        {"modules_to_save": ["self_attn"]}, ConfigError, "hold all layers"),
 }  # fmt: skip
 
 

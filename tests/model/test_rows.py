@@ -585,7 +585,7 @@ def test_parallel_is_each_adapter_on_the_whole_batch(static):
 
 
 @pytest.mark.parametrize(("setup", "count", "says"), [
-    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows, legal are 2.*other sizes"),
+    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows"),
     (Parallel("a", "b"), 0, "the batch has 0 rows, legal are 1"),
 ])  # fmt: skip
 def test_a_batch_of_another_size_is_refused(setup, count, says):

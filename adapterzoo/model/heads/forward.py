@@ -23,7 +23,6 @@ from adapterzoo.errors import (
     ConfigError,
     StateError,
     argument,
-    in_python,
     listing,
     unknown_name,
 )
@@ -536,14 +535,8 @@ def head_input(
         StateError: the model did not compute what the head needs.
     """
     if pooling == "pooler":
-        pooled = outputs.get("pooler_output")
-        if pooled is None:
-            raise StateError(
-                f"use_pooler=True: {type(model.base_model).__name__} has no pooled output. Write "
-                f"{in_python('add_classification_head(…, use_pooler=False)', '--pooling cls')}."
-            )
         # a CNN's has two more dimensions, of size 1
-        return pooled.flatten(1), None  # [batch, d_model]
+        return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
     hidden = cast("Tensor", outputs["last_hidden_state"])
     if hidden.dim() == 4:
         hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
+from adapterzoo.anatomy import Site, without_wrappers
 from adapterzoo.composition import Composition
 from adapterzoo.config import MultiTaskConfig, Placement, architectures
 from adapterzoo.errors import (
@@ -98,20 +98,8 @@ class InactiveTable(nn.Module):
         own = {**self._parameters, **self._buffers}
         return {key: t for key, t in own.items() if key != "weight" and t is not None}
 
-    def drop(self, start: str) -> None:
-        """Forget the biases whose keys begin so."""
-        for kept in (self._parameters, self._buffers):
-            for key in [key for key in kept if key.startswith(start)]:
-                del kept[key]
-
 
 # --- look ---
-
-
-def names(model: AdaptedModel) -> tuple[str, ...]:
-    """Return the names of all embeddings, "default" first."""
-    known = {DEFAULT: None, model._adapter_state.embeddings: None}
-    return tuple({**known, **dict.fromkeys(inactive_of(model))})
 
 
 def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
@@ -120,10 +108,9 @@ def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
     Raises:
         StateError: the model has no table of tokens.
     """
-    active = layer_of(model)
-    found: dict[str, Any] = dict.fromkeys(names(model))
-    found[model._adapter_state.embeddings] = active
-    found.update(inactive_of(model))
+    inactive = inactive_of(model)
+    own: Any = {model._adapter_state.embeddings: layer_of(model)}
+    found = {DEFAULT: inactive.get(DEFAULT), **own, **inactive}
     return MappingProxyType({name: _view(of.weight, of.padding_idx) for name, of in found.items()})
 
 
@@ -167,7 +154,10 @@ def layer_of(model: AdaptedModel) -> nn.Embedding:
     """
     layer = token_table(model)
     if layer is None:
-        raise StateError(f"the input embeddings of this {type(model).__name__} are not a table.")
+        raise StateError(
+            f"the input embeddings of this {type(model).__name__} are not a table of tokens, which "
+            f"embeddings and train_embeddings need."
+        )
     return layer
 
 
@@ -190,7 +180,7 @@ def free_place(model: AdaptedModel, name: str) -> nn.Embedding:
         StateError: they cannot become active.
     """
     check_name(name)
-    if name in names(model):
+    if name in loaded(model):
         raise DuplicateNameError(
             f"there are embeddings {name!r}. Write another name, or delete_embeddings({name!r})."
         )
@@ -234,7 +224,9 @@ def delete(model: AdaptedModel, name: str) -> None:
 def drop_biases(model: AdaptedModel, head: str) -> None:
     """Forget the biases that a named head, which goes, had with embeddings that are not active."""
     for inactive in inactive_of(model).values():
-        inactive.drop(f"heads/{head}/")
+        for kept in (inactive._parameters, inactive._buffers):
+            for key in [key for key in kept if key.startswith(f"heads/{head}/")]:
+                del kept[key]
 
 
 # --- activate ---
@@ -407,13 +399,7 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
     Raises:
         StateError: the model has no such table.
     """
-    embedding = input_embeddings_of(model)
-    if not isinstance(embedding, nn.Embedding):
-        raise StateError(
-            f"the input embeddings of this {type(model).__name__} are not a table of tokens. Leave "
-            f"train_embeddings out."
-        )
-    shared = embedding._parameters["weight"]
+    shared = layer_of(model)._parameters["weight"]
     return tuple(
         without_wrappers(path)
         for path, module in model._backbone.named_modules()
