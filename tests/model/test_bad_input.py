@@ -211,14 +211,14 @@ def test_labels_without_a_head(model, tiny):
     labels = torch.tensor([0, 1])
     for m in (tiny(), model):
         m.active_head = None
-        with refused(m, StateError, "labels=…", "Write add_classification_head('my_task')"):
+        with refused(m, StateError, "labels=…", "Write model.active_head"):
             m(**tiny_inputs("bert"), labels=labels)
 
 
 # what else does not fit: heads/test_losses.py
 LABELS = [
-    ([0, 3], ("3 is not a label", "0 to 2", "as many labels as the data has")),
-    ([[0, 1], [1, 2]], ("shape [2, 2]", "Write labels of shape [2]")),
+    ([0, 3], ("3 is not a label", "0 to 2", "as many labels as the data")),
+    ([[0, 1], [1, 2]], ("shape [2, 2]", "Write labels of [2]")),
     ([True, False], ("torch.bool", "Write labels.long()")),
 ]
 
@@ -302,5 +302,5 @@ def test_labels_of_a_number_may_be_anything_but_the_wrong_shape(model):
     model.add_classification_head("score", num_labels=1)
     loss = model(**tiny_inputs("bert"), labels=torch.tensor([0.5, -100.0])).loss.detach()
     assert math.isfinite(loss)
-    with refused(model, ConfigError, "shape [3]", "Write labels of shape [2]"):
+    with refused(model, ConfigError, "shape [3]", "Write labels of [2]"):
         model(**tiny_inputs("bert"), labels=torch.tensor([0.5, 1.0, 2.0]))

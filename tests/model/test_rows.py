@@ -630,9 +630,9 @@ def test_labels_of_another_number_of_rows_are_refused():
     model = with_heads(a=2, b=3).float()
     inputs, labels = tiny_inputs("bert", batch=4), torch.tensor([0, 1, 1])
     for given in (labels, {"a": labels}):
-        with refused(model, ConfigError, "4 rows and the head 'a' reads 2 of them", "labels={'a'"):
+        with refused(model, ConfigError, "Write 4 rows", "labels={'a'"):
             model(**inputs, adapter_names=["a", "b"] * 2, labels=given)
-    says = r"shape \[3\]\. Write labels of 4 rows"
+    says = r"shape \[3\]\. Write 4 rows"
     with AdapterSetup(Parallel("a", "b")), pytest.raises(ConfigError, match=says):
         model(**inputs, labels=labels)
 

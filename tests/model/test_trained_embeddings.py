@@ -139,7 +139,7 @@ def test_few_rows_make_a_small_file(tmp_path):
     # rows that the file leaves out must be those that it was trained with
     with torch.no_grad():
         again.get_input_embeddings().weight[20] += 1
-    with refused(again, CheckpointError, "3 trained rows", "Load the base model"):
+    with refused(again, CheckpointError, "3 trained rows", "Load that model"):
         again.load_adapter(tmp_path / "a", load_as="b")
     with torch.no_grad():
         table_of(model, "a").add_(1)

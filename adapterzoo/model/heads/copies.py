@@ -58,9 +58,6 @@ from adapterzoo.runtime import HEAD
 _HELD = Contained.container
 
 
-Layers = Mapping[str, nn.Module]
-
-
 def owner_of(part: object) -> str | None:
     """Return the name under which a composition's copy is kept; None if it has none.
 
@@ -182,7 +179,7 @@ def _copied(layer: nn.Module) -> nn.Module:
     return twin
 
 
-def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
+def put(model: AdaptedModel, owner: str, layers: Mapping[str, nn.Module]) -> None:
     """Give an adapter its own head, replacing the one that it has; then plans are made anew.
 
     Args:
@@ -306,24 +303,14 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
         model: with adapters.
         owner: of the head; where it has no copy, the original's are returned. None: the original.
     """
-    found, output = _original(model), output_path(model)
+    if model._has_named_heads or model._backbone is cast("nn.Module", model):
+        return {}
+    shared, output = shared_ids(model), output_path(model)
+    found = {key: t for key, t in head_tensors(model).items() if id(t) not in shared}
     for path, layer in layers_with(model, owner).items():
         own = layer.state_dict(prefix=f"{path}.", keep_vars=True)
         found |= {key: t for key, t in own.items() if key in found or path == output}
     return found
-
-
-def _original(model: AdaptedModel) -> dict[str, Tensor]:
-    if model._has_named_heads or model._backbone is cast("nn.Module", model):
-        return {}
-    shared = shared_ids(model)
-    return {key: t for key, t in head_tensors(model).items() if id(t) not in shared}
-
-
-def rest_of(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the tensors of the original head that have no copies."""
-    inside = tuple(f"{path}." for path in layers_of(model))
-    return {key: t for key, t in _original(model).items() if not key.startswith(inside)}
 
 
 def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
@@ -645,27 +632,36 @@ def refuse_own_size(
 def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
     """Return a config without names of the head, and whether the adapter has its output layer.
 
-    The head has a copy for each adapter anyway, except of the layer onto the vocabulary.
+    The head is trained whole, with a copy for each adapter, except for the layer onto the
+    vocabulary.
 
     Args:
         model: with adapters.
         config: of a new adapter.
     """
-    listed = [m for m in config.members if isinstance(m.get("modules_to_save"), tuple)]
-    head = [path for path, _ in outside(model) if path] if listed else []
-    if model._has_named_heads or not head:
+    fields = ("modules_to_save", "target_modules", "exclude_modules")
+    unnamed = all(member.get(field) is None for member in config.members for field in fields)
+    head = [] if unnamed or model._has_named_heads else [p for p, _ in outside(model) if p]
+    if not head:
         return config, False
     base = [f"{base_prefix(model)}{path}" for path, _ in plain_modules(model._backbone)]
-    output, mine, members = output_path(model), list[str](), list[AdapterConfig]()
+    output, has_output, members = output_path(model), False, list[AdapterConfig]()
     for member in config.members:
-        names = member["modules_to_save"] if member in listed else ()
-        own = [name for name in names if any(matches(path, (name,)) for path in head)]
-        kept = tuple(n for n in names if n not in own or any(matches(p, (n,)) for p in base))
-        members.append(member.replace(modules_to_save=kept or None) if own else member)
-        mine += own
-    if not mine:
-        return config, False
-    has_output = output is not None and matches(output, tuple(mine))
+        changes: dict[str, Any] = {}
+        for field in fields:
+            wanted = member.get(field) or ()
+            # a string is one pattern, a tuple holds names
+            parts = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
+            mine = [part for part in parts if any(matches(path, part) for path in head)]
+            kept = [p for p in parts if p not in mine or any(matches(path, p) for path in base)]
+            if field == fields[0] and output is not None:
+                has_output |= any(matches(output, part) for part in mine)
+            # without any targets there would be the default ones
+            if len(kept) < len(parts) and (kept or field != "target_modules"):
+                changes[field] = tuple(name for (name,) in kept) or None
+        members.append(member.replace(**changes) if changes else member)
+    if all(one is other for one, other in zip(members, config.members, strict=True)):
+        return config, has_output
     return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
 
 

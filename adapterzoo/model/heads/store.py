@@ -405,6 +405,8 @@ def _fitting_static(
         fit.check_fit(type(model).__name__, fit.converted(tensors, fits), fits, None)
         return lambda: fit.fill(model, tensors)
     output = copies.output_tensors(model)
+    inside = tuple(f"{path}." for path in copies.layers_of(model))
+    shared = {key: t for key, t in mine.items() if not key.startswith(inside)}
     # a copy may still have the values of the original
     own_output = bool(record.document.get(OWN_OUTPUT)) or any(
         _differs(output[key], tensors[key]) for key in output if key in tensors
@@ -412,7 +414,7 @@ def _fitting_static(
     if own_output:
         mine |= output
         rest = {key: t for key, t in rest.items() if key not in output}
-    for key, tensor in {**copies.rest_of(model), **rest}.items():
+    for key, tensor in {**shared, **rest}.items():
         if key in tensors and not tensor.is_meta and _differs(tensor, tensors[key]):
             raise CheckpointError(
                 f"{key!r} of the checkpoint's head is not that of this {type(model).__name__}, and "
@@ -423,8 +425,8 @@ def _fitting_static(
     fit.check_fit(type(model).__name__, fit.converted(tensors, mine), mine, None)
     layers = copies.made(model, own_output)
     for path, layer in layers.items():
-        inside = f"{path}."
-        own = {k.removeprefix(inside): t for k, t in tensors.items() if k.startswith(inside)}
+        start = f"{path}."
+        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
         fit.fill(layer, own)
 
     def enter() -> None:
