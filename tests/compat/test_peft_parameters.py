@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import transformers
-from adapterzoo.methods.copies.config import all_placements
 from families import _MOE, tiny_config
 from peft.utils import transformers_weight_conversion as conversion
 from peft_world import CONFIG, QUIET, TENSORS, change
@@ -26,6 +25,7 @@ import adapterzoo
 import adapterzoo.peft
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig, Parallel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.model.hf.backbone import split_experts
 
 pytestmark = [
