@@ -234,7 +234,7 @@ def test_the_output_layer_of_one_head_is_replaced():
     inputs = tiny_inputs("bert")
     hidden = model.base_model(**inputs).last_hidden_state
     assert torch.equal(model(**inputs).logits, layer(model.heads["a"].features(hidden)))
-    with refused(model, ConfigError, "ReLU()", "Write set_output_embeddings(nn.Linear("):
+    with refused(model, ConfigError, "ReLU()", "write set_output_embeddings(nn.Linear("):
         model.set_output_embeddings(torch.nn.ReLU())
     # an average would be of what a new head has, and leave the layer out
     with refused(model, CompositionError, "'a' has", "was not replaced"):

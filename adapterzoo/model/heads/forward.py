@@ -256,7 +256,7 @@ def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
     # in `generate` each row may stand for several beams
     rest = count % legal if legal and model._active.call.generation is not None else count - legal
     if legal and rest:
-        raise BatchError(f"the heads are {heads.setup!r}, and the batch has {count} rows.")
+        raise BatchError(f"the heads are {heads.setup!r}: the batch has {count} rows, not {legal}.")
 
 
 def _check_owner(model: Any, names: tuple[str, ...]) -> None:

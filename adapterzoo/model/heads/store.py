@@ -209,7 +209,8 @@ def resize(
     # take these before: tying anew changes heads that share the table
     heads: Any = [head for head in model.heads.values() if head.output_embeddings is not None]
     layers = [(head, head.output_embeddings) for head in heads]
-    before = [(head, layer.weight, layer.bias) for head, layer in layers]
+    biases = [None if layer.bias is None else layer.bias.detach() for _, layer in layers]
+    before = [(head, layer.weight, b) for (head, layer), b in zip(layers, biases, strict=True)]
     # transformers would resize the layer of one active head even if its config forbids it
     with model._active.overridden(dataclasses.replace(plan, heads=ActiveHeads())):
         resized = resize_table()
@@ -226,10 +227,9 @@ def resize(
         elif shared or rows != weight.shape[0]:
             head.of_checkpoint = False
             weight = nn.Parameter(_with_rows(weight, rows, std), weight.requires_grad)
-        own = None if bias is None else bias.detach()
-        if own is not None and own.shape[0] != rows:
-            own = _with_rows(own, rows, None if mean_resizing else 0.0)
-        head.resize_output(weight, own)
+        if bias is not None and bias.shape[0] != rows:
+            bias = _with_rows(bias, rows, None if mean_resizing else 0.0)
+        head.resize_output(weight, bias)
     update_outputs(model)
     list_ties(model)
     return resized
