@@ -51,7 +51,7 @@ from adapterzoo.inject.building import layer_at
 from adapterzoo.runtime import HEAD, Plan, current_task
 
 from .heads import copies
-from .heads.embeddings import refuse_own_size
+from .heads.copies import refuse_own_size
 from .heads.named import HeadNames, for_setup, show_labels
 from .hf.backbone import plain_token
 from .hf.hosts import refuse_trained, refuse_while_batching
