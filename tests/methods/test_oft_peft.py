@@ -210,7 +210,7 @@ def test_a_tensor_that_is_no_triangle_is_refused(shape, fields, tmp_path):
     key = next(key for key in tensors if "query" in key)
     save_file({**tensors, key: torch.zeros(shape)}, tmp_path / TENSORS)
     model = ours("bert")
-    with refused(model, CheckpointError, "oft_R is", "block_share=", "Copy both files"):
+    with refused(model, CheckpointError, "nothing has been loaded"):
         model.load_adapter(tmp_path, load_as="a")
 
 

@@ -269,7 +269,7 @@ def with_experts(
                 **(fields.get(pattern) or {}),
                 **{k: n * fields.get(of, spelling.fields[of].default) for k, n in doubled.items()},
             }
-            for pattern, (of, _) in spelling.patterns.items()
+            for pattern, of in spelling.patterns.items()
         },
     }
 

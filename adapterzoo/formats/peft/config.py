@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers.models.auto import modeling_auto
 
@@ -22,8 +22,8 @@ from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
 from adapterzoo.formats.checkpoint import SavedModel, method_of, short
 from adapterzoo.patterns import fault
-from adapterzoo.peft_arguments import instead
-from adapterzoo.spelling import PeftField, PeftSpelling, peft_readable, peft_spellings
+from adapterzoo.peft_arguments import PeftArgument, instead
+from adapterzoo.spelling import PeftSpelling, peft_readable, peft_spellings
 
 CONFIG = "adapter_config.json"
 
@@ -45,12 +45,12 @@ _INERT = """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeftConfig:
+class FileConfig:
     """The facts in a PEFT config, checked.
 
     Attributes:
         spelling: of the method.
-        fields: the fields and flags of the method.
+        fields: the fields of the method that are read.
         patterns: by field: regular expressions to numbers.
         task_type: PEFT's name of the task; None if unknown.
         base_class: the class of the model, if PEFT did not know the task.
@@ -71,7 +71,7 @@ class PeftConfig:
     bias: str = "none"
 
 
-def checked(metadata: Mapping[str, Any]) -> PeftConfig:
+def checked(metadata: Mapping[str, Any]) -> FileConfig:
     """Check a PEFT config and return its facts.
 
     Raises:
@@ -99,8 +99,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     known = {*_INERT.split()}
     for each in peft_readable():
         known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
-        known |= {*each.optional.values(), *([_PARAMETERS] if each.of_parameters else ())}
-        known |= {each.rows_field}
+        known |= {each.rows_field, *([_PARAMETERS] if each.of_parameters else ())}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "
@@ -111,37 +110,36 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
     saved = _listed(metadata, "modules_to_save")
     parameters = _listed(metadata, _PARAMETERS) if spelling.of_parameters else []
-    asked = {**spelling.fields, **{flag: PeftField(False) for flag in spelling.optional.values()}}
-    return PeftConfig(
+    return FileConfig(
         spelling=spelling,
-        fields={name: _value(metadata, name, f.default, f.check) for name, f in asked.items()},
+        fields={name: _value(metadata, name, a) for name, a in spelling.fields.items()},
         patterns={
             name: _pattern(metadata, name, spelling.fields[base])
-            for name, (base, _) in spelling.patterns.items()
+            for name, base in spelling.patterns.items()
         },
-        task_type=_value(metadata, "task_type", None, Text()),
+        task_type=_value(metadata, "task_type", PeftArgument(check=Text())),
         base_class=base_class if isinstance(base_class, str) else None,
         modules_to_save=saved,
         target_parameters=parameters,
         trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
-        bias=_value(metadata, "bias", "none", Text()),
+        bias=_value(metadata, "bias", PeftArgument("none", check=Text())),
     )
 
 
-def _value(metadata: Mapping[str, Any], name: str, default: Any, check: Check) -> Any:
-    value = metadata.get(name)
+def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Any:
+    value, check = metadata.get(name), cast("Check", argument.check)
     if value is None:
-        return default
+        return argument.default
     if not check.fits(value):
-        raise _wrong(name, value, check.legal, default)
+        raise _wrong(name, value, check.legal, argument.default)
     return value
 
 
-def _pattern(metadata: Mapping[str, Any], name: str, field: PeftField) -> Mapping[str, Any]:
-    value = metadata.get(name)
+def _pattern(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Mapping[str, Any]:
+    value, check = metadata.get(name), cast("Check", argument.check)
     value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(map(field.check.fits, value.values())):
-        raise _wrong(name, value, f"layer names with {field.check.legal} each", {})
+    if not isinstance(value, Mapping) or not all(map(check.fits, value.values())):
+        raise _wrong(name, value, f"layer names with {check.legal} each", {})
     return value
 
 
@@ -282,7 +280,7 @@ class Task:
     task_type: str | None
 
 
-def class_in(peft_config: PeftConfig, info: SavedModel) -> str | None:
+def class_in(peft_config: FileConfig, info: SavedModel) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class

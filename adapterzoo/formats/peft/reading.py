@@ -1,7 +1,9 @@
-"""Read an adapter from PEFT's tensors and config.
+"""Read an adapter from PEFT's config and tensors.
 
-Sites and sizes come from the tensors: in PEFT's config they are patterns that may match nothing, or
-numbers that PEFT did not use. Only facts that the tensors lack come from the config.
+The keys of the tensors name the layers; the config's patterns for these are paths in the class of
+models that PEFT was given, and may match nothing. What an adapter is comes from the config, by the
+table that also reads config objects. Loading makes an empty adapter of both, and compares it with
+the file: tensors without a place in the adapter keep PEFT's keys.
 
 Besides an adapter PEFT trains whole modules, rows of embeddings and biases. A copy of a module has
 the keys of the module itself, and so has a bias; rows are a tensor
@@ -49,7 +51,7 @@ from .config import (
     MERGE,
     TASKS,
     TOKENS,
-    PeftConfig,
+    FileConfig,
     by_name,
     class_in,
     exactly,
@@ -61,9 +63,6 @@ _LOG = logging.getLogger(__name__)
 
 # PEFT's keys do not have the adapter's name, those of other tools do
 _NAME = "default"
-# layers that a message names
-_SHOWN = 10
-
 # ends of the keys of rows of an embedding, and of its table
 DELTA, _TABLE = "trainable_tokens_delta", "base_layer.weight"
 WRAPPED = "base_layer"
@@ -74,12 +73,15 @@ FIELD_AT = {
     "bias": "bias",
 }
 
+PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
+"""Our fields with numbers for some layers → the field with the number for all others."""
+
 Layers = Mapping[str, PeftLayer]
 Find = Callable[[str, Mapping[str, Site]], "str | None"]
 
 
 def read_adapter(
-    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: SavedModel
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return config and tensors of the adapter, and all other tensors.
 
@@ -88,11 +90,10 @@ def read_adapter(
             or contradict each other or the config.
     """
     spelling = peft_config.spelling
-    layers, shared, rest = _sorted(peft_config, tensors, info)
+    layers, shared, lost, rest = _sorted(peft_config, tensors, info)
     extras, rest = _read_extras(
         peft_config, rest, info, lambda name, sites: _here(name, sites, info)
     )
-    _check_complete(peft_config, layers)
     rows = {path: tensor for path, (_, tensor) in extras.rows.items()}
     dtype, layers, shared = _in_one_dtype(spelling, layers, shared, rows, info)
     extras.rows = {path: (ids, rows[path]) for path, (ids, _) in extras.rows.items()}
@@ -115,9 +116,19 @@ def read_adapter(
         ) from error
     if spelling.becomes:
         _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
-    read = {path: spelling.read(layer) for path, layer in layers.items()}
+    read = {path: _read_layer(spelling, layer) for path, layer in layers.items()}
     found = _keyed(config, extras, read, info.anatomy)
-    return config, found | {shared_key(name): t for name, t in shared.items()}, rest
+    return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
+
+
+def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
+    try:
+        return spelling.read(layer)
+    except (IndexError, KeyError, RuntimeError) as error:
+        shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
+        raise CheckpointError(
+            f"at {layer.name!r} the tensors do not fit together: {shown}. {AGAIN}."
+        ) from error
 
 
 def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -127,9 +138,13 @@ def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _sorted(
-    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: SavedModel
-) -> tuple[dict[str, PeftLayer], Tensors, dict[str, Tensor]]:
-    """Return the layers by path in this model, the adapter-wide tensors, and all others by key."""
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: SavedModel
+) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
+    """Return the file's tensors: of layers, adapter-wide, without a place here, and all others.
+
+    Those of layers are by `Site.name`, those without a place by key, and others by key in the task
+    class.
+    """
     spelling = peft_config.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
@@ -142,11 +157,16 @@ def _sorted(
     modules: dict[str, list[Site]] = {}
     for site in info.anatomy.weights().values() if peft_config.target_parameters else ():
         modules.setdefault(site.path, []).append(site)
-    wrapped: dict[str, list[Site]] = {}
     layers: dict[str, PeftLayer] = {}
     shared: Tensors = {}
-    rest: dict[str, Tensor] = {}
-    lost: set[str] = set()
+    lost: Tensors = {}
+    rest: Tensors = {}
+
+    def layer_at(named: str, site: Site, is_parameter: bool) -> PeftLayer:
+        weight = functools.partial(_weight, site, info)
+        fresh = PeftLayer(named, site, peft_config.fields, weight, is_parameter)
+        return layers.setdefault(site.name, fresh)
+
     for key, tensor in tensors.items():
         if key in wide:
             shared[wide[key]] = tensor
@@ -154,50 +174,31 @@ def _sorted(
         place = key.removeprefix(spelling.prefix)
         named, parameter = _split(place, ends)
         if parameter is None:
-            if key in others or any(stem in place for stem in stems):
-                raise CheckpointError(
-                    f"the tensor {place!r} is not of a known kind; {spelling.peft_type} has "
-                    f"{listing(sorted((*ends, *wide)), limit=20)}. Save the adapter again with "
-                    f"PEFT, as the only adapter."
-                )
-            rest[place] = tensor
+            is_other = key in others or any(stem in place for stem in stems)
+            (lost if is_other else rest)[key if is_other else place] = tensor
             continue
         module, depth = unwrapped(named) if modules else (named, 0)
         path = _here(module, {**sites, **modules}, info)
         own = adapted(module, modules.get(path or "", ()), peft_config.target_parameters)
-        if path is None or not (own or (path in sites and not depth)):
-            lost.add(named)
-            continue
-        site = at_depth(module, depth, own) if own else sites[path]
-        if own:
-            wrapped[module], named = own, f"{module}.{parameter_of(site)}"
-        weight = functools.partial(_weight, site, info)
-        fresh = PeftLayer(named, site, peft_config.fields, weight, is_parameter=bool(own))
-        layer = layers.setdefault(site.name, fresh)
-        if parameter in layer.tensors:
+        # the keys of the last parameter are those of the module
+        here = [layer_at(f"{module}.{parameter_of(s)}", s, True) for s in reversed(own)]
+        if path in sites and not own:
+            here = [layer_at(named, sites[path], False)]
+        if depth >= len(here):
+            lost[key] = tensor
+        elif parameter in here[depth].tensors:
             raise CheckpointError(
-                f"the file has two tensors {parameter!r} for {site.name!r}. Save the adapter "
-                f"again, alone."
+                f"the file has two tensors {parameter!r} for {here[depth].site.name!r}. Save the "
+                f"adapter again, alone."
             )
-        layer.tensors[parameter] = tensor
-    if lost:
-        names = listing(sorted({path.rpartition(".")[2] for path in sites}), limit=30)
-        also = "" if not modules else f" (target_parameters={peft_config.target_parameters!r})"
-        raise CheckpointError(
-            f"the file has adapters at {listing(sorted(lost))}{also}, where this "
-            f"{info.model_class} has no layers that can have adapters. Its base model has layers "
-            f"named {names}; layers of heads and convolutions have no adapters. Load the file into "
-            f"the model that it was trained on."
-        )
-    if not layers and not shared and not spelling.rows_field:
-        raise CheckpointError(
-            f"the file holds no tensors of {spelling.peft_type} "
-            f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
-        )
-    check_all(wrapped, layers)
-    for name in peft_config.patterns:
-        _resolve(name, peft_config, layers)
-    return layers, shared, rest
+        else:
+            here[depth].tensors[parameter] = tensor
+    for name, patterns in peft_config.patterns.items():
+        numbers = values_at(name, patterns, [layer.name for layer in layers.values()])
+        for layer in layers.values():
+            if layer.name in numbers:
+                layer.fields = {**layer.fields, spelling.patterns[name]: numbers[layer.name]}
+    return layers, shared, lost, rest
 
 
 def _sites(spelling: PeftSpelling, info: SavedModel) -> list[Site]:
@@ -244,40 +245,6 @@ def _here(named: str, sites: Mapping[str, object], info: SavedModel) -> str | No
     return None
 
 
-def _resolve(name: str, peft_config: PeftConfig, layers: Layers) -> None:
-    """Give each layer the number that a pattern has for it."""
-    field, _ = peft_config.spelling.patterns[name]
-    found = values_at(name, peft_config.patterns[name], [layer.name for layer in layers.values()])
-    for layer in layers.values():
-        if layer.name in found:
-            layer.fields = {**layer.fields, field: found[layer.name]}
-
-
-def _check_complete(peft_config: PeftConfig, layers: Layers) -> None:
-    """Raise one error with all layers that lack tensors or have others than the config says."""
-    spelling = peft_config.spelling
-    off = {name for name, flag in spelling.optional.items() if not peft_config.fields[flag]}
-    forms = spelling.forms or (frozenset(spelling.tensors) - off,)
-    wrong: dict[str, frozenset[str]] = {}
-    for layer in layers.values():
-        own = {*layer.tensors}
-        needed = max(forms, key=lambda form: (form == own, len(form & own)))
-        if missing := needed - own - spelling.maybe:
-            wrong[f"no {listing(sorted(missing))} at {layer.name!r}"] = needed
-        elif surplus := own - needed:
-            wrong[f"{listing(sorted(surplus))} at {layer.name!r}"] = needed
-    if wrong:
-        flags = {flag: peft_config.fields[flag] for flag in spelling.optional.values()}
-        shown = "".join(f", {k}={v!r}" for k, v in {**spelling.fixed, **flags}.items())
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(
-            f"the file has {'; '.join([*wrong][:_SHOWN])}{more}; with peft_type="
-            f"{spelling.peft_type!r}{shown} in {CONFIG} it has "
-            f"{listing(sorted(next(iter(wrong.values()))))}. Copy both files again from where they "
-            f"were saved."
-        )
-
-
 def _in_one_dtype(
     spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: SavedModel
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
@@ -304,36 +271,41 @@ def _in_one_dtype(
     return said, dict(layers), shared
 
 
-def _members(peft_config: PeftConfig, layers: Layers, info: SavedModel) -> list[dict[str, Any]]:
+def _members(peft_config: FileConfig, layers: Layers, info: SavedModel) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
-    subsets = peft_config.spelling.subsets
-    patterns = {**peft_config.spelling.patterns, **peft_config.spelling.derived}
-    varying = {ours for _, ours in patterns.values()}
+    spelling = peft_config.spelling
+    patterns = {name: ours for name, ours in PATTERNS.items() if name in checks(spelling.config)}
+    fields_of = {argument.ours: name for name, argument in spelling.fields.items()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
-    read = peft_config.spelling.read_layers([*layers.values()]) if layers else ()
-    for path, fields in zip(layers, read, strict=True):
-        alike = {name: value for name, value in fields.items() if name not in varying}
+    for path, layer in layers.items():
+        said = {ours: layer.fields[name] for ours, name in fields_of.items() if ours is not None}
+        try:
+            fields = spelling.read_fields(layer, said)
+        except (IndexError, KeyError):
+            # the comparison with the model shows what is missing
+            fields = said
+        alike = {name: v for name, v in fields.items() if name not in patterns.values()}
         paths = next((paths for known, paths in groups if known == alike), None)
         if paths is None:
             groups.append((alike, paths := {}))
-        paths[path] = {name: fields[name] for name in varying}
+        paths[path] = fields
     members = []
     for alike, paths in groups:
         numbers = {}
-        for pattern, (default, ours) in patterns.items():
+        for pattern, ours in patterns.items():
             values = {path: own[ours] for path, own in paths.items()}
-            numbers[ours] = most_common(values, peft_config.fields[default])
+            numbers[ours] = most_common(values, peft_config.fields[fields_of[ours]])
             numbers[pattern] = by_name(values, numbers[ours])
         chosen = {
             name: _names([p for p in paths if among(layers[p].tensors)], paths)
-            for name, among in subsets.items()
+            for name, among in spelling.subsets.items()
         }
         targets = _targets([layers[path].site for path in paths], peft_config, info)
         members.append({**alike, **numbers, **chosen, **targets})
     return members
 
 
-def _targets(chosen: Sequence[Site], peft_config: PeftConfig, info: SavedModel) -> dict[str, Any]:
+def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: SavedModel) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
     modules = [site.path for site in chosen if site.parameter is None]
     weights = [site.name for site in chosen if site.parameter is not None]
@@ -375,46 +347,6 @@ def parameter_of(site: Site) -> str:
     return site.parameter or "weight"
 
 
-def at_depth(named: str, depth: int, sites: Sequence[Site]) -> Site:
-    """Return the site to which the keys of a wrapper belong.
-
-    Args:
-        named: path of the module in the file.
-        depth: how many wrappers are around this one.
-        sites: the adapted ones of the module.
-
-    Raises:
-        CheckpointError: there are more wrappers than parameters.
-    """
-    if depth >= len(sites):
-        listed = ", ".join(map(repr, map(parameter_of, sites)))
-        raise CheckpointError(
-            f"the file has adapters of {depth + 1} or more parameters at {named!r}, but "
-            f"target_parameters names {len(sites)} of this model there ({listed}). Load it into "
-            f"the model that it was trained on."
-        )
-    return sites[-1 - depth]
-
-
-def check_all(found: Mapping[str, Iterable[Site]], layers: Iterable[str]) -> None:
-    """Check that the file has an adapter of each parameter that it names at a module.
-
-    Args:
-        found: path of a module in the file → its adapted sites.
-        layers: names of the sites that have adapters.
-
-    Raises:
-        CheckpointError: one is missing, so that it is unknown to which the others belong.
-    """
-    there = {*layers}
-    for named, sites in found.items():
-        if missing := [parameter_of(s) for s in sites if s.parameter and s.name not in there]:
-            raise CheckpointError(
-                f"target_parameters names {missing[0]!r} at {named!r} too, and the file has no "
-                f"adapter of it. Copy both files again from where they were saved."
-            )
-
-
 @dataclass(slots=True)
 class Extras:
     """What a file has besides its adapters, by paths in this model.
@@ -433,7 +365,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: SavedModel, find: Find
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: SavedModel, find: Find
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -492,7 +424,7 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: PeftConfig, info: SavedModel, find: Find, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: SavedModel, find: Find, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
@@ -549,7 +481,7 @@ def _as(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
 
 
 def _rows(
-    peft_config: PeftConfig, named: str, rows: Tensor, site: Site, info: SavedModel
+    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: SavedModel
 ) -> tuple[tuple[int, ...], Tensor]:
     given = peft_config.trainable_token_indices
     if isinstance(given, Mapping):
@@ -656,7 +588,7 @@ def _keyed(
 
 
 def head_from(
-    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: SavedModel
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return metadata and tensors of the head in a file; None if there is none.
 
@@ -719,7 +651,7 @@ def _in_base(key: str, info: SavedModel) -> Tensor | None:
     return None
 
 
-def _class_of_head(peft_config: PeftConfig, info: SavedModel) -> str:
+def _class_of_head(peft_config: FileConfig, info: SavedModel) -> str:
     task = peft_config.task_type
     if peft_config.base_class is None and (task is None or task not in TASKS):
         raise CheckpointError(

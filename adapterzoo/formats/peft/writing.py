@@ -26,6 +26,7 @@ from .config import TASKS, TOKENS, Task, by_path, classes_for, most_common, task
 from .reading import (
     DELTA,
     FIELD_AT,
+    PATTERNS,
     WRAPPED,
     base_tensor,
     fields_for_extras,
@@ -200,8 +201,9 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     for parameter, flag in spelling.optional.items():
         have = {parameter in layer.tensors for layer in layers.values()}
         found[flag] = _same(flag, have)
-    written = spelling.write_layers([*layers.values()])
-    patterns = {base: (name, ours) for name, (base, ours) in spelling.patterns.items()}
+    each = [*layers.values()]
+    written = spelling.write_layers(each, [_said(spelling, layer) for layer in each])
+    patterns = {base: (n, PATTERNS[n]) for n, base in spelling.patterns.items()}
     first = next(iter(layers.values())).parts[0].placement.config.to_dict()
     for name in written[0]:
         values = {path: own[name] for path, own in zip(layers, written, strict=True)}
@@ -215,6 +217,14 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
         else:
             found[name] = _same(name, {*said.values()})
     return found
+
+
+def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
+    """Return the fields of PEFT's config that ours has, and those that every file has."""
+    values = layer.parts[0].placement.config.to_dict()
+    arguments = {} if spelling.arguments is None else spelling.arguments.fields
+    always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
+    return always | {n: values[a.ours] for n, a in spelling.fields.items() if a.ours in values}
 
 
 def _same(name: str, values: set[Any]) -> Any:

@@ -37,7 +37,6 @@ from adapterzoo.methods.copies.config import COPIES
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,
-    PeftField,
     PeftLayer,
     PeftOutput,
     PeftPart,
@@ -164,9 +163,6 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 # VeLoRA's, which only the backward pass of PEFT reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
-# optional ones are those of some methods only
-_SAME = ("use_rslora", "lora_bias", _INVOCATION)
-_PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
 _REPRODUCED = ("pissa", "olora")
 # initial values that leave the base weights unchanged
@@ -188,33 +184,15 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _read_layer(layer: PeftLayer) -> Fields:
-    """Return our config fields at a layer; check its factors against the file's rank."""
-    fields = layer.fields
-    a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
-    count = _experts_of(layer.site)
-    fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
-    if not fits or not a.shape[0] or a.shape[0] % count:
-        each = f"; the rank counts for each of {count} experts" if count > 1 else ""
-        raise CheckpointError(
-            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}, not "
-            f"[rank, d_in] and [d_out, rank]{each}. Copy the file again."
-        )
-    rank = a.shape[0] // count
-    if rank != fields["r"]:
-        raise CheckpointError(
-            f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
-            f"rank {rank}. Correct 'r' or 'rank_pattern' in adapter_config.json."
-        )
-    init, site = fields["init_lora_weights"], layer.site
+def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    """Return the fields of our config at a layer."""
+    init, site = fields["init_weights"], layer.site
+    # embeddings and layers that are only read have no dropout
     drops = site.is_called and site.kind != "embedding"
     return {
-        **{name: fields[name] for name in _SAME if name in fields},
-        **({"init_weights": init} if init in _REPRODUCED else {}),
-        "r": rank,
-        "alpha": fields["lora_alpha"],
-        # embeddings and layers that are only read have no dropout
-        "dropout": fields["lora_dropout"] if drops else 0.0,
+        **fields,
+        "init_weights": init if init in _REPRODUCED else "lora",
+        "dropout": fields["dropout"] if drops else 0.0,
     }
 
 
@@ -254,7 +232,7 @@ def _write_layer(layer: PeftOutput) -> Fields:
     }
 
 
-def _write_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+def _write_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list[Fields]:
     """Return the fields of PEFT's config for each layer."""
     return [_write_layer(layer) for layer in layers]
 
@@ -276,15 +254,14 @@ def _of_lora(
         peft_type="LORA",
         fixed=fixed,
         tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors, **_UNREAD},
-        maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
-        patterns=_PATTERNS,
+        patterns={"rank_pattern": "r", "alpha_pattern": "lora_alpha"},
         beside=COPIES,
         inert=frozenset(("merge_weights", "runtime_config")),
         refuse=_refuse,
         read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
         write=lambda part: _as_parameter(part.placement.site, part.tensors),
-        read_layers=lambda layers: [_read_layer(layer) for layer in layers],
+        read_fields=_read_fields,
         **chosen,
     )
 
@@ -416,13 +393,13 @@ def _read_start(layer: PeftLayer) -> Tensors:
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
 
 
-def _write_invoked_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+def _write_invoked_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list[Fields]:
     """Return the fields of PEFT's config for each layer, with the invocation if any has one.
 
     Raises:
         CheckpointError: a layer has adapters with several invocations.
     """
-    written = _write_layers(layers)
+    written = [_write_layer(layer) for layer in layers]
     own = [{_invocation(part.placement.config) for part in layer.parts} for layer in layers]
     if own and set().union(*own) == {()}:
         return written
@@ -440,24 +417,16 @@ def _invocation(config: AdapterConfig) -> tuple[int, ...]:
     return Items(config.to_dict().get(_INVOCATION) or ())
 
 
-def _read_adalora_fields(layer: PeftLayer) -> Fields:
-    """Return our config fields at a layer.
-
-    Raises:
-        CheckpointError: the tensors contradict each other.
-    """
-    fields, (a, b, e) = layer.fields, (layer.tensors[f"lora_{n}"] for n in "ABE")
-    rank = a.shape[0]
-    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or e.shape != (rank, 1):
-        raise CheckpointError(
-            f"at {layer.name!r} lora_A is {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
-            f"{list(e.shape)}, not [rank, d_in], [d_out, rank] and [rank, 1]. Copy the file again."
-        )
-    scaled = fields["lora_alpha"] if fields["lora_alpha"] > 0 else rank
-    r = max(rank, 1)
+def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    """Return our config fields at a layer; its tensor gives the rank that training has left."""
+    r, alpha = layer.tensors["lora_A"].shape[0], fields["alpha"]
+    scaled = alpha if alpha > 0 else r
     # PEFT divides by this, also where ranks have been pruned
-    alpha = scaled * r / (fields["init_r"] + 1e-5)
-    return {"r": r, "alpha": alpha, "dropout": fields["lora_dropout"]}
+    return {
+        **fields,
+        "r": max(r, 1),
+        "alpha": scaled * max(r, 1) / (layer.fields["init_r"] + 1e-5),
+    }
 
 
 def _read_adalora(layer: PeftLayer) -> Tensors:
@@ -465,7 +434,7 @@ def _read_adalora(layer: PeftLayer) -> Tensors:
     a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
     if not len(a):
         return {"lora_A": a.new_zeros(1, a.shape[1]), "lora_B": b.new_zeros(b.shape[0], 1)}
-    return {"lora_A": a, "lora_B": b * layer.tensors["lora_E"].mT}
+    return {"lora_A": a, "lora_B": b * layer.tensors["lora_E"].view(1, len(a))}
 
 
 def _unsayable_dora(placement: Placement) -> str | None:
@@ -528,18 +497,6 @@ _VERA_ARGUMENTS = PeftArguments(
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _read_vera_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    return [
-        {
-            "r": layer.tensors["lambda_d"].shape[0],
-            "dropout": layer.fields["vera_dropout"],
-            "vera_d": layer.fields["d_initial"],
-            "projection_prng_key": layer.fields["projection_prng_key"],
-        }
-        for layer in layers
-    ]
-
-
 def _read_vera(
     fields: Mapping[str, Any], tensors: Tensors, layers: Sequence[PeftLayer], _anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
@@ -548,9 +505,8 @@ def _read_vera(
     Raises:
         CheckpointError: one is missing.
     """
-    said = {"save_projection": fields["save_projection"]}
     if len(tensors) == 2 or not layers:
-        return said, tensors
+        return {}, tensors
     if tensors or fields["save_projection"]:
         raise CheckpointError(
             f"the file lacks vera_A or vera_B, with save_projection={fields['save_projection']}. "
@@ -562,7 +518,7 @@ def _read_vera(
     a, b = _projections(fields["projection_prng_key"], fields["r"], sites)
     # as in PEFT, whose projections are in the dtype of the layers before that of the adapter
     dtype = own if weight is None else weight.dtype
-    return said, {"lora_A": a.to(dtype).to(own), "lora_B": b.to(dtype).to(own)}
+    return {}, {"lora_A": a.to(dtype).to(own), "lora_B": b.to(dtype).to(own)}
 
 
 def _projections(key: int, r: int, sites: Sequence[Site]) -> tuple[Tensor, Tensor]:
@@ -617,19 +573,9 @@ def _unsayable_vera(placement: Placement) -> str | None:
     return None
 
 
-def _write_vera_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
-    configs = [layer.parts[0].placement.config for layer in layers]
-    return [
-        {
-            "r": config["r"],
-            "vera_dropout": config["dropout"],
-            "d_initial": config["vera_d"],
-            "projection_prng_key": _key(config),
-            "init_weights": True,
-            "bias": "none",
-        }
-        for config in configs
-    ]
+def _write_vera_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
+    keys = (_key(layer.parts[0].placement.config) for layer in layers)
+    return [{**fields, "projection_prng_key": key} for fields, key in zip(said, keys, strict=True)]
 
 
 spelled(
@@ -645,7 +591,7 @@ spelled(
             fields={
                 **_ARGUMENTS.fields,
                 **_FROM_DATA,
-                "lora_bias": ours(False, "lora_bias"),
+                "lora_bias": ours(False, "lora_bias", FLAG),
                 _INVOCATION: ours(None, _INVOCATION, Invocation()),
             },
             unsayable=_unused_options,
@@ -657,18 +603,17 @@ spelled(
         becomes="a LoRA adapter that computes the same; its ranks are no longer trained",
         tensors={"lora_A": ("lora_A",), "lora_B": ("lora_B",), "lora_E": ("lora_E",)},
         fields={
-            "init_r": PeftField(12, RANK),
-            "lora_alpha": PeftField(8.0, FACTOR),
-            "lora_dropout": PeftField(0.0, Share()),
+            "init_r": ours(12, "r", RANK),
+            "lora_alpha": ours(8.0, "alpha", FACTOR),
+            "lora_dropout": ours(0.0, "dropout", Share()),
         },
-        derived={"rank_pattern": ("init_r", "r"), "alpha_pattern": ("lora_alpha", "alpha")},
         # what PEFT's AdaLoRA does not read, and what only its training reads
         inert=frozenset(
             ("alpha_pattern", "beta1", "beta2", "deltaT", "init_lora_weights", "lora_bias",
              "orth_reg_weight", "r", "rank_pattern", "target_r", "tfinal", "tinit", "total_step",
              "use_dora", "use_rslora")
         ),
-        read_layers=lambda layers: [*map(_read_adalora_fields, layers)],
+        read_fields=_read_adalora_fields,
         read=_read_adalora,
     ),
 )(LoRAConfig)  # fmt: skip
@@ -689,7 +634,6 @@ spelled(
         arguments=_VERA_ARGUMENTS,
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
-        read_layers=_read_vera_layers,
         read_model=_read_vera,
         unsayable=_unsayable_vera,
         write_layers=_write_vera_layers,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -20,7 +21,6 @@ from adapterzoo.spelling import (
     AdapterHubSpelling,
     Container,
     Fields,
-    PeftField,
     PeftLayer,
     PeftSpelling,
     Tensors,
@@ -148,9 +148,9 @@ def prefix_peft(config: type[AdapterConfig]) -> PeftSpelling:
         arguments=_PREFIX_ARGUMENTS,
         shared={"table": "prompt_embeddings"},
         fields={
-            "num_transformer_submodules": PeftField(1, Range(1, 2)),
+            "num_transformer_submodules": PeftArgument(1, check=Range(1, 2)),
             # 0: not in the file
-            **{name: PeftField(0, Range(0, MAX_WIDTH)) for name in sizes},
+            **{name: PeftArgument(0, check=Range(0, MAX_WIDTH)) for name in sizes},
         },
         read_model=_from_peft,
         unsayable=_unsayable,
@@ -176,7 +176,7 @@ def cartridge(config: type[AdapterConfig]) -> PeftSpelling:
 def _from_peft(
     fields: Mapping[str, Any], tensors: Tensors, _layers: Sequence[PeftLayer], anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
-    table, attentions = tensors["table"], _decoding(anatomy)
+    table, attentions = tensors.get("table", torch.empty(0, 0)), _decoding(anatomy)
     expected = _sizes(attentions, anatomy) | {"num_virtual_tokens": table.shape[0]}
     width = sum(sum(a.head_widths) * a.heads for a in attentions)
     wrong = [f"{n}={fields[n]}, here {v}" for n, v in expected.items() if fields[n] not in (0, v)]
@@ -352,7 +352,7 @@ def _rows(config: type[AdapterConfig], peft_type: str, inert: str) -> PeftSpelli
         config=config,
         peft_type=peft_type,
         shared={_OURS: "prompt_embeddings"},
-        fields={"num_virtual_tokens": PeftField(0, Range(1, MAX_WIDTH))},
+        fields={"num_virtual_tokens": PeftArgument(0, check=Range(1, MAX_WIDTH))},
         inert=frozenset(f"{inert} {sizes} tokenizer_name_or_path".split()),
         read_model=_read_model,
     )
