@@ -27,7 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, SiteStep, fusions_of
+from .composition import Composition, fusions_of
+from .composition.compile import SiteStep
+from .composition.prompts import Joined, Prompts
+from .composition.rows import ActiveHeads, RowMap
 from .contracts import Prefix, SharedKey
 from .errors import StateError
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .configs import METHODS, AdapterConfig, Placement, variants
+from .config import METHODS, AdapterConfig, Placement, variants
 from .peft_arguments import PeftArgument, PeftArguments, classes_of_peft
 from .registry import Registry
 

@@ -16,20 +16,15 @@ from adapterzoo.composition import (
     Fuse,
     MultiTask,
     Parallel,
-    RowMap,
-    SiteStep,
     Split,
     Stack,
-    compile_site,
-    evaluate,
     from_json,
-    numbered,
     parse,
-    parts_of,
-    rows_of,
     to_json,
     without,
 )
+from adapterzoo.composition.compile import SiteStep, compile_site, evaluate
+from adapterzoo.composition.rows import RowMap, numbered, parts_of, rows_of
 from adapterzoo.contracts import Adapter, BaseLayer, FusibleAdapter
 from adapterzoo.errors import CompositionError, StateError
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adapterzoo import inject
-from adapterzoo.composition import SiteStep, Stack
+from adapterzoo.composition import Stack
+from adapterzoo.composition.compile import SiteStep
 from adapterzoo.contracts import WeightAdapter
 from adapterzoo.runtime import ActiveState, Default, Plan
 

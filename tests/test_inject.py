@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from adapterzoo import inject
 from adapterzoo.anatomy import OutputSlice
-from adapterzoo.composition import SiteStep, Stack
+from adapterzoo.composition import Stack
+from adapterzoo.composition.compile import SiteStep
 from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter
 from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.inject import ExpertAdapters, FusedAdapters

@@ -9,8 +9,9 @@ import threading
 import pytest
 import torch
 
-from adapterzoo.composition import SiteStep, Stack
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.composition import Stack
+from adapterzoo.composition.compile import SiteStep
+from adapterzoo.config import AdapterConfig
 from adapterzoo.runtime import ActiveState, Default, Plan
 from adapterzoo.testing import Case
 

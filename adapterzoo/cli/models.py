@@ -18,7 +18,6 @@ from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, argument
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
-from adapterzoo.hub.requests import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.heads.records import FIELD
 from adapterzoo.model.hf.backbone import text_config
@@ -237,7 +236,7 @@ def _one_error(base: str, what: str) -> Iterator[None]:
     # an unknown name, a folder without config, an unknown model type, truncated weights, a config
     # of other weights or with values of wrong types
     except (
-        safetensors.SafetensorError, StrictDataclassError, ArithmeticError, ImportError, KeyError,
+        safetensors.SafetensorError, ArithmeticError, ImportError, KeyError,
         OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__

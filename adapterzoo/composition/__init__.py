@@ -1,114 +1,613 @@
-"""Composition: how several adapters act together. Data, rules, a compiler and one evaluator.
+"""Composition: how several adapters act together.
 
 Semantics: https://docs.adapterhub.ml/adapter_composition.html.
 
-A composition names adapters (`nodes`, by the `rules`). `compile_site` prunes it to the adapters
-that are present at one site; the result, a `Step`, is what the site evaluates in each forward. An
-adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
+A composition names adapters. It is data: immutable, compared by value, checked when it is made. A
+child is the name of an adapter or another composition; where the batch or the sequence is divided,
+it may also be None, the base model. Any composition can contain any other, except those in
+`REFUSED`.
+
+An adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
 deltas of weight adapters add, bottlenecks chain. `BatchSplit`, `Parallel`, `MultiTask` with
-`task_ids` and the argument `adapter_names` all give rows of a batch to different adapters, and are
-compiled alike: `_rows` assigns a composition to each row, and a site gets one step for each
-distinct one.
+`task_ids` and the argument `adapter_names` all give rows of a batch to different adapters: `rows`
+assigns a composition to each row. `compile` prunes compositions to the adapters that are present at
+a site; the result, a `Step`, is what the site evaluates in each forward.
 """
 
 from __future__ import annotations
 
-from .compile import (
-    Chain,
-    Copies,
-    LayerView,
-    Nested,
-    RowSteps,
-    SiteStep,
-    Step,
-    compile_site,
-    evaluate,
-    fold,
-    fusion_key,
-    inverse_of,
-    prefix_of,
-    step_of_copies,
-)
-from .nodes import (
-    Average,
-    BatchSplit,
-    Composition,
-    Fuse,
-    MultiTask,
-    Parallel,
-    Split,
-    Stack,
-    from_json,
-    fused,
-    fusions_of,
-    last_adapter,
-    parse,
-    refuse_merged_part,
-    to_json,
-    validate_composition,
-    without,
-)
-from .prompts import Joined, Prompts, prompts_of
-from .rows import (
-    ActiveHeads,
-    RowMap,
-    has_rows,
-    has_tokens,
-    heads_of_rows,
-    numbered,
-    parse_heads,
-    parts_of,
-    rows_of,
-)
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar, TypeAlias
+
+from adapterzoo.errors import CompositionError, SetupError, StateError, listing
+from adapterzoo.names import FUSION
+
+Child: TypeAlias = "str | Node | None"
+
+EXAMPLES: Mapping[str, str] = {
+    "Stack": "Stack('a', 'b')",
+    "Fuse": "Fuse('a', Stack('b', 'c'))",
+    "Split": "Split('a', Stack('b', 'c'), splits=[32, 96])",
+    "BatchSplit": "BatchSplit('a', Stack('b', 'c'), batch_sizes=[2, 6])",
+    "Parallel": "Parallel('a', Stack('b', 'c'))",
+    "Average": "Average('a', Stack('b', 'c'), weights=[0.3, 0.7])",
+    "MultiTask": "MultiTask('a', Stack('b', 'c'))",
+}
+"""A legal call of each, shown in errors."""
+
+_OUTPUTS = "attends to the outputs of single adapters", "Fuse('a', Stack('b', 'c'))"
+_ROWS = "assigns each row by itself", "MultiTask('a', 'b', 'c')"
+REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Fuse": dict.fromkeys(
+        ("Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split"), _OUTPUTS
+    ),
+    "Parallel": {"Parallel": ("repeats the batch once for each child", "Parallel('a', 'b', 'c')")},
+    "BatchSplit": {
+        "MultiTask": ("divides the batch by numbers of rows, and not by tasks", _ROWS[1]),
+        "Parallel": (
+            "cannot repeat only a part of the batch",
+            "Parallel(BatchSplit('a', 'b', batch_sizes=1), 'c')",
+        ),
+    },
+    "MultiTask": {
+        "BatchSplit": _ROWS,
+        "MultiTask": _ROWS,
+        "Parallel": (
+            "cannot repeat only a part of the batch",
+            "Parallel(MultiTask('a', 'b'), 'c')",
+        ),
+    },
+}
+"""The nodes that each cannot contain, at any depth: the reason, and what to write."""
+
+
+class Names(tuple[str, ...]):
+    """Names of adapters in order; it equals a set of the same names, as in `adapters`."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names are the same."""
+        if isinstance(other, (set, frozenset)):
+            return set(self) == other
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Return whether the names differ."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Node:
+    """Base of all compositions.
+
+    Attributes:
+        children: names of adapters and compositions, in order.
+    """
+
+    children: tuple[Child, ...]
+
+    takes_none: ClassVar[bool] = False
+
+    def __init__(self, *children: Child) -> None:
+        """Compose the children.
+
+        Raises:
+            CompositionError: no child, or one that is not legal here.
+        """
+        object.__setattr__(self, "children", children)
+        self._check_children()
+
+    def __iter__(self) -> Iterator[Child]:
+        """Return the children, in order."""
+        return iter(self.children)
+
+    def __len__(self) -> int:
+        """Return how many children there are."""
+        return len(self.children)
+
+    def __getitem__(self, number: int) -> Child:
+        """Return a child by its number."""
+        return self.children[number]
+
+    def __repr__(self) -> str:
+        """Return a constructor call."""
+        options = [f"{name}={value!r}" for name, value in self.shown.items()]
+        return f"{type(self).__name__}({', '.join([*map(repr, self.children), *options])})"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The keyword arguments that, with the children, make the same composition."""
+        return {}
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """The options to print: those that differ from the defaults."""
+        return self.options
+
+    def flatten(self) -> Names:
+        """Return all the names in it, each once, in order."""
+        names: dict[str, None] = {}
+        for child in self.children:
+            for name in child.flatten() if isinstance(child, Node) else (child,):
+                if name is not None:
+                    names[name] = None
+        return Names(names)
+
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch `Parallel` makes; 1 without one."""
+        own = [c.parallel_channels for c in self.children if isinstance(c, Node)]
+        return max(own, default=1)
+
+    def first(self) -> str | None:
+        """Return the name that acts first."""
+        child = self.children[0]
+        return child.first() if isinstance(child, Node) else child
+
+    def last(self) -> str | None:
+        """Return the name that acts last, which selects the head."""
+        child = self.children[-1]
+        return child.last() if isinstance(child, Node) else child
+
+    def with_children(self, children: Sequence[Child]) -> Node:
+        """Return the same composition with other children, equal in number."""
+        return type(self)(*children, **self.options)
+
+    def _check_children(self) -> None:
+        kind = type(self).__name__
+        example = EXAMPLES[kind]
+        if not self.children:
+            what = "names of adapters" if kind == "Stack" else "names or compositions"
+            raise CompositionError(
+                f"{kind}(): a {kind} takes {what}, at least one. Write {example}."
+            )
+        for child in self.children:
+            if child is None and self.takes_none:
+                continue
+            if not isinstance(child, (str, Node)):
+                raise CompositionError(
+                    f"{kind}({', '.join(map(repr, self.children))}): {child!r} is neither the "
+                    f"name of an adapter nor a composition. Write {example}."
+                )
+            if isinstance(child, Node):
+                self._check_nesting(child)
+
+    def _check_nesting(self, inside: Node) -> None:
+        kind, inner = type(self).__name__, type(inside).__name__
+        why, write = REFUSED.get(kind, {}).get(inner, ("", ""))
+        if why:
+            raise CompositionError(
+                f"{kind}({', '.join(map(repr, self.children))}): a {kind} cannot contain a "
+                f"{inner}: it {why}. Write {write}."
+            )
+        for child in inside.children:
+            if isinstance(child, Node):
+                self._check_nesting(child)
+
+
+Composition: TypeAlias = Node
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Stack(Node):
+    """Adapters that act one after another: `Stack("language", "task")`; the first acts first."""
+
+    def __init__(self, *children: Child) -> None:
+        """Stack the adapters.
+
+        Args:
+            children: names of adapters, each once, and compositions; a stack among them is
+                part of this one.
+
+        Raises:
+            CompositionError: no child, a name twice, or a child that is neither.
+        """
+        inside = [c.children if isinstance(c, Stack) else (c,) for c in children]
+        children = tuple(child for part in inside for child in part)
+        super().__init__(*children)
+        names = [c for c in children if isinstance(c, str)]
+        if len(set(names)) != len(names):
+            once = ", ".join(repr(c) for c in dict.fromkeys(children))
+            raise CompositionError(
+                f"{self!r}: an adapter can act once in a stack. Write Stack({once})."
+            )
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Fuse(Node):
+    """AdapterFusion: attention over the outputs of the adapters, `Fuse("a", "b")`.
+
+    Pfeiffer et al. 2021, arXiv:2005.00247.
+
+    Attributes:
+        fusion: the name of the fusion layers; None if it consists of the children's names.
+    """
+
+    fusion: str | None
+
+    def __init__(self, *children: Child, name: str | None = None) -> None:
+        """Fuse the adapters.
+
+        Args:
+            children: names of adapters, or stacks of them.
+            name: of the fusion layers; None: the names of the children, joined by commas.
+
+        Raises:
+            CompositionError: no child, or one that cannot be fused.
+        """
+        object.__setattr__(self, "fusion", name)
+        super().__init__(*children)
+
+    @property
+    def name(self) -> str:
+        """The name of the fusion layers."""
+        return self.fusion or ",".join(self._lasts)
+
+    @property
+    def _lasts(self) -> list[str]:
+        return [str(c.last() if isinstance(c, Node) else c) for c in self.children]
+
+    def _check_children(self) -> None:
+        super()._check_children()
+        # Fuse("a,b", "c") and Fuse("a", "b,c") would have the same layers
+        comma = [name for name in self._lasts if "," in name and self.fusion is None]
+        if comma:
+            raise CompositionError(
+                f"{self!r}: the layers are named like the adapters, joined by commas, and the name "
+                f"{comma[0]!r} has a comma. Write Fuse(…, name='my_fusion')."
+            )
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The name, if one was given."""
+        return {} if self.fusion is None else {"name": self.fusion}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Split(Node):
+    """Each adapter on its part of the sequence: `Split("a", "b", splits=[32, 96])`.
+
+    Attributes:
+        splits: how many tokens each child gets.
+    """
+
+    splits: tuple[int, ...]
+
+    takes_none: ClassVar[bool] = True
+
+    def __init__(self, *children: Child, splits: Sequence[int] | int) -> None:
+        """Divide the sequence.
+
+        Args:
+            children: names of adapters and compositions; None: the base model.
+            splits: tokens of each child; one number applies to all.
+
+        Raises:
+            CompositionError: no child, one that is not legal here, or lengths that do not fit.
+        """
+        object.__setattr__(self, "splits", _sizes("Split", "splits", children, splits))
+        super().__init__(*children)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The lengths."""
+        return {"splits": list(self.splits)}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class BatchSplit(Node):
+    """Each adapter on its rows of the batch: `BatchSplit("a", "b", batch_sizes=[2, 6])`.
+
+    Attributes:
+        batch_sizes: how many rows each child gets.
+    """
+
+    batch_sizes: tuple[int, ...]
+
+    takes_none: ClassVar[bool] = True
+
+    def __init__(self, *children: Child, batch_sizes: Sequence[int] | int) -> None:
+        """Divide the batch.
+
+        Args:
+            children: names of adapters and compositions; None: the base model.
+            batch_sizes: rows of each child; one number applies to all.
+
+        Raises:
+            CompositionError: no child, one that is not legal here, or sizes that do not fit.
+        """
+        sizes = _sizes("BatchSplit", "batch_sizes", children, batch_sizes)
+        object.__setattr__(self, "batch_sizes", sizes)
+        super().__init__(*children)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The sizes."""
+        return {"batch_sizes": list(self.batch_sizes)}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Parallel(Node):
+    """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one output for each."""
+
+    takes_none: ClassVar[bool] = True
+
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch it makes."""
+        return len(self.children)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class MultiTask(Node):
+    """Each row of the batch to the adapter of its task: `MultiTask("a", "b")`.
+
+    `model(…, task_ids=[0, 1, 1, 0])` says the task of each row, by the number or the name of a
+    child.
+    """
+
+    takes_none: ClassVar[bool] = True
+
+    @property
+    def tasks(self) -> tuple[str | None, ...]:
+        """The name of each task, that of the adapter that acts last in each child."""
+        return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Average(Node):
+    """The weighted average of the adapters' outputs: `Average("a", "b")`.
+
+    Attributes:
+        weights: one for each child; their sum is 1 unless `normalize_weights` was False.
+    """
+
+    weights: tuple[float, ...]
+
+    def __init__(
+        self,
+        *children: Child,
+        weights: Sequence[float] | None = None,
+        normalize_weights: bool = True,
+    ) -> None:
+        """Average the adapters.
+
+        Args:
+            children: names of adapters and compositions.
+            weights: one for each child; None: equal weights.
+            normalize_weights: whether to divide them by their sum. If not, the adapters' changes
+                are added with these weights.
+
+        Raises:
+            CompositionError: no child, one that is not legal here, or weights that do not fit.
+        """
+        object.__setattr__(self, "weights", _weights(children, weights, normalize_weights))
+        super().__init__(*children)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The normalized weights."""
+        return {"weights": list(self.weights), "normalize_weights": False}
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """The normalized weights, unless they are all equal."""
+        if self.weights == _weights(self.children, None, True):
+            return {}
+        total = sum(self.weights)
+        as_given = bool(total) and tuple(w / total for w in self.weights) == self.weights
+        flag = {} if as_given else {"normalize_weights": False}
+        return {"weights": list(self.weights), **flag}
+
+
+def _sizes(
+    kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
+) -> tuple[int, ...]:
+    if not children:
+        # the node's own check refuses this
+        return ()
+    sizes = tuple(given) if isinstance(given, Iterable) else (given,) * len(children)
+    legal = all(isinstance(s, Integral) and not isinstance(s, bool) and s > 0 for s in sizes)
+    if len(sizes) != len(children) or not legal:
+        hint = [2] * len(children)
+        raise CompositionError(
+            f"{kind}({', '.join(map(repr, children))}, {option}={given!r}): {option} is a positive "
+            f"number for each of the {len(children)} children, or one for all. "
+            f"Write {option}={hint}."
+        )
+    return tuple(int(s) for s in sizes)
+
+
+def _weights(
+    children: tuple[Child, ...], given: Sequence[float] | None, normalize: bool
+) -> tuple[float, ...]:
+    if not children:
+        # as above
+        return ()
+    if given is None:
+        return (1.0 / len(children),) * len(children)
+    # accepts NumPy's numbers
+    weights = tuple(given) if isinstance(given, Iterable) else ()
+    legal = all(isinstance(w, Real) and not isinstance(w, bool) for w in weights)
+    if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
+        what = f"weights are {len(children)} numbers, one for each child"
+    elif normalize and not sum(weights):
+        what = "the weights sum to 0 and cannot be normalized"
+    else:
+        total = sum(weights) if normalize else 1.0
+        return tuple(float(w) / float(total) for w in weights)
+    hint = [round(1 / len(children), 3)] * len(children)
+    raise CompositionError(
+        f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "
+        f"Write weights={hint}{', normalize_weights=False' if 'sum' in what else ''}."
+    )
+
+
+_KINDS: Mapping[str, type[Node]] = {
+    cls.__name__: cls for cls in (Stack, Fuse, Split, BatchSplit, Parallel, MultiTask, Average)
+}
+
+
+def parse(setup: object) -> Node | None:
+    """Return the composition that a user's argument describes.
+
+    Args:
+        setup: a name, a list of names (a stack), a composition, or None for no adapter.
+
+    Raises:
+        CompositionError: a composition in it is not legal.
+        SetupError: it is none of these.
+    """
+    if setup is None or (isinstance(setup, (list, tuple)) and not setup):
+        return None
+    if isinstance(setup, Node):
+        return setup
+    if isinstance(setup, str):
+        return Stack(setup)
+    if isinstance(setup, (list, tuple)):
+        return Stack(*setup)
+    raise SetupError(
+        f"active adapters {setup!r}: expected a name, a list of names or a composition, got a "
+        f"{type(setup).__name__}. Write 'a' or Stack('a', 'b')."
+    )
+
+
+def validate_composition(adapter_composition: object) -> None:
+    """Check what a user may pass as a set of active adapters; compositions check themselves.
+
+    Raises:
+        CompositionError: it is none.
+    """
+    parse(adapter_composition)
+
+
+def fusion_key(name: str) -> str:
+    """Return the key under which a site keeps a fusion layer; no adapter can have this name."""
+    return FUSION + name
+
+
+def fusions_of(setup: Child) -> tuple[Fuse, ...]:
+    """Return the fusions in a composition."""
+    if isinstance(setup, Fuse):
+        return (setup,)
+    children = setup.children if isinstance(setup, Node) else ()
+    return tuple(fuse for child in children for fuse in fusions_of(child))
+
+
+def fused(fuse: Fuse) -> tuple[str, ...]:
+    """Return the adapters whose outputs a fusion weighs."""
+    lasts = (c.last() if isinstance(c, Node) else c for c in fuse.children)
+    return tuple(str(last) for last in lasts)
+
+
+def last_adapter(setup: Child) -> str | None:
+    """Return the adapter that determines the output; None if several do, or none.
+
+    The last adapter of a `Fuse`, `Average` or `Split` does not determine its output.
+    """
+    while isinstance(setup, Stack):
+        setup = setup.children[-1]
+    return setup if isinstance(setup, str) else None
+
+
+def without(
+    setup: Node | None, removed: Collection[str], fusions: Collection[str] = ()
+) -> Node | None:
+    """Return the composition without some of its adapters; None if nothing is left.
+
+    If the batch or the sequence is divided, the base model takes the part of a removed adapter. An
+    average whose weights sum to 1 is normalized again; any other average keeps the remaining
+    weights. A fusion is kept whole or removed.
+
+    Args:
+        setup: the composition.
+        removed: names of adapters.
+        fusions: names of fusions to remove.
+    """
+    left = _without(setup, removed, fusions)
+    return Stack(left) if isinstance(left, str) else left
+
+
+def _without(child: Child, removed: Collection[str], fusions: Collection[str]) -> Child:
+    if not isinstance(child, Node):
+        return None if child in removed else child
+    if isinstance(child, Fuse):
+        return None if child.name in fusions or set(child.flatten()) & set(removed) else child
+    left = [_without(c, removed, fusions) for c in child.children]
+    if left == list(child.children):
+        return child
+    if not any(c is not None for c in left):
+        return None
+    if child.takes_none:
+        return child.with_children(left)
+    kept = [c for c in left if c is not None]
+    if isinstance(child, Average):
+        weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
+        total = sum(weights)
+        # weights with another sum were given with normalize_weights=False
+        normalized = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
+        scale = 1.0 / total if normalized and total else 1.0
+        return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)
+    return child.with_children(kept)
+
+
+def to_json(setup: Node | None) -> Any:
+    """Return the composition as JSON values: a stack of names as a list, others as objects."""
+    if setup is None:
+        return []
+    if isinstance(setup, Stack) and all(isinstance(c, str) for c in setup):
+        return list(setup)
+    children = [to_json(c) if isinstance(c, Node) else c for c in setup]
+    return {"type": type(setup).__name__, "children": children, **setup.options}
+
+
+def from_json(values: Any) -> Node | None:
+    """Return the composition that `to_json` wrote.
+
+    Raises:
+        CompositionError: it is not a composition.
+    """
+    if not isinstance(values, Mapping):
+        return parse(values)
+    options = dict(values)
+    kind, children = _KINDS.get(str(options.pop("type", None))), options.pop("children", None)
+    if kind is None or not isinstance(children, list):
+        raise CompositionError(
+            f"composition {values!r}: the type is one of {', '.join(sorted(_KINDS))}, with a list "
+            f"of children. Write {{'type': 'Stack', 'children': ['a', 'b']}}."
+        )
+    made = [from_json(c) if isinstance(c, (Mapping, list)) else c for c in children]
+    try:
+        return kind(*made, **options)
+    except CompositionError:
+        raise
+    except TypeError as error:
+        raise CompositionError(
+            f"composition {values!r}: {error}. Write the options that {kind.__name__} takes."
+        ) from error
+
+
+def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:
+    """Raise if a setup uses a merged adapter, which acts on all inputs, on part of them.
+
+    Raises:
+        StateError: the setup uses a merged adapter on part of its input.
+    """
+    inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
+    stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
+    if inside and not stacked:
+        raise StateError(
+            f"{listing(inside)} is merged and acts on every input, but {setup!r} applies it to a "
+            f"part. Write reset_adapter(), or Stack('a', 'b')."
+        )
+
 
 # their names in `adapters`
 AdapterCompositionBlock = Composition
 parse_composition = parse
-
-__all__ = [
-    "ActiveHeads",
-    "AdapterCompositionBlock",
-    "Average",
-    "BatchSplit",
-    "Chain",
-    "Composition",
-    "Copies",
-    "Fuse",
-    "Joined",
-    "LayerView",
-    "MultiTask",
-    "Nested",
-    "Parallel",
-    "Prompts",
-    "RowMap",
-    "RowSteps",
-    "SiteStep",
-    "Split",
-    "Stack",
-    "Step",
-    "compile_site",
-    "evaluate",
-    "fold",
-    "from_json",
-    "fused",
-    "fusion_key",
-    "fusions_of",
-    "has_rows",
-    "has_tokens",
-    "heads_of_rows",
-    "inverse_of",
-    "last_adapter",
-    "numbered",
-    "parse",
-    "parse_composition",
-    "parse_heads",
-    "parts_of",
-    "prefix_of",
-    "prompts_of",
-    "refuse_merged_part",
-    "rows_of",
-    "step_of_copies",
-    "to_json",
-    "validate_composition",
-    "without",
-]

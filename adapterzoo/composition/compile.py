@@ -30,9 +30,8 @@ from adapterzoo.contracts import (
     can_batch,
 )
 from adapterzoo.errors import CompositionError
-from adapterzoo.names import FUSION
 
-from .nodes import Average, Child, Fuse, Node, Split
+from . import Average, Child, Fuse, Node, Split, fusion_key
 from .rows import RowLayout, RowMap
 
 
@@ -784,11 +783,6 @@ def compile_site(
     if None in held:
         return SiteStep(step, tuple(site.names))
     return SiteStep(step, tuple(site.names), held, held[0] if step == (0,) else None)
-
-
-def fusion_key(name: str) -> str:
-    """Return the key under which a site keeps a fusion layer; no adapter can have this name."""
-    return FUSION + name
 
 
 class _Site:

@@ -16,7 +16,7 @@ from torch import Tensor
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.contracts import Joins, PromptAdapter, SharedKey
 
-from .nodes import Child, Node
+from . import Child, Node
 
 
 class Added(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from adapterzoo.errors import BatchError, CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups, on_device
 
-from .nodes import Average, BatchSplit, Child, Fuse, MultiTask, Node, Parallel, Stack
+from . import Average, BatchSplit, Child, Fuse, MultiTask, Node, Parallel, Stack
 
 
 def has_rows(node: Child) -> bool:

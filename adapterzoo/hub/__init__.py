@@ -10,10 +10,9 @@ from typing import Any
 
 from adapterzoo.errors import FieldError, listing
 
-from .card import CardText
 from .download import resolve, resolve_setup
 from .search import AdapterInfo, adapter_info, list_adapters
-from .upload import push
+from .upload import CardText, push
 
 __all__ = [
     "AdapterInfo",
@@ -35,10 +34,9 @@ def checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         FieldError: there is no such argument.
     """
-    legal = sorted({*OPTIONS} - {"revision"})
-    if unknown := sorted(given.keys() - {*legal}):
+    legal = {*OPTIONS} - {"revision"}
+    if unknown := sorted(given.keys() - legal):
         raise FieldError(
-            f"{unknown[0]}={given[unknown[0]]!r}: there is no such argument. Those for the Hub are "
-            f"{listing(legal)}. Leave it out."
+            f"there is no argument {unknown[0]!r}. Those for the Hub are {listing(sorted(legal))}."
         )
     return given

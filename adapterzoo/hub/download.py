@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import constants, snapshot_download
 
-from adapterzoo.errors import HubError, in_python, listing, names_call
+from adapterzoo.errors import HubError, listing, names_call
 from adapterzoo.formats.setup_files import SETUP
 
 from .names import RepoRef, is_complete, known_files, locate
@@ -60,25 +60,21 @@ def resolve(
         "revision": revision, "cache_dir": cache_dir, "token": token,
         "local_files_only": local_files_only, "force_download": force_download,
     }  # fmt: skip
-    old_id = functools.partial(repository_of, os.fspath(adapter_name_or_path), model_name, config)
-    is_old = is_old_id(adapter_name_or_path) and not Path(adapter_name_or_path).is_dir()
+    name = os.fspath(adapter_name_or_path)
+    is_old = is_old_id(adapter_name_or_path) and not Path(name).is_dir()
     if source == "ah" or (source is None and is_old):
-        return _adapter(RepoRef(old_id()), options)
+        return _adapter(RepoRef(repository_of(name, model_name, config)), options)
     ref = locate(adapter_name_or_path, source)
     if isinstance(ref, Path):
         return ref
     try:
         return _adapter(ref, options)
-    except HubError as error:
+    except HubError:
         # a name such as "sentiment/sst-2" can be either
-        if source == "hf" or ref.subfolder or not has_index(model_name):
-            raise
-        failure = error
-    try:
-        repository = old_id()
-    except HubError as error:
-        raise HubError(f"{failure} It is not an old id of AdapterHub either: {error}") from None
-    return _adapter(RepoRef(repository), options)
+        if source is None and not ref.subfolder and has_index(model_name):
+            with contextlib.suppress(HubError):
+                return _adapter(RepoRef(repository_of(name, model_name, config)), options)
+        raise
 
 
 @names_call
@@ -104,16 +100,10 @@ def resolve_setup(
     if isinstance(ref, Path):
         return ref
     files = [SETUP, *known_files(), *(f"*/{name}" for name in known_files())]
-    folder = _download(
+    return _download(
         ref, files, revision=revision, cache_dir=cache_dir, token=token,
         local_files_only=local_files_only, force_download=force_download,
     )  # fmt: skip
-    if not (folder / SETUP).is_file():
-        raise HubError(
-            f"{ref.repo_id!r} has no adapter setup: {SETUP} is not among its files. Write "
-            f"load_adapter({ref.repo_id!r}) for an adapter."
-        )
-    return folder
 
 
 def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
@@ -124,20 +114,12 @@ def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
     """
     folder = _download(ref, known_files(), **options)
     there = [name for name in known_files() if (folder / name).is_file()]
-    if is_complete(there):
-        return folder
-    target = f"{ref.repo_id}/{ref.subfolder}".rstrip("/")
-    with asking(repr(target), options["token"]):
-        api = HfApi(token=options["token"])
-        names = api.list_repo_files(ref.repo_id, revision=options["revision"])
-    hint = "Write 'user/repository/folder' for the folder that has one."
-    if "config.json" in names and not ref.subfolder:
-        load = f"AutoAdapterModel.from_pretrained({ref.repo_id!r})"
-        hint = f"It is a base model: write {in_python(load, f'--model {ref.repo_id}')}."
-    raise HubError(
-        f"{target!r} has no complete adapter: its files are {listing(there or sorted(names))}. "
-        f"{hint}"
-    )
+    if not is_complete(there):
+        raise HubError(
+            f"'{ref.repo_id}/{ref.subfolder}' has no complete adapter: its files are "
+            f"{listing(there)}. Write 'user/repository/folder' for the folder that has one."
+        )
+    return folder
 
 
 def _download(ref: RepoRef, names: list[str], **options: Any) -> Path:

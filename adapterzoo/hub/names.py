@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from adapterzoo.errors import CheckpointError, ConfigError, HubError, in_python
+from adapterzoo.errors import CheckpointError, ConfigError, HubError
 
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
@@ -68,8 +68,7 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
     """
     if source not in ("hf", None):
         raise ConfigError(
-            f"source={source!r} is unknown. Write source='hf' for the Hub, 'ah' for an old id of "
-            f"AdapterHub, or None for a folder first and then the Hub."
+            f"source={source!r} is unknown. Write 'hf' for the Hub, 'ah' for an old id, or None."
         )
     # unlike Path.exists, os.access does not raise if a name is too long or a parent not accessible
     is_here = os.access(name, os.F_OK)
@@ -83,8 +82,7 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
     if is_path or {"", ".", ".."} & {*parts}:
         raise (CheckpointError if source is None else HubError)(
             f"there is no such folder, and {text!r} cannot be a repository of the Hub. Write "
-            f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')} or "
-            f"'user/repository'."
+            f"the folder of an adapter or 'user/repository'."
         )
     return RepoRef("/".join(parts[:2]), "/".join(parts[2:]))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
-from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
+from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats.files import read_json
 
 from .names import ADAPTER_CONFIG
@@ -90,24 +90,20 @@ def list_adapters(
             author "AdapterHub" now; `"hf"` and None: all.
 
     Raises:
-        ConfigError: the library is unknown, or two arguments differ.
+        ConfigError: two arguments differ.
         HubError: the request failed.
+        UnknownNameError: the library is unknown.
     """
     if library is not None and library not in LIBRARIES:
-        raise ConfigError(
-            f"library={library!r} is unknown. Write one of {listing(LIBRARIES)}, or None for all."
-        )
+        raise unknown_name("", "library", library, LIBRARIES)
     if None not in (base_model, model_name) and base_model != model_name:
         raise ConfigError(
-            f"base_model={base_model!r} and model_name={model_name!r} mean the same thing and "
-            f"differ. Write only base_model={base_model!r}."
+            f"base_model={base_model!r} and model_name={model_name!r} differ. Write one of them."
         )
     base_model = base_model or model_name
     if source not in ("ah", "hf", None) or (source == "ah" and author not in (OWNER, None)):
-        beside = "" if author is None else f" with author={author!r}"
         raise ConfigError(
-            f"source={source!r}{beside} is not legal. Write source='ah' for the adapters of "
-            f"AdapterHub's own repository, or leave it out."
+            f"source={source!r} is not legal with author={author!r}. Leave one of them out."
         )
     author = OWNER if source == "ah" else author
     asked = {"pipeline_tag": task, "search": search, "author": author, "token": token}
@@ -142,6 +138,7 @@ def adapter_info(
         config: for old ids, the config of the adapter; None: the usual one.
 
     Raises:
+        CheckpointError: its config is damaged.
         HubError: there is no such repository, it may not be read, or the request failed.
     """
     if source == "ah" or (source is None and is_old_id(adapter_id)):
@@ -154,10 +151,7 @@ def adapter_info(
         if ADAPTER_CONFIG in names:
             file = hf_hub_download(adapter_id, ADAPTER_CONFIG, revision=model.sha, token=token)
     if file is not None:
-        try:
-            document = read_json(Path(file), "Tell its author")
-        except CheckpointError as error:
-            raise HubError(str(error)) from error
+        document = read_json(Path(file), "Tell its author")
     return _info(model, document)
 
 

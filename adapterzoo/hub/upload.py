@@ -2,22 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+)
 
 from adapterzoo.composition import fusions_of
-from adapterzoo.errors import CheckpointError, in_python, listing, names_call
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    listing,
+    names_call,
+    unknown_name,
+)
 from adapterzoo.formats import files, native, setup_files
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
+from adapterzoo.heads import head_types
 
-from .card import BASE_NAMES, CardText, adapter_card, base_name, check_card
-from .names import CARD, known_files, wanted
+from .names import ADAPTER_CONFIG, CARD, is_public_name, known_files, wanted
 from .requests import asking
+
+# the base model's name in native and AdapterHub configs, and in PEFT's
+BASE_NAMES = ("model_name", "base_model_name_or_path")
+_INSTALL = "pip install adapterzoo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardText:
+    """The author's texts for a model card.
+
+    Attributes:
+        base_model: name on the Hub; None: the one in the checkpoint, if it is on the Hub.
+        datasets: names on the Hub.
+        results: metric names and values.
+        language: codes such as `"en"`.
+        license: the Hub's identifier, such as `"apache-2.0"`.
+        tags: further tags.
+        metrics: names of metrics besides those in `results`.
+        architecture_training: text about the training.
+        evaluation: text after the results.
+        citation: text, BibTeX for example.
+    """
+
+    base_model: str | None = None
+    datasets: Sequence[str] = ()
+    results: Mapping[str, float] = field(default_factory=dict)
+    language: str | Sequence[str] | None = None
+    license: str | None = None
+    tags: Sequence[str] = ()
+    metrics: Sequence[str] = ()
+    architecture_training: str | None = None
+    evaluation: str | None = None
+    citation: str | None = None
 
 
 @names_call
@@ -63,7 +111,7 @@ def push(
     """
     folder = Path(folder)
     text = text or CardText()
-    check_card(text)
+    _check_card(text)
     branch = None if create_pr else revision
     contents = _contents(folder, repo_id, branch, text)
     api = HfApi(token=token, library_name="adapterzoo")
@@ -113,10 +161,9 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
         there = sorted(file.name for file in inner.glob("*") if file.is_file())
         names = wanted(there)
         if not names and (part or setup is None):
-            folder_of = in_python("the folder that save_adapter wrote", "the folder of an adapter")
             raise CheckpointError(
                 f"{str(inner)!r} holds no adapter in one file; its files: {listing(there)}. "
-                f"Write {folder_of}."
+                f"Write the folder of an adapter."
             )
         if part == "":
             first = folder if setup is None else folder / setup.flatten()[0]
@@ -161,3 +208,182 @@ def _with_base_name(
         renamed = {**stored.metadata, **dict.fromkeys(others, base)}
         named |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
     return named
+
+
+# --- the model card ---
+
+
+def _check_card(text: CardText) -> None:
+    """Check what would be written wrongly.
+
+    Raises:
+        ConfigError: a field is a text instead of a list, or the base model is not a Hub name.
+    """
+    for field_name in ("datasets", "tags", "metrics"):
+        # a text is a sequence of letters
+        if isinstance(value := getattr(text, field_name), str):
+            raise ConfigError(
+                f"{field_name}={value!r} is one text. Write {field_name}=[{value!r}]."
+            )
+    if text.base_model is not None and not is_public_name(text.base_model):
+        raise ConfigError(
+            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
+            f"'google-bert/bert-base-uncased', or leave it out."
+        )
+
+
+def adapter_card(
+    folder: Path, repo_id: str, revision: str | None, text: CardText, setup: str | None = None
+) -> ModelCard:
+    """Return the card for an adapter's folder.
+
+    Args:
+        folder: holds `adapter_config.json` of the native format, AdapterHub's or PEFT's.
+        repo_id: the repository of the card.
+        revision: the branch; None: the default one.
+        text: the author's texts.
+        setup: the composition of which this is the first adapter; None: the adapter is alone.
+
+    Raises:
+        CheckpointError: the folder has no readable config.
+    """
+    document = read_json(folder / ADAPTER_CONFIG)
+    head = document.get("head")
+    if head is None and (folder / "head_config.json").is_file():
+        head = read_json(folder / "head_config.json")
+    head_config = head.get("config") if isinstance(head, Mapping) else None
+    head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
+    base = base_name(document, text.base_model)
+    model_type = document.get("model_type")
+    language = text.language
+    if language is not None and not isinstance(language, str):
+        language = list(language)
+    more: dict[str, Any] = {"base_model_relation": "adapter"} if base else {}
+    data = ModelCardData(
+        base_model=base,
+        datasets=list(text.datasets) or None,
+        language=language,
+        library_name="adapterzoo",
+        license=text.license,
+        metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
+        pipeline_tag=_pipeline_tag(head_type or document.get("task_type")),
+        tags=list(
+            dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
+                           *text.tags])
+        ),
+        **more,
+    )  # fmt: skip
+    name = setup or document.get("name") or repo_id.rpartition("/")[2]
+    trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
+    kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
+    inner = document.get("config")
+    # PEFT's config has the base model's name too, perhaps as a local path
+    outer = {key: value for key, value in document.items() if key not in BASE_NAMES}
+    config = inner if isinstance(inner, Mapping) else outer
+    parts = [
+        f"# `{name}`",
+        f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
+        "## How to load it",
+        f"```\n{_INSTALL}\n```",
+        f"```python\n{load_code(repo_id, base, head, revision, '_setup' if setup else '')}\n```",
+        "## Config",
+        f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
+    ]
+    if text.architecture_training:
+        parts += ["## Training", text.architecture_training]
+    if text.results or text.evaluation:
+        parts += ["## Results"]
+        if text.results:
+            rows = [f"| {_cell(metric)} | {value:.6g} |" for metric, value in text.results.items()]
+            parts += ["\n".join(["| metric | value |", "| --- | --- |", *rows])]
+        parts += [text.evaluation] if text.evaluation else []
+    if text.citation:
+        parts += ["## Citation", text.citation]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
+    """Return the name of the base model on the Hub; None if it is unknown.
+
+    Args:
+        document: a config of any format.
+        given: the author's name for it, which takes precedence.
+    """
+    written = next((document[key] for key in BASE_NAMES if document.get(key)), None)
+    return given or (written if is_public_name(written) else None)
+
+
+def load_code(
+    repo_id: str,
+    base: str | None,
+    head: Mapping[str, Any] | None,
+    revision: str | None,
+    what: str = "",
+) -> str:
+    """Return the lines that load an adapter from the Hub.
+
+    Args:
+        repo_id: the adapter's repository.
+        base: name of the base model; None: unknown.
+        head: description of the head.
+        revision: the branch; None: the default one.
+        what: "_setup" for a composition.
+    """
+    name = json.dumps(base) if base else "base_model"
+    where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
+    load = f"model.load_adapter{what}({where}, set_active=True)"
+    if isinstance(head, Mapping) and head.get("static"):
+        cls = str(head["static"])
+        lines = [
+            "import adapterzoo, transformers",
+            f"model = adapterzoo.init(transformers.{cls}.from_pretrained({name}))",
+        ]
+    else:
+        lines = [
+            "from adapterzoo import AutoAdapterModel",
+            f"model = AutoAdapterModel.from_pretrained({name})",
+        ]
+    return "\n".join([*lines, load])
+
+
+def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
+    """Read the author's texts from a mapping with AdapterHub's keys.
+
+    Args:
+        words: tags, language, license, metrics, architecture_training, results, citation.
+        **more: fields of `CardText`.
+
+    Raises:
+        UnknownNameError: a key is unknown.
+    """
+    same = ("tags", "language", "license", "metrics", "architecture_training", "citation")
+    # "results" is a text there
+    names = {name: name for name in same} | {"results": "evaluation"}
+    if unknown := sorted(words.keys() - names.keys()):
+        raise unknown_name("adapter_card_kwargs", "key", unknown[0], names)
+    return CardText(**{names[key]: value for key, value in words.items()}, **more)
+
+
+def _model(base: str | None, document: Mapping[str, Any]) -> str:
+    if base is not None:
+        return f"[{base}](https://huggingface.co/{base})"
+    kind = document.get("model_type")
+    return f"a model of type `{kind}`" if kind else "a base model that its author does not name"
+
+
+def _dataset(name: str) -> str:
+    if is_public_name(name):
+        return f"[{name}](https://huggingface.co/datasets/{name})"
+    return _cell(name)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _pipeline_tag(task: object) -> str | None:
+    """Return the Hub's name for a type of head, or for a `task_type` of PEFT."""
+    if task == "FEATURE_EXTRACTION":
+        return "feature-extraction"
+    tags = (t.pipeline_tag for t in head_types.values() if task in (t.head_type, t.peft_task))
+    return None if task is None else next(tags, None)

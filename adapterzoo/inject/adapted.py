@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import unwrapped
-from adapterzoo.composition import Copies, SiteStep, Step, evaluate, fold
+from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
 from adapterzoo.runtime import ActiveState
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapterzoo.anatomy.attention import ALIBI, RELATIVE_BIAS, is_inline
-from adapterzoo.composition import prefix_of
+from adapterzoo.composition.compile import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import first_attended

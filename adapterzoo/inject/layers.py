@@ -21,7 +21,7 @@ from adapterzoo.anatomy.find import experts_transposed
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
 from adapterzoo.call import StackCall, call_of
-from adapterzoo.composition import LayerView, Nested
+from adapterzoo.composition.compile import LayerView, Nested
 from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, WeightAdapter, can_batch
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY
 from adapterzoo.averaging import Combination
-from adapterzoo.composition import RowMap, evaluate, inverse_of
+from adapterzoo.composition.compile import evaluate, inverse_of
+from adapterzoo.composition.rows import RowMap
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,

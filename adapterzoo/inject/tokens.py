@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens
 from adapterzoo.call import Generation, Places, RecordedCall
-from adapterzoo.composition import Joined, Prompts, RowMap, evaluate
+from adapterzoo.composition.compile import evaluate
+from adapterzoo.composition.prompts import Joined, Prompts
+from adapterzoo.composition.rows import RowMap
 from adapterzoo.contracts import PositionAdapter, PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import bounds_in, packed

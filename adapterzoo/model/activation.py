@@ -17,22 +17,17 @@ from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
-    ActiveHeads,
     Composition,
-    Prompts,
-    SiteStep,
-    compile_site,
     fused,
     fusion_key,
     fusions_of,
-    has_tokens,
     parse,
-    parse_heads,
-    parts_of,
-    prompts_of,
     refuse_merged_part,
     without,
 )
+from adapterzoo.composition.compile import SiteStep, compile_site
+from adapterzoo.composition.prompts import Prompts, prompts_of
+from adapterzoo.composition.rows import ActiveHeads, has_tokens, parse_heads, parts_of
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
+from adapterzoo.composition import BatchSplit, Composition, parse
+from adapterzoo.composition.rows import RowMap, has_rows, numbered
 from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
 from adapterzoo.names import BASE
 from adapterzoo.runtime import Plan

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import (
-    Composition,
-    Fuse,
-    fused,
-    fusion_key,
-    fusions_of,
-    parse,
-    without,
-)
+from adapterzoo.composition import Composition, Fuse, fused, fusion_key, fusions_of, parse, without
 from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate

@@ -26,7 +26,7 @@ from adapterzoo import AdapterZooError, AutoAdapterModel, LoRAConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.formats import files, native
 from adapterzoo.formats.checkpoint import formats
-from adapterzoo.hub.card import CardText, adapter_card
+from adapterzoo.hub.upload import CardText, adapter_card
 
 # the two of AdapterHub differ in the file of tensors alone
 KINDS = [name for name in formats if name != "adapterhub-safetensors"]

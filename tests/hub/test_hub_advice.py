@@ -10,35 +10,20 @@ import re
 
 import pytest
 from driver import ClientError
-from server import OWNER, READER
 from test_faults import START, TESTS
 from test_old_ids import INDEX
 
-TOKEN = ("…", OWNER)
 # fails · the advice in the message, as a pattern · code that has it as {0}, {1}, … · replaced
 ROWS = [
     # names
     ("hub.resolve('ann/deep')", r"Write ('user/repository/folder')", "hub.resolve({0})", ("user/repository/folder", "ann/deep/b")),
-    ("hub.resolve('ann/a..b')", r"Write ('user/repository')", "hub.resolve({0})", ("user/repository", "ann/a")),
-    ("hub.resolve('https://hub.example/ann/a', source='hf')", r"or ('user/repository')", "hub.resolve({0}, source='hf')", ("user/repository", "ann/a")),
-    ("hub.resolve('x' * 300, source='hf')", r"or ('user/repository')", "hub.resolve({0}, source='hf')", ("user/repository", "ann/a")),
-    ("hub.resolve('ann/base')", r"write (AutoAdapterModel.from_pretrained\('ann/base'\))", "{0}"),
-    ("model.load_adapter_setup('ann/a')", r"Write (load_adapter\('ann/a'\))", "model.{0}"),
-    # tokens
-    ("hub.resolve('ann/secret', token=False)", r"write (token='…') or run", "hub.resolve('ann/secret', {0})", TOKEN),
-    (f"hub.resolve('ann/gated', token={READER!r})", r"write (token='…') or run", "hub.resolve('ann/gated', {0})", TOKEN),
-    (f"source.push_adapter_to_hub('ann/n', 'a', token={READER!r})", r"write (token='…') or run", "source.push_adapter_to_hub('ann/n', 'a', {0})", TOKEN),
     # ids of AdapterHub
     ("old('a/b/c@ukp')", r"Write ('task/dataset@organization')", "old({0})", ("task/dataset@organization", "sentiment/sst-2@ukp")),
-    ("old('a/b/c@ukp')", r"or the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('sst-2@ukp', None)", r"Write (model_name='bert-base-uncased')", "old('sst-2@ukp', {0})"),
     ("old('sst-2@ukp', 'gpt2')", r"or (model_name='bert-base-uncased')", "old('sst-2@ukp', {0})"),
     ("old('sst-2@ukp', 'gpt2')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
-    ("old('sentiment/x@ukp', 'damaged')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('imdb@ukp')", r"Write one of ('sentiment/imdb')", "old({0})"),
-    ("old('nli/rte@a')", r"Write (config='seq_bn')", "old('nli/rte@a', {0})"),
-    ("old('sentiment/sst-2@other')", r"Write (config='seq_bn')", "old('sentiment/sst-2@other', {0})"),
-    ("old('nli/rte', config='pfeiffer')", r"Write (@a)", "old('nli/rte{0}', config='pfeiffer')"),
+    ("old('sentiment/sst-2@other')", r"or (config='seq_bn')", "old('sentiment/sst-2@other', {0})"),
 ]  # fmt: skip
 OLD = """
 from adapterzoo.hub import old_ids
@@ -63,15 +48,13 @@ def full(hub, client, tmp_path):
         for name in ("a", "base")
     )
     for name, more in (
-        ("ann/a", {}), ("ann/secret", {"private": True}), ("ann/gated", {"gated": True}),
-        ("AdapterHub/sst-2_usual", {}),
+        ("ann/a", {}), ("AdapterHub/sst-2_usual", {}),
     ):  # fmt: skip
         hub.repo(name, adapter, **more)
     hub.repo("ann/deep", {f"b/{name}": content for name, content in adapter.items()})
     hub.repo("ann/base", base)
     for model in ("bert", "bert-base-uncased"):
         hub.indexes[model] = json.dumps(INDEX).encode()
-    hub.indexes["damaged"] = json.dumps({"sentiment": []}).encode()
     return client
 
 

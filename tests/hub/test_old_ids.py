@@ -63,6 +63,7 @@ def find(client, old_id, config=None, model="bert"):
         ("sentiment/sst-2", None, "sst-2_usual"),
         ("sentiment/sst-2", "pfeiffer", "sst-2_usual"),
         ("sentiment/sst-2@other", "pfeiffer", "sst-2_other"),
+        ("nli/rte@a", None, "rte_a"),
         # what follows the first dot is no part of the name
         ("sentiment/sst-2", "houlsby", "sst-2_houlsby"),
         ("sst-2@ukp", "pfeiffer", "sst-2_usual"),
@@ -82,14 +83,14 @@ def test_an_id_is_a_repository(index, client, old_id, config, name):
 @pytest.mark.parametrize(
     ("old_id", "config", "says"),
     [
-        ("sentiment/sst3@ukp", None, r"no adapter 'sentiment/sst3@ukp'. It has 'sentiment/sst-2'"),
-        ("xyz@ukp", None, r"no adapter 'xyz@ukp'. It has 'nli/imdb', 'nli/rte'"),
-        ("imdb@ukp", None, r"several adapters 'imdb@ukp'. Write one of 'sentiment/imdb', 'nli/"),
-        ("nli/rte@a", None, r"several adapters 'nli/rte@a'. Write config='seq_bn'"),
-        ("nli/rte", "pfeiffer", r"adapters of 'a', 'b' only.*Write @a"),
-        ("nli/rte@c", "pfeiffer", r"adapters of 'a', 'b' only"),
-        ("sentiment/sst-2@nobody", None, r"no adapter of 'nobody'.*config="),
-        ("sentiment/imdb@a", None, r"adapters of 'ukp' only"),
+        ("sentiment/sst3@ukp", None, r"has 0 adapters 'sentiment/sst3@ukp'. Write one of 'sent"),
+        ("xyz@ukp", None, r"has 0 adapters 'xyz@ukp'"),
+        ("imdb@ukp", None, r"has 2 adapters 'imdb@ukp'. Write one of 'sentiment/imdb', 'nli/"),
+        ("nli/rte@b", None, r"has 2 adapters 'nli/rte@b'.*config='seq_bn'"),
+        ("nli/rte", "pfeiffer", r"adapters of 'a', 'b'. Write 'nli/rte@organization'"),
+        ("nli/rte@c", "pfeiffer", r"has 0 adapters 'nli/rte@c'; there are adapters of 'a', 'b'"),
+        ("sentiment/sst-2@nobody", None, r"has 0 adapters.*config="),
+        ("sentiment/imdb@a", None, r"there are adapters of 'ukp'"),
         ("a/b/c@ukp", None, r"not an id of AdapterHub"),
     ],
 )
@@ -119,16 +120,12 @@ def test_an_owner_on_the_hub_is_no_part_of_the_index(index, client, hub):
 
 def test_an_index_that_cannot_be_read_is_an_error(index, client, hub):
     fault = Fault("index", "status", status=500)
-    with (
-        hub.broken(fault),
-        pytest.raises(ClientError, match=r"would need no index\): .*Check the network"),
-    ):
+    with hub.broken(fault), pytest.raises(ClientError, match=r"index for 'bert': .*500"):
         find(client, "sst-2@ukp")
-    for wrong in (b"<html>", b"{", b'{"sentiment": []}', b'{"sentiment": {"sst-2": {"a": 1}}}'):
-        index["bert"] = wrong
-        with pytest.raises(ClientError, match=r"Expecting|damaged|no adapter") as caught:
-            find(client, "sentiment/sst-2@ukp")
-        assert caught.value.kind == "HubError"
+    index["bert"] = b"<html>"
+    with pytest.raises(ClientError, match="Expecting") as caught:
+        find(client, "sentiment/sst-2@ukp")
+    assert caught.value.kind == "HubError"
 
 
 def test_resolve_takes_old_ids(index, client, hub):
@@ -148,12 +145,9 @@ def test_resolve_takes_old_ids(index, client, hub):
     hub.repo("sentiment/sst-2", FILES | {"adapter.safetensors": b"mine"})
     assert weights("sentiment/sst-2") == "mine"
     assert weights("sentiment/sst-2", source="ah") == "weights" * 99
-    both = r"Repository Not Found.*not an old id of AdapterHub either.*no adapter 'sentiment/sst3'"
-    with pytest.raises(ClientError, match=both):
-        weights("sentiment/sst3")
-    with pytest.raises(ClientError, match="Repository Not Found") as caught:
-        weights("sentiment/sst3", source="hf")
-    assert "old id" not in str(caught.value)
+    for source in (None, "hf"):
+        with pytest.raises(ClientError, match="Repository Not Found"):
+            weights("sentiment/sst3", source=source)
     # a folder goes before all
     here = client.home / "sst-2@ukp"
     here.mkdir()

@@ -216,15 +216,12 @@ def test_a_name_without_a_user_is_the_tokens(hub, model):
 @pytest.mark.parametrize(
     ("repo_id", "more", "kind", "message"),
     [
-        ("bob/a", {}, "HubError", "'bob/a': 403 Forbidden.*write token='…'"),
-        ("ann/a", {"token": READER}, "HubError", "'ann/a': 403 Forbidden.*write token='…'"),
-        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "'ann/a': .*401.*write token='…'"),
-        ("a b", {}, "HubError", "Repo id must use .*'a b'. Write 'user/repository'"),
-        ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError",
-         r"metrics\['f1'\]='good' is not a finite"),
-        ("ann/a", {"metrics": {" ": 1.0}}, "ConfigError", "metrics has the name ' '"),
+        ("bob/a", {}, "HubError", "'bob/a': 403 Forbidden"),
+        ("ann/a", {"token": READER}, "HubError", "'ann/a': 403 Forbidden"),
+        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "'ann/a': .*401"),
+        ("a b", {}, "HubError", "Repo id must use .*'a b'"),
         ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is not a name of the Hub"),
-        ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "ConfigError", "'licence'.*'license'"),
+        ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "UnknownNameError", "'licence'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pushed_says_so(hub, model, repo_id, more, kind, message):
@@ -271,14 +268,9 @@ finally:
         assert found[name] == before[name]
 
 
-def test_a_result_that_is_not_finite_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"metrics\['f1'\]=nan is not a finite number"):
-        package.push(tmp_path, "ann/a", text=package.CardText(results={"f1": float("nan")}))
-
-
 @pytest.mark.parametrize("field", ["datasets", "metrics", "tags"])
 def test_a_text_is_no_list_of_letters(tmp_path, field):
-    with pytest.raises(ConfigError, match=rf"{field}='glue' is one .* Write {field}=\['glue'\]"):
+    with pytest.raises(ConfigError, match=rf"{field}='glue' is one text. Write {field}=\['glue'\]"):
         package.push(tmp_path, "ann/a", text=package.CardText(**{field: "glue"}))
 
 

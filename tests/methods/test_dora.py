@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 import adapterzoo
 from adapterzoo import DoRAConfig, Stack
-from adapterzoo.composition import evaluate
+from adapterzoo.composition.compile import evaluate
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import adapters_of, base_of
 from adapterzoo.kernels import use

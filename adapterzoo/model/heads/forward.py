@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo import inject
-from adapterzoo.composition import ActiveHeads, RowMap, last_adapter, parts_of
+from adapterzoo.composition import last_adapter
+from adapterzoo.composition.rows import ActiveHeads, RowMap, parts_of
 from adapterzoo.errors import (
     BatchError,
     CompositionError,

@@ -9,14 +9,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from adapterzoo.composition import (
-    ActiveHeads,
-    Composition,
-    heads_of_rows,
-    last_adapter,
-    parse_heads,
-    parts_of,
-)
+from adapterzoo.composition import Composition, last_adapter
+from adapterzoo.composition.rows import ActiveHeads, heads_of_rows, parse_heads, parts_of
 from adapterzoo.errors import (
     StateError,
     listing,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import ActiveHeads
+from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
     ConfigError,

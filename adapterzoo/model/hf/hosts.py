@@ -16,7 +16,8 @@ from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.caches import values_kept
-from adapterzoo.composition import ActiveHeads, Composition
+from adapterzoo.composition import Composition
+from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
 from adapterzoo.inject import Adapted

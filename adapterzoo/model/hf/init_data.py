@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import utils
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.inject import quantized
