@@ -14,7 +14,7 @@ from adapterzoo.composition import Composition, from_json, fusions_of
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError
 from adapterzoo.names import check_name
 
-from .adapterhub.adapters import VERSION
+from .adapterhub import VERSION
 from .files import AGAIN, json_bytes, read_json, write_all
 
 SETUP = "adapter_setup.json"

@@ -33,7 +33,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CheckpointError
-from adapterzoo.formats.adapterhub.adapters import take_apart
+from adapterzoo.formats.adapterhub import take_apart
 from adapterzoo.formats.adapterhub.names import (
     LAYOUTS,
     find_block,

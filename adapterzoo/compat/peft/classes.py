@@ -16,7 +16,7 @@ from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
 from adapterzoo.errors import FieldError, listing, names_call
 from adapterzoo.formats import files
-from adapterzoo.formats.peft.config import CONFIG, checked
+from adapterzoo.formats.peft.reading import CONFIG, checked
 from adapterzoo.peft_arguments import COMMON, TASK_TYPES, PeftArgument, classes_of_peft
 from adapterzoo.spelling import peft_readable
 

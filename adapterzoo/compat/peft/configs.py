@@ -12,7 +12,7 @@ from torch import nn
 from adapterzoo.anatomy import Site
 from adapterzoo.config import FLAG, AdapterConfig
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.formats.peft.config import exactly, task_of
+from adapterzoo.formats.peft.reading import exactly, task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.copies import names_of
 from adapterzoo.model.hf.backbone import split_experts

@@ -21,7 +21,7 @@ from adapterzoo import hub
 from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
-from adapterzoo.formats.peft.config import CONFIG
+from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.inject import quantized, set_class
 from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, sharding, training
 from adapterzoo.model.activation import refuse_merged

@@ -16,8 +16,7 @@ from adapterzoo.errors import CheckpointError, argument, in_python
 from adapterzoo.formats import files
 from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, SavedModel, base_of, formats
 
-from .config import CONFIG, checked
-from .reading import head_from, read_adapter
+from .reading import CONFIG, checked, head_from, read_adapter
 from .writing import encode_adapter, head_for
 
 _TENSORS = "adapter_model.safetensors"

@@ -22,16 +22,22 @@ from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
-from .config import TASKS, TOKENS, Task, by_path, classes_for, most_common, task_of
 from .reading import (
     DELTA,
     FIELD_AT,
     PATTERNS,
+    TASKS,
+    TOKENS,
     WRAPPED,
+    Task,
     base_tensor,
+    by_path,
+    classes_for,
     fields_for_extras,
+    most_common,
     parameter_of,
     start_of_rows,
+    task_of,
 )
 
 # names that layers of heads have too: as ends of paths they would match these

@@ -36,7 +36,7 @@ from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.formats.peft.config import exactly
+from adapterzoo.formats.peft.reading import exactly
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules, plain_state
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies.rows import ROWS, TokenRows
