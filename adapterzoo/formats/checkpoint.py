@@ -325,8 +325,7 @@ def read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"{str(folder)!r}: there is no such folder. Write the folder that save_{kind} was "
-            f"given."
+            f"{str(folder)!r}: there is no such folder. Write that of save_{kind}."
         )
     name = of(folder, kind)
     if name is None:
@@ -419,8 +418,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Sav
         elif is_other and not own <= stale and own & (touched | stale):
             what = "an adapter" if held == "adapter" else "a head"
             raise CheckpointError(
-                f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
-                f"both would be mixed. Write another folder, or empty this one."
+                f"{str(folder)!r} holds {what} in the format {there!r}. Write another folder."
             )
     files.warn_of_another(folder, kind, checkpoint.metadata.get("name"))
     files.write_all(folder, contents, touched | stale)

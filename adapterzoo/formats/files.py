@@ -88,8 +88,7 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
         for name, part in parts.items():
             if (folder / name).is_dir():
                 raise CheckpointError(
-                    f"{str(folder / name)!r} cannot be written: it is a folder. {state}. Write to "
-                    f"another folder."
+                    f"{str(folder / name)!r} is a folder. {state}. Write to another folder."
                 )
             with part.open("xb") as stream:
                 stream.write(contents[name])
@@ -112,7 +111,7 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
     except OSError as error:
         raise CheckpointError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}. "
-            f"{state}. Write to a folder that can be written and has space."
+            f"{state}. Write to a folder that can be written."
         ) from error
     finally:
         for part in parts.values():
@@ -178,8 +177,8 @@ def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
 def _check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise CheckpointError(
-            f"{what} would have {size:,} bytes, and at most {limit:,} can be read back; nothing "
-            f"has been written. Write a smaller meta_dict, or store large values as tensors."
+            f"{what} would have {size:,} bytes, at most {limit:,} can be read. Write a smaller "
+            "meta_dict."
         )
 
 
@@ -220,12 +219,10 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
         text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
         raise CheckpointError(
-            f"{str(file)!r} cannot be read ({error.strerror or error}). {hint}."
+            f"{str(file)!r} cannot be read ({error.strerror}). {hint}."
         ) from error
     if size > MAX_JSON:
-        raise CheckpointError(
-            f"{str(file)!r} has {size:,} bytes; a config has at most {MAX_JSON:,}. {hint}."
-        )
+        raise CheckpointError(f"{str(file)!r} is too large for a config. {hint}.")
     return _object(text, repr(str(file)), hint)
 
 
@@ -323,8 +320,8 @@ def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
     # with stride 0, one number can represent a tensor of any size, until it is copied
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(
-            f"{str(file)!r} has fewer numbers for {what} than its shape: file "
-            f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
+            f"{str(file)!r} has fewer numbers for {what} than its shape {list(tensor.shape)}. "
+            f"{AGAIN}."
         )
     return tensor.detach()
 
@@ -377,8 +374,7 @@ def _regular(file: Path) -> Iterator[None]:
     except _DAMAGED as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{str(file)!r} is damaged, or holds more than tensors ({reason}). {AGAIN}; a file "
-            f"that holds code is not opened."
+            f"{str(file)!r} is damaged, or holds code ({reason}). {AGAIN}."
         ) from error
 
 
@@ -389,10 +385,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
         if size > _MAX_HEADER:
-            raise CheckpointError(
-                f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
-                f"{AGAIN}."
-            )
+            raise CheckpointError(f"{str(file)!r} is damaged: its header is too large. {AGAIN}.")
         with torch.device("cpu"), safetensors.safe_open(file, framework="pt") as opened:
             yield opened
 
@@ -410,10 +403,7 @@ def _refuse_compressed(file: Path) -> None:
     with zipfile.ZipFile(file) as opened:
         entries = opened.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError(f"{str(file)!r} is compressed, which torch.save never does. {AGAIN}.")
+        raise CheckpointError(f"{str(file)!r} is compressed. {AGAIN}.")
     # entries may overlap, each as large as the file
     if sum(entry.file_size for entry in entries) > file.stat().st_size:
-        raise CheckpointError(
-            f"{str(file)!r}: its entries share bytes, so that it holds more than its size, which "
-            f"torch.save never does. {AGAIN}."
-        )
+        raise CheckpointError(f"{str(file)!r} is damaged: its entries share bytes. {AGAIN}.")

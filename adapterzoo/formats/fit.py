@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -101,8 +101,7 @@ def check_same(what: str, saved: object, mine: object) -> None:
     """
     if saved != mine:
         raise CheckpointError(
-            f"the {what} of the checkpoint is {saved!r}, that of the model {mine!r}; nothing has "
-            f"been loaded. Add it with the config of the checkpoint."
+            f"the {what} of the checkpoint is {saved!r}, that of the model {mine!r}."
         )
 
 
@@ -168,14 +167,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     # copies in the CPU's memory need no check
     far = (key for key in values if own[key].device.type != "cpu")
     if wrong := [key for key in far if not same_bits(own[key], values[key])]:
-        _refuse_other_bits(wrong, own[wrong[0]].device)
-
-
-def _refuse_other_bits(wrong: Sequence[str], device: torch.device) -> None:
-    if wrong:
         raise CheckpointError(
-            f"after copying to {device} the bits of {listing(wrong)} are not those "
-            f"of the file. Load again; if that does not help, check the memory of the device."
+            f"after copying to {own[wrong[0]].device} {listing(wrong)} have other bits than the "
+            f"file. Load again; if that does not help, check the memory of the device."
         )
 
 

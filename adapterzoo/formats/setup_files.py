@@ -54,8 +54,7 @@ def read(folder: Path) -> tuple[Composition, HeadSetup]:
         listed or found is None or found is True or isinstance(found, Composition)
     ):
         raise CheckpointError(
-            f"{str(folder / SETUP)!r} has adapter_setup={values.get('adapter_setup')!r} and "
-            f"head_setup={heads!r}, which are not a composition and heads. {AGAIN}."
+            f"{str(folder / SETUP)!r} does not hold a composition and heads. {AGAIN}."
         )
     return setup, found
 

@@ -69,8 +69,8 @@ def read(model: AdaptedModel, config: Any) -> FromPeft:
     values = {n: v for n, v in values.items() if n in own or n not in arguments.fixed}
     if unknown := sorted(n for n, v in values.items() if v and n not in own | COMMON.keys()):
         raise ConfigError(
-            f"{arguments.class_name}({unknown[0]}={values[unknown[0]]!r}): there is no such field "
-            f"here. Its fields: {listing(sorted(own), limit=40)}. Leave it out."
+            f"{arguments.class_name}({unknown[0]}={values[unknown[0]]!r}): there is no such field. "
+            f"Leave it out; there are {listing(sorted(own), limit=40)}."
         )
     fields = {name: value for name, value in values.items() if name in own}
     given = fields.get("target_modules")
@@ -114,8 +114,8 @@ def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
         known = sorted({s.peft_type for s in peft_spellings.values() if s.arguments is not None})
         shown = "".join(f", {n}={values.get(n)!r}" for s in found[:1] for n in s.differing(values))
         raise ConfigError(
-            f"peft_type={kind!r}{shown}: there is no such method here. Methods of PEFT that can be "
-            f"added: {listing(known, limit=40)}. Write a config of one of these."
+            f"peft_type={kind!r}{shown}: there is no such method here. Write one of "
+            f"{listing(known, limit=40)}."
         )
     spelling = max(fitting, key=lambda s: s.strictness)
     return spelling, classes_of_peft[spelling.config]
@@ -187,9 +187,8 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
         kept += [placement.site] if is_whole or (number and int(number) in wanted) else []
     if not kept:
         raise ConfigError(
-            f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: no layer is in such a "
-            f"block. Write the last part of one of {listing(model.anatomy.stacks)}, and numbers "
-            "from 0."
+            f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: there is no such block. "
+            f"Write the last part of one of {listing(model.anatomy.stacks)}, and numbers from 0."
         )
     return config.replace(target_modules=names_of(model, kept))
 
@@ -242,8 +241,8 @@ def with_experts(
             if len(missing) < len(layers):
                 shown = targets if isinstance(targets, str) else sorted(targets)
                 raise ConfigError(
-                    f"target_modules={shown!r} lacks {listing(missing)}, a part of the experts' "
-                    f"{parameter!r} too. Write both, or target_parameters=[{parameter!r}]."
+                    f"target_modules={shown!r} lacks {listing(missing)}, the rest of the experts' "
+                    f"{parameter!r}. Write both, or target_parameters=[{parameter!r}]."
                 )
         elif len(layers) > 1:
             doubled[rf".*\.{re.escape(parameter)}"] = len(layers)

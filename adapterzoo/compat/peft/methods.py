@@ -103,8 +103,7 @@ class PeftMethods:
             return
         if state.disabled is None or {*state.disabled[0].flatten()} - state.records.keys():
             raise StateError(
-                "no adapter was disabled, and none is active. Write set_adapter('a'); adapters: "
-                f"{listing(state.records)}."
+                f"no adapter was disabled. Write set_adapter(…), one of {listing(state.records)}."
             )
         set_active(self, *state.disabled)
         state.disabled = None
@@ -153,9 +152,7 @@ class PeftMethods:
             UnknownNameError: the adapter is unknown.
         """
         if state_dict is not None:
-            raise ConfigError(
-                "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
-            )
+            raise ConfigError("state_dict: the tensors are the model's own. Leave it out.")
         return tensors.encoded(self, tensors.one_name(self, adapter_name))[1]
 
     def enable_peft_hotswap(
@@ -182,10 +179,7 @@ class PeftMethods:
 
 def _refuse_merged(model: AdaptedModel) -> None:
     if merged := model._adapter_state.merged:
-        raise StateError(
-            f"{listing(merged)} acts through the base weights, as it is merged. Write "
-            f"unmerge_adapter() first."
-        )
+        raise StateError(f"{listing(merged)} is merged. Write unmerge_adapter() first.")
 
 
 # --- the model's own methods, with PEFT's arguments ---

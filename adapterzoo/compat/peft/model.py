@@ -96,7 +96,7 @@ class PeftModel:
             CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
             ConfigError: a value of the config has no meaning here.
         """
-        refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
+        kwargs.pop("low_cpu_mem_usage", None)
         mixin = cast("Any", AdapterModelMixin)
         mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
 
@@ -144,12 +144,6 @@ class PeftModel:
                 raise ConfigError(
                     f"{name}={value!r}: the folder describes the adapter. Leave it out."
                 )
-        try:
-            torch.device("cpu" if torch_device is None else torch_device)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(
-                f"torch_device={torch_device!r} is not a device. Write 'cpu', or leave it out."
-            ) from error
         path = (
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
@@ -329,8 +323,6 @@ class PeftModel:
             ConfigError: there is no progress bar.
             StateError: as `AdapterModelMixin.merge_and_unload`.
         """
-        if progressbar:
-            raise ConfigError("progressbar=True: there is none. Leave it out.")
         return _plainly(self, "merge_and_unload", adapter_names)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -349,18 +341,6 @@ def plain_on_error(model: Any) -> Iterator[None]:
         if was_plain and isinstance(model, AdapterModelMixin):
             model.unload()
         raise
-
-
-def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
-    """Refuse to add an adapter without values.
-
-    Raises:
-        ConfigError: it was asked for.
-    """
-    if low_cpu_mem_usage:
-        raise ConfigError(
-            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
-        )
 
 
 def as_peft(model: Any) -> Any:
@@ -433,7 +413,6 @@ def get_peft_model(
         ConfigError: a value of the config has no meaning here, or initial values need data.
         StateError: the model has no adapters of this library, but layers of PEFT.
     """
-    refuse_uninitialized(low_cpu_mem_usage)
     if peft_config is None:
         raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
     with plain_on_error(model):
@@ -467,7 +446,6 @@ def inject_adapter_in_model(
     Raises:
         ConfigError: a value of the config has no meaning here.
     """
-    refuse_uninitialized(low_cpu_mem_usage)
     with plain_on_error(model):
         made: Any = model if isinstance(model, AdapterModelMixin) else init(model)
         made.add_adapter(peft_config, adapter_name=adapter_name)
@@ -503,7 +481,6 @@ def get_peft_model_state_dict(
         StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
-    _check_model(model)
     found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
     return found
 
@@ -530,24 +507,8 @@ def set_peft_model_state_dict(
         StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
-    _check_model(model)
-    values: object = peft_model_state_dict
-    if not isinstance(values, Mapping) or not all(
-        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in values.items()
-    ):
-        raise ConfigError(
-            f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
-            "tensors. Write get_peft_model_state_dict(model)."
-        )
     tensors.fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, AdapterModelMixin):
-        raise StateError(
-            f"a {type(model).__name__} has no adapters. Write get_peft_model(model, config)."
-        )
 
 
 @names_call
@@ -628,8 +589,7 @@ def replace_lora_weights_loftq(
     sharding.refuse_if_sharded(peft_model, "Write it before fully_shard(model).")
     if not {"init_weights", "init_options"} <= {*config.field_names()}:
         raise ConfigError(
-            f"{adapter_name!r} is {config!r}, which has no values that make up for quantization. "
-            f"Write LoRAConfig(…)."
+            f"{adapter_name!r} is {config!r}, which quantization cannot start. Write LoRAConfig(…)."
         )
     asked: Any = config.replace(init_weights="loftq", init_options={})
     plan = asked.init_plan(peft_model.anatomy)
@@ -728,8 +688,7 @@ class AutoPeftModel:
         )
         if found is None:
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): there is no adapter without a model. "
-                "Write the folder that save_adapter wrote."
+                f"{path!r} is not an adapter's folder. Write the folder that save_adapter wrote."
             )
         config = found.path / CONFIG
         values = files.read_json(config) if config.is_file() else {}
@@ -757,8 +716,8 @@ class AutoPeftModel:
         if task is not None and task != cls.task_type:
             fitting = next((c for c in _CLASSES if c.task_type == task), AutoPeftModel)
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} says task_type={task!r}. "
-                f"Write {fitting.__name__}.from_pretrained({path!r})."
+                f"{path!r} is of task_type={task!r}. Write "
+                f"{fitting.__name__}.from_pretrained({path!r})."
             )
         if cls.auto_class:
             return getattr(transformers, cls.auto_class)
@@ -769,8 +728,8 @@ class AutoPeftModel:
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if not is_model or found.config_class is None:
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names the class {name!r}, "
-                f"which is not a model of transformers. Write {_CLASSES[0].__name__}."
+                f"{path!r} names {name!r}, not a model of transformers. Write "
+                f"{_CLASSES[0].__name__}."
             )
         return found
 

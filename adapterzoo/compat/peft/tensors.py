@@ -76,8 +76,7 @@ def one_name(model: AdaptedModel, name: str | None) -> str:
     names = () if setup is None else setup.flatten()
     if len(names) != 1:
         raise StateError(
-            f"{listing(names)} are active. Write its name; adapters: "
-            f"{listing(model._adapter_state.records)}."
+            f"{listing(names)} are active. Write one of {listing(model._adapter_state.records)}."
         )
     return names[0]
 

@@ -103,10 +103,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
                 spelling_of(member)
             return config
         if not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"adapter_config.json has config={values!r}, which is not an object of fields. "
-                f"{AGAIN}."
-            )
+            raise CheckpointError(f"adapter_config.json has config={values!r}. {AGAIN}.")
         if values.get("architecture") != ConfigUnion.architecture:
             return _read_member(values, file)
         members = values.get("configs")
@@ -139,10 +136,7 @@ def added(members: Sequence[AdapterConfig], anatomy: Anatomy) -> list[AdapterCon
 
 def _read_member(values: object, file: AdapterHubFile) -> AdapterConfig:
     if not isinstance(values, Mapping):
-        raise CheckpointError(
-            f"the union in adapter_config.json has the member {values!r}, which is not an object. "
-            f"{AGAIN}."
-        )
+        raise CheckpointError(f"adapter_config.json has the member {values!r}. {AGAIN}.")
     name = values.get("architecture")
     spelling = method_of(
         values,
@@ -171,10 +165,7 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
             alike = written.get("architecture") == also.get("architecture")
             everywhere = not (written.get("leave_out") or also.get("leave_out"))
             if alike and everywhere and not spelling_of(one).joins(one, other):
-                raise unsayable(
-                    config,
-                    f"adapters refuses unions of {one!r} and {other!r}, which are one method there",
-                )
+                raise unsayable(config, f"adapters refuses unions of {one!r} and {other!r}")
         return {"architecture": config.architecture, "configs": members}
     spelling = spelling_of(config)
     if (reason := spelling.unsayable(config)) is not None:
@@ -412,10 +403,8 @@ def check_fused(places: Sequence[Place]) -> None:
         rows = site.output_slice
         if rows is None or rows.groups != 1 or site.role not in PART_ORDER:
             raise CheckpointError(
-                f"in the fused layer {site.path!r} adapters takes other rows for its parts than "
-                f"those of the model: it knows queries, keys and values one under the other, and "
-                f"no parts of a feed-forward layer. Nothing has been done. Train the adapter at "
-                f"other layers, or write {argument('format', 'native')} to save it."
+                f"in the fused layer {site.path!r} adapters takes other rows for its parts. Train "
+                f"the adapter at other layers, or write {argument('format', 'native')}."
             )
 
 
@@ -459,8 +448,7 @@ def write_adapter(
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
                 if theirs and before and not _are_equal(theirs, before):
                     raise inexpressible(
-                        f"two methods of the union have adapter-wide tensors, and AdapterHub has "
-                        f"one {path!r} for both"
+                        f"AdapterHub has one {path!r} for both methods of the union"
                     )
                 found |= theirs
     return written, found
@@ -480,9 +468,8 @@ def check_convention(info: SavedModel, config: AdapterConfig) -> None:
             for values in (config.to_dict(), theirs)
         )
         raise inexpressible(
-            f"in {info.model_type} models adapters computes {other}, and this adapter has {mine}, "
-            f"so that the same tensors would give other outputs there. Train it again with {other} "
-            f"for adapters"
+            f"in {info.model_type} models adapters computes {other}, and this adapter has {mine}. "
+            f"Train it again with {other} for adapters"
         )
 
 
@@ -497,10 +484,9 @@ def _without_added(info: SavedModel, config: AdapterConfig) -> dict[int, Adapter
     theirs = added([*own.values()], info.anatomy)
     if mine != theirs:
         raise inexpressible(
-            f"in {info.model_type} models adapters computes this adapter together with "
-            f"{theirs or 'nothing else'}, and here it is together with {mine or 'nothing else'}, "
-            f"so that the same tensors would give other outputs there. Train it again with "
-            f"{joined([*own.values(), *theirs])!r} for adapters"
+            f"in {info.model_type} models adapters computes it with {theirs or 'nothing else'}, "
+            f"not {mine or 'alone'}. Train it again with {joined([*own.values(), *theirs])!r} for "
+            "adapters"
         )
     return own
 
@@ -518,9 +504,7 @@ def _as_flags(info: SavedModel, config: AdapterConfig) -> AdapterConfig:
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:
         raise unsayable(
-            config,
-            "AdapterHub knows queries, keys and values, and the first and last feed-forward layer, "
-            "of whole blocks",
+            config, "AdapterHub names queries, keys, values, first and last layers only"
         )
     return flagged
 
@@ -578,10 +562,8 @@ def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
         CheckpointError: it has a key that is such a field.
     """
     if taken := sorted(_FIELDS & set(meta)):
-        raise CheckpointError(
-            f"AdapterHub's format keeps meta_dict beside its own fields, and {listing(taken)} are "
-            f"among these. Nothing has been written. Rename these keys of meta_dict, or write "
-            f"{argument('format', 'native')}."
+        raise inexpressible(
+            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
         )
     return meta
 
@@ -679,9 +661,7 @@ def _files_in(
     # of two files with the same tensors, prefer the one that cannot hold code
     file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
     if file is None:
-        raise CheckpointError(
-            f"{str(folder)!r} has {config}, but neither {safe} nor {pickled}. {AGAIN}."
-        )
+        raise CheckpointError(f"{str(folder)!r} has {config}, but no tensors beside it. {AGAIN}.")
     return metadata, read_tensors(file)
 
 
@@ -702,12 +682,7 @@ def read_head(
     if config is None:
         return _read_static(info, metadata, tensors)
     if not isinstance(config, Mapping):
-        raise CheckpointError(
-            f"head_config.json has config={config!r}, which is not an object of fields. "
-            f"Write "
-            f"{argument('with_head', False, 'load_adapter')}, or copy the checkpoint again from "
-            f"where it was saved."
-        )
+        raise CheckpointError(f"head_config.json has config={config!r}. {AGAIN}.")
     _refuse_quirks(info, config)
     start = f"heads.{metadata.get('name')}"
     # adapters also saves heads whose names begin with this one
@@ -754,8 +729,7 @@ def _refuse_quirks(info: SavedModel, config: Mapping[str, Any]) -> None:
     if what is not None:
         raise CheckpointError(
             f"in such a {info.model_type} adapters {what} below a {config['head_type']!r} head, "
-            f"and the same tensors give other outputs there than here. Nothing has been done. "
-            f"Write {argument('with_head', False)}."
+            f"so its outputs would differ there. Write {argument('with_head', False)}."
         )
 
 
@@ -773,17 +747,13 @@ def _check_sayable(info: SavedModel, config: Mapping[str, Any]) -> None:
         known = HeadConfig.from_dict(config)
     except AdapterZooError as error:
         raise inexpressible(
-            f"AdapterHub's format has no head of the type {config.get('head_type')!r}; it has "
+            f"AdapterHub has no {config.get('head_type')!r} head; it has "
             f"{listing(sorted(head_types))}",
             *hints,
         ) from error
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
     if config.get("tie_word_embeddings") is False and _ties_there(info):
-        raise inexpressible(
-            f"the head has an output layer of its own, and adapters would write it into the "
-            f"embeddings of a {info.model_type}, which it ties",
-            *hints,
-        )
+        raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
     ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
         shown = ", ".join(f"{field}={config[field]!r}" for field in used)
@@ -809,8 +779,7 @@ def _read_static(
             mine[key] = tensor
         elif not same_values(tensor, own):
             raise CheckpointError(
-                f"the checkpoint has {key!r}, and the model's own is another; an "
-                f"adapter does not replace the output layer of a language model. Write "
+                f"{key!r} differs from the model's own. Write "
                 f"{argument('with_head', False, 'load_adapter')}."
             )
     return {STATIC: theirs}, mine
@@ -923,8 +892,7 @@ def encode_fusion(
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
             raise inexpressible(
-                f"the temperature of this fusion has decayed for {int(steps)} steps, and adapters "
-                f"starts anew from the highest one"
+                f"adapters restarts the temperature, decayed for {int(steps)} steps here"
             )
         start = f"{start}.adapter_fusion_layer.{metadata['name']}."
         tensors |= {start + parameter: tensor for parameter, tensor in own.items()}
@@ -934,8 +902,7 @@ def encode_fusion(
     if mine != theirs:
         shown = [", ".join(f"{k}={v!r}" for k, v in values.items()) for values in (theirs, mine)]
         raise inexpressible(
-            f"adapters computes a fusion of these adapters with {shown[0]}, and this one has "
-            f"{shown[1]}, so that the same tensors would give other outputs there"
+            f"adapters computes such a fusion with {shown[0]}, and this has {shown[1]}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
     meta = meta_for(metadata.get("meta") or {})

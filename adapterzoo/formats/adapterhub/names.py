@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
-from adapterzoo.errors import listing
 from adapterzoo.formats.checkpoint import Place, SavedModel, inexpressible
 from adapterzoo.spelling import Container
 
@@ -138,8 +137,7 @@ def layout_of(info: SavedModel) -> Layout:
     layout = LAYOUTS.get(info.model_type)
     if layout is None:
         raise inexpressible(
-            f"AdapterHub's format has no names for models of type {info.model_type!r}; it has "
-            f"names for {listing(sorted(LAYOUTS), limit=30)}"
+            f"AdapterHub's format has no names for models of type {info.model_type!r}"
         )
     return layout
 
@@ -167,8 +165,7 @@ def from_location(layout: Layout, parameter: str) -> str:
     location, dot, rest = parameter.partition(".")
     if location == "self_prefix" and location not in layout.locations and layout.locations:
         raise inexpressible(
-            "AdapterHub's format has prefixes in both towers of such a model, and this adapter "
-            "leaves one out"
+            "AdapterHub has prefixes in both towers, and this adapter leaves one out"
         )
     return f"{layout.locations.get(location, location)}{dot}{rest}"
 
@@ -246,10 +243,7 @@ def name_of(info: SavedModel, container: Container, place: Place, layout: Layout
             module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
             found = f"{module}.{container.below}"
     if found is None:
-        raise inexpressible(
-            f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
-            f"{info.model_type}"
-        )
+        raise inexpressible(f"AdapterHub has no name for an adapter at {place.path!r}")
     return found
 
 

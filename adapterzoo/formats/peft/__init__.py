@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError, argument, in_python
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.formats import files
 from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, SavedModel, base_of, formats
 
@@ -39,9 +39,7 @@ def _read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
 def _encode(checkpoint: Checkpoint, kind: Kind, info: SavedModel) -> dict[str, bytes]:
     if kind != "adapter":
         raise CheckpointError(
-            f"PEFT's format has no heads without an adapter. Write "
-            f"{in_python('save_head(…) with ')}{argument('format', 'native')} or "
-            f"{argument('format', 'adapterhub')}."
+            f"PEFT has no heads without an adapter. Write {argument('format', 'native')}."
         )
     config, tensors = encoded(checkpoint, info)
     # PEFT has no counterpart of meta_dict, and ignores the metadata of the file

@@ -39,7 +39,7 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
+from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import (
     OWN_OUTPUT,
     SavedModel,
@@ -67,10 +67,7 @@ CONFIG = "adapter_config.json"
 TOKENS = "trainable_token_indices"
 
 # a hint for every adapter that PEFT can merge
-MERGE = (
-    "Merge the adapter with PEFT, and load the merged model: "
-    "peft_model.merge_and_unload().save_pretrained(…)."
-)
+MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
 
 _PARAMETERS = "target_parameters"
 
@@ -128,8 +125,7 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
     for name, reason in spelling.refused.items():
         if metadata.get(name):
             raise CheckpointError(
-                f"{CONFIG} says {name}={short(metadata[name])}: {reason}, which is not reproduced "
-                f"here. {MERGE}"
+                f"{CONFIG} says {name}={short(metadata[name])}: {reason}. {MERGE}"
             )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
@@ -227,8 +223,7 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
     if (found_fault := fault(whole, max(map(len, paths), default=0), len(paths))) is not None:
         expression, reason = found_fault
         raise CheckpointError(
-            f"{field} has the key {whole[expression][:80]!r}: {reason}. Write names of "
-            f"layers as its keys: {{'q_proj': …}}."
+            f"{field} has the key {whole[expression][:80]!r}: {reason}. Write names of layers."
         )
     compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
     # most keys are names, whose last part excludes most paths without a search
@@ -394,7 +389,7 @@ def read_adapter(
         all_placements(config, info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
-            f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
+            f"the config of the file is not legal; nothing has been loaded. {error}"
         ) from error
     if spelling.becomes:
         _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
@@ -469,10 +464,7 @@ def _sorted(
         if depth >= len(here):
             lost[key] = tensor
         elif parameter in here[depth].tensors:
-            raise CheckpointError(
-                f"the file has two tensors {parameter!r} for {here[depth].site.name!r}. Save the "
-                f"adapter again, alone."
-            )
+            raise CheckpointError(f"the file has two tensors {parameter!r} for {named!r}. {AGAIN}.")
         else:
             here[depth].tensors[parameter] = tensor
     for name, patterns in peft_config.patterns.items():
@@ -535,8 +527,7 @@ def _in_one_dtype(
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
         raise CheckpointError(
-            f"the file has tensors of {wrong[0]}; those of adapters have a floating-point dtype. "
-            f"Save the adapter again in float32."
+            f"the file has tensors of {wrong[0]}. Save the adapter again in float32."
         )
     own, dtype = info.dtype, torch.float32
     # widening is exact; PEFT too keeps other dtypes in float32 over half-precision layers
@@ -771,10 +762,8 @@ def _rows(
         given = found[0] if found else None
     if not isinstance(given, list) or rows.dim() != 2 or len(given) != len(rows):
         raise CheckpointError(
-            f"{CONFIG} says trainable_token_indices="
-            f"{short(peft_config.trainable_token_indices)}, and the file has rows "
-            f"{list(rows.shape)} for {named!r}, so it is unknown to which tokens they belong. "
-            f"Copy both files again from where they were saved."
+            f"trainable_token_indices={short(peft_config.trainable_token_indices)} does not fit "
+            f"the rows {list(rows.shape)} of {named!r}. {AGAIN}."
         )
     order = sorted(range(len(given)), key=given.__getitem__)
     return tuple(given[i] for i in order), _as(rows[order], site.path, info)
@@ -792,9 +781,8 @@ def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
             (ids, rows), (other_ids, other_rows) = extras.rows[first], extras.rows[path]
             if ids != other_ids or not torch.equal(rows, other_rows):
                 raise CheckpointError(
-                    f"the file has other rows of tokens at {path!r} than at {first!r}; here these "
-                    f"share one table, and an adapter has the same rows in both. Train it again "
-                    f"with target_modules=[{group[0]!r}] in PEFT."
+                    f"the file has other rows at {path!r} than at {first!r}, which share one "
+                    f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
                 )
 
 
@@ -901,8 +889,7 @@ def head_from(
     if trained:
         raise CheckpointError(
             f"the file holds weights of the base model that differ from those here: "
-            f"{listing(sorted(trained))}; of what PEFT saves whole, only heads can be loaded "
-            f"beside an adapter. {MERGE}"
+            f"{listing(sorted(trained))}. {MERGE}"
         )
     if not head or not info.with_head:
         return None, {}
@@ -937,9 +924,7 @@ def _class_of_head(peft_config: FileConfig, info: SavedModel) -> str:
     task = peft_config.task_type
     if peft_config.base_class is None and (task is None or task not in TASKS):
         raise CheckpointError(
-            f"the file has a head, and {CONFIG} says task_type={task!r}, so the "
-            f"kind of the head is unknown; legal are {listing(TASKS)}. Write "
-            f"{argument('with_head', False, 'load_adapter')}"
-            f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
+            f"the file has a head of task_type={task!r}; known are {listing(TASKS)}. Write "
+            f"{argument('with_head', False, 'load_adapter')}."
         )
     return class_in(peft_config, info) or str(task)

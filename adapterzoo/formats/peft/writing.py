@@ -14,8 +14,15 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.formats.checkpoint import Checkpoint, Place, SavedModel, places_of, shared_tensors
+from adapterzoo.errors import StateError, argument, listing
+from adapterzoo.formats.checkpoint import (
+    Checkpoint,
+    Place,
+    SavedModel,
+    inexpressible,
+    places_of,
+    shared_tensors,
+)
 from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import head_types
 from adapterzoo.patterns import short_names
@@ -114,10 +121,10 @@ def _of_model(
     spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: SavedModel
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return the fields and tensors of the whole model."""
+    kind = spelling.peft_type
     if spelling.shared and len(config.members) > 1:
-        raise CheckpointError(
-            f"the adapter is a union of {len(config.members)} {spelling.peft_type} adapters, and a "
-            f"file of PEFT has one. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"a file of PEFT has one adapter, and this is a union of {len(config.members)} {kind}"
         )
     fields, shared = spelling.write_model(config.members[0], shared_tensors(tensors), info.anatomy)
     return {"peft_type": spelling.peft_type, **spelling.fixed, **fields}, shared
@@ -148,18 +155,14 @@ def _parts(
             reason = spelling.unsayable(place.placement)
             methods[member.architecture] = spelling
         if reason is not None or spelling is None:
-            raise CheckpointError(
-                f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
-                f"Write {argument('format', 'native')}."
-            )
+            raise inexpressible(f"the adapter has {reason}; PEFT has {listing(peft_spellings)}")
         by_name.setdefault(place.placement.site.name, []).append(PeftPart(place.placement, own))
     if not methods:
         first = config.members[0].architecture
         methods = {first: peft_spellings[first]}
     if len(methods) > 1:
-        raise CheckpointError(
-            f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
-            f"PEFT has one. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"a file of PEFT has one architecture, and this one {listing(sorted(methods))}"
         )
     return next(iter(methods.values())), by_name, more
 
@@ -174,21 +177,16 @@ def _output(
         return PeftOutput(parts, spelling.write(parts[0]), is_parameter)
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
-        raise CheckpointError(
+        raise inexpressible(
             f"at {name!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
-            f"one for the whole layer, which cannot compute the same. Write "
-            f"{argument('format', 'native')}, or "
-            f"train with target_modules={[name.rpartition('.')[2]]!r}."
+            "one"
         )
     key = f"{info.prefix}.{name}.weight".removeprefix(".")
 
     def weight() -> Tensor | None:
         found = info.tensor(key)
         if found is not None and found.is_meta:
-            raise StateError(
-                f"the format needs the values of {key!r}, which is on the meta device. "
-                f"Load the model with its weights."
-            )
+            raise StateError(f"{key!r} is on the meta device. Load the model with its weights.")
         return found
 
     return PeftOutput(parts, spelling.join(parts, weight), is_parameter)
@@ -235,9 +233,8 @@ def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
 
 def _same(name: str, values: set[Any]) -> Any:
     if len(values) > 1:
-        raise CheckpointError(
-            f"parts of the adapter differ in {name} ({listing(sorted(values))}), and PEFT's config "
-            f"has one value for all parts. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"layers differ in {name} ({listing(sorted(values))}), and PEFT has one value"
         )
     return next(iter(values))
 
@@ -301,14 +298,15 @@ def _task_fields(
 def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
     """Raise if PEFT would ignore the adapter: without a task, PEFT only adapts layers."""
     if task.task_type is None:
-        raise CheckpointError(
-            f"PEFT's {spelling.peft_type} works only in models of its tasks ({listing(TASKS)}), "
-            f"and {task.model_class} is not one. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"PEFT has {spelling.peft_type} in models of its tasks ({listing(TASKS)}), not in a "
+            f"{task.model_class}"
         )
     if task.task_type in _HEADED and not head:
-        raise CheckpointError(
-            f"PEFT loads a {spelling.peft_type} for {task.model_class} only with its head. Write "
-            f"{argument('with_head', True)}, or {argument('format', 'native')}."
+        raise inexpressible(
+            f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head",
+            argument("with_head", True),
+            argument("format", "native"),
         )
 
 
@@ -318,10 +316,10 @@ def _path_in_task(
     """Return the path in the task class of a layer that is at a path in the base model."""
     found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
     if found is None:
-        raise CheckpointError(
-            f"a {task.model_class}, for which PEFT would load the adapter, has no layer {path!r}. "
-            f"Write {argument('format', 'native')}, or "
-            f"{argument('with_head', False)} for the base model."
+        raise inexpressible(
+            f"a {task.model_class}, into which PEFT would load the adapter, has no layer {path!r}",
+            argument("format", "native"),
+            argument("with_head", False),
         )
     return found
 
@@ -349,9 +347,8 @@ def _whole_modules(
     written = {key for path in found for key in below[path]}
     rest = {key: tensor for key, tensor in head.items() if key not in written}
     if wrong := sorted(key for key, tensor in rest.items() if not _is_own(key, tensor, info)):
-        raise CheckpointError(
-            f"PEFT saves the modules of a head whole, and {listing(wrong)} do not belong to this "
-            f"head alone. Write {argument('with_head', False)}."
+        raise inexpressible(
+            f"{listing(wrong)} do not belong to this head alone", argument("with_head", False)
         )
     return found
 
@@ -377,9 +374,8 @@ def is_written(site: Site, spelling: PeftSpelling, info: SavedModel) -> bool:
     if name not in info.split_experts or spelling.peft_type not in related:
         return False
     if not spelling.of_parameters:
-        raise CheckpointError(
-            f"the adapter is at {site.path!r}, and in a {info.model_class} PEFT takes the name "
-            f"{name!r} for a layer of experts. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"PEFT takes {site.path!r} for a layer of experts in a {info.model_class}"
         )
     return True
 
@@ -433,9 +429,8 @@ def _write_extras(
         path, config = path_in_task(place.path), place.placement.config.to_dict()
         kind = FIELD_AT[place.placement.location]
         if kind not in fields_for_extras(spelling):
-            raise CheckpointError(
-                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} has no "
-                f"such field. Write {argument('format', 'native')}."
+            raise inexpressible(
+                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} not"
             )
         if kind == "modules_to_save":
             saved.append(path)
@@ -482,10 +477,7 @@ def _rows_alone(
     """Return the fields of a method that only trains rows, which are the same in each table."""
     lists = [ids for _, _, ids in found]
     if lists != [lists[0]] * len(lists):
-        raise CheckpointError(
-            f"the tables have rows of different tokens, and PEFT's {spelling.peft_type} has one "
-            f"list for all. Write {argument('format', 'native')}."
-        )
+        raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
     return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
 
 
@@ -511,10 +503,9 @@ def head_for(checkpoint: Checkpoint, info: SavedModel) -> tuple[Task, dict[str, 
         mapping = getattr(modeling_auto, known.peft_classes)
     model_class = next(iter(classes_for(mapping, info)), None)
     if model_class is None:
-        raise CheckpointError(
-            f"transformers has no class with a {head_type!r} head for "
-            f"{info.model_type!r} that PEFT could load this one into. Write "
-            f"{argument('with_head', False)}."
+        raise inexpressible(
+            f"transformers has no {info.model_type!r} with a {head_type!r} head",
+            argument("with_head", False),
         )
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 

@@ -323,8 +323,7 @@ def _read(layer: PeftLayer) -> Tensors:
     init, site = layer.fields["init_lora_weights"], layer.site
     if init in _REPRODUCED:
         raise CheckpointError(
-            f"init_lora_weights={init!r} with target_parameters changed the weight of "
-            f"{layer.name!r}. Merge the adapter with PEFT, and load the merged model."
+            f"init_lora_weights={init!r} changed the weight of {layer.name!r}. Merge it in PEFT."
         )
     a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], _experts_of(site)
     a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
@@ -386,8 +385,8 @@ def _read_start(layer: PeftLayer) -> Tensors:
     w = layer.weight()
     if w is None:
         raise CheckpointError(
-            f"init_lora_weights={init!r}: PEFT has subtracted a part of the weight of "
-            f"{layer.name!r}, which is quantized here. Load it in the dtype of its training."
+            f"init_lora_weights={init!r} changed the weight of {layer.name!r}, which is quantized "
+            "here. Load it in the dtype of its training."
         )
     rank = layer.tensors["lora_A"].shape[0]
     s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
@@ -515,9 +514,8 @@ def _read_vera(
         return {}, tensors
     if tensors or fields["save_projection"]:
         raise CheckpointError(
-            f"the file lacks vera_A or vera_B, with save_projection={fields['save_projection']}. "
-            f"Copy it again, or write 'save_projection': false in adapter_config.json, to draw "
-            f"them from projection_prng_key={fields['projection_prng_key']}."
+            "the file lacks vera_A or vera_B. Copy it again, or write 'save_projection': false in "
+            "adapter_config.json, to draw them from its projection_prng_key."
         )
     own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
     sites = [layer.site for layer in layers]
@@ -559,8 +557,7 @@ def _write_vera(
         for each in drawn
     ):
         raise CheckpointError(
-            f"VeraConfig(save_projection=False): A and B are not those that PEFT would draw from "
-            f"projection_prng_key={_key(config)} for these layers. Write "
+            f"VeraConfig(save_projection=False): PEFT would draw other A and B. Write "
             f"{argument('format', 'native')}, or give the adapter save_projection=True."
         )
     return {"save_projection": False}, {}

@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Anatomy, Site, usual_joins
 from adapterzoo.config import MAX_WIDTH, AdapterConfig, Placement, Range
-from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.methods._peft import PROMPT, ours
+from adapterzoo.errors import CheckpointError
+from adapterzoo.methods._peft import PROMPT, only_native, ours
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubSpelling,
@@ -183,8 +183,8 @@ def _from_peft(
         wrong.append(f"prompt_embeddings {list(table.shape)}, here [tokens, {width}]")
     if wrong:
         raise CheckpointError(
-            f"the file has {'; '.join(wrong)}. It is of another model, or damaged: load it into "
-            f"the model that it was trained on, or copy both files again."
+            f"the file has {'; '.join(wrong)}. Load it into the model that it was trained on, or "
+            "copy both files again."
         )
     said = {
         "flat": True, "prefix_length": table.shape[0], "positions": "shifted",
@@ -198,24 +198,14 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
     at = _location(anatomy)
     if not all(name.startswith(f"{at}.") for name in tensors):
         if at == TIED:
-            raise CheckpointError(
-                f"convention={config['convention']!r}, and PEFT's decoders share keys and values. "
-                f"Write {argument('format', 'native')}, or train with convention='peft'."
+            raise only_native(
+                f"convention={config['convention']!r}, and PEFT's decoders share keys and values"
             )
-        raise CheckpointError(
-            f"PEFT has one prefix for all blocks, and this model's towers have one each. Write "
-            f"{argument('format', 'native')}."
-        )
+        raise only_native("this model's towers have a prefix each")
     if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
-        raise CheckpointError(
-            f"PEFT has one prefix for all blocks with heads of one shape, and here heads differ or "
-            f"leave_out={list(config['leave_out'])}. Write {argument('format', 'native')}."
-        )
+        raise only_native(f"heads differ between blocks, or leave_out={list(config['leave_out'])}")
     if config["positions"] == "kept" and (anatomy.positions or anatomy.unmovable):
-        raise CheckpointError(
-            f"positions='kept', and PEFT's prefixes shift the positions of all tokens. Write "
-            f"{argument('format', 'native')}, or train with positions='shifted'."
-        )
+        raise only_native("positions='kept', and PEFT's prefixes shift all tokens")
     table = _product({n.removeprefix(f"{at}."): t for n, t in tensors.items()}, config)
     sizes = _sizes(attentions, anatomy)
     return {
@@ -383,10 +373,7 @@ def _write_model(
 ) -> tuple[Fields, Tensors]:
     values = _resolved(config, anatomy).to_dict()
     if values["joins"] != "inputs" or values["combine"] != "prefix":
-        raise CheckpointError(
-            f"PromptTuningConfig(joins={values['joins']!r}, combine={values['combine']!r}): PEFT's "
-            f"prompts precede the first token and join the inputs. Write format='native'."
-        )
+        raise only_native(f"joins={values['joins']!r}, combine={values['combine']!r}")
     length, width = tensors[_OURS].shape
     fields = {
         "num_virtual_tokens": length,
