@@ -325,7 +325,7 @@ def read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"{str(folder)!r}: there is no such folder. Write that of save_{kind}."
+            f"{str(folder)!r}: there is no such folder. Write the folder of save_{kind}."
         )
     name = of(folder, kind)
     if name is None:

@@ -32,9 +32,8 @@ from adapterzoo.model.hf.init_data import InitData, collected
 from adapterzoo.model.state import base_prefix, modules_of, parameters_of
 from adapterzoo.peft_arguments import also_named
 
-from . import tensors
 from .classes import PeftConfig, from_values
-from .methods import DEFAULT
+from .methods import DEFAULT, encoded, fill, one_name, trained_tensors
 
 
 class PeftModel:
@@ -249,7 +248,7 @@ class PeftModel:
         folder = Path(save_directory)
         is_step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
         if of_trainer and is_main_process and is_step and not sharding.groups_of(self):
-            trained = tensors.trained_tensors(cast("Any", self))
+            trained = trained_tensors(cast("Any", self))
             files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)
 
     def load_state_dict(
@@ -266,7 +265,7 @@ class PeftModel:
             CheckpointError: a checkpoint does not fit; nothing has changed then.
         """
         own = cast("Any", self)
-        mine = tensors.trained_tensors(own)
+        mine = trained_tensors(own)
         is_whole = any(k in state_dict for k in own.state_dict(keep_vars=True) if k not in mine)
         if strict or is_whole:
             return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
@@ -288,10 +287,10 @@ class PeftModel:
         Raises:
             StateError: not exactly one is active.
         """
-        return self._peft_config_of(tensors.one_name(cast("Any", self), None))
+        return self._peft_config_of(one_name(cast("Any", self), None))
 
     def _peft_config_of(self, name: str) -> PeftConfig:
-        return from_values(tensors.encoded(cast("Any", self), name)[0], {})
+        return from_values(encoded(cast("Any", self), name)[0], {})
 
     def get_base_model(self) -> Self:
         """Return the model itself: it is not wrapped."""
@@ -507,7 +506,7 @@ def set_peft_model_state_dict(
         StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
-    tensors.fill(model, adapter_name, peft_model_state_dict)
+    fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
 
 

@@ -103,7 +103,9 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
                 spelling_of(member)
             return config
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"adapter_config.json has config={values!r}. {AGAIN}.")
+            raise CheckpointError(
+                f"config={values!r} in adapter_config.json is not an object. {AGAIN}."
+            )
         if values.get("architecture") != ConfigUnion.architecture:
             return _read_member(values, file)
         members = values.get("configs")
@@ -136,7 +138,7 @@ def added(members: Sequence[AdapterConfig], anatomy: Anatomy) -> list[AdapterCon
 
 def _read_member(values: object, file: AdapterHubFile) -> AdapterConfig:
     if not isinstance(values, Mapping):
-        raise CheckpointError(f"adapter_config.json has the member {values!r}. {AGAIN}.")
+        raise CheckpointError(f"{values!r} in adapter_config.json is not an object. {AGAIN}.")
     name = values.get("architecture")
     spelling = method_of(
         values,
@@ -682,7 +684,7 @@ def read_head(
     if config is None:
         return _read_static(info, metadata, tensors)
     if not isinstance(config, Mapping):
-        raise CheckpointError(f"head_config.json has config={config!r}. {AGAIN}.")
+        raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
     start = f"heads.{metadata.get('name')}"
     # adapters also saves heads whose names begin with this one
