@@ -12,6 +12,7 @@ Nobody waits: of two saves at once the later one stays, and a reader whose folde
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -87,9 +88,7 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             if (folder / name).is_dir():
-                raise CheckpointError(
-                    f"{str(folder / name)!r} is a folder. {state}. Write to another folder."
-                )
+                raise IsADirectoryError(errno.EISDIR, "it is a folder", str(folder / name))
             with part.open("xb") as stream:
                 stream.write(contents[name])
                 stream.flush()
