@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
@@ -24,6 +23,9 @@ from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import files
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
@@ -176,66 +178,6 @@ class Base:
     revision: str | None = None
 
 
-class SavedModel(Protocol):
-    """What formats need to know of a model: `ModelInfo` of `model.hf.info`, which is above them."""
-
-    anatomy: Anatomy
-    prefix: str
-    model_type: str
-    model_class: str
-    model_name: str | None
-    named_heads: bool
-    with_head: bool
-    dtype: torch.dtype
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `ModelInfo`."""
-
-    @property
-    def static_head(self) -> Mapping[str, tuple[int, ...]]:
-        """See `ModelInfo`."""
-
-    @property
-    def output(self) -> frozenset[str]:
-        """See `ModelInfo`."""
-
-    @property
-    def split_experts(self) -> frozenset[str]:
-        """See `ModelInfo`."""
-
-    @property
-    def renamed(self) -> Callable[[str], str]:
-        """See `ModelInfo`."""
-
-    def tensor(self, key: str) -> Tensor | None:
-        """See `ModelInfo`."""
-
-    def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
-        """See `ModelInfo`."""
-
-    def from_static(
-        self,
-        architecture: str,
-        tensors: Mapping[str, Tensor],
-        label2id: Mapping[str, int] | None,
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `ModelInfo`."""
-
-    def to_static(
-        self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """See `ModelInfo`."""
-
-    def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See `ModelInfo`."""
-
-    def untied(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `ModelInfo`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of folders.
@@ -254,8 +196,8 @@ class Format:
     """
 
     recognizes: Callable[[Path, Kind], bool]
-    read: Callable[[Path, Kind, SavedModel], Checkpoint]
-    encode: Callable[[Checkpoint, Kind, SavedModel], dict[str, bytes]]
+    read: Callable[[Path, Kind, ModelInfo], Checkpoint]
+    encode: Callable[[Checkpoint, Kind, ModelInfo], dict[str, bytes]]
     base: Callable[[Path], Base]
     owned: Callable[[Kind], tuple[str, ...]]
 
@@ -312,7 +254,7 @@ def of(folder: Path, kind: Kind) -> str | None:
     return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
-def read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
+def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     """Read a folder in any format.
 
     Args:
@@ -337,7 +279,7 @@ def read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
         return formats[name].read(folder, kind, info)
 
 
-def _elsewhere(folder: Path, kind: Kind, info: SavedModel) -> str:
+def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
     """Return the end of a message: what the folder holds instead, and what to write."""
     # of all adapters, or of a trainer with its checkpoints
     below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
@@ -363,7 +305,7 @@ def _elsewhere(folder: Path, kind: Kind, info: SavedModel) -> str:
     )
 
 
-def exported(checkpoint: Checkpoint, info: SavedModel) -> Checkpoint:
+def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     """Return a checkpoint with its adapter as files of the peers hold it."""
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     config, tensors = to_plain(config, checkpoint.adapter, info.anatomy)
@@ -371,7 +313,7 @@ def exported(checkpoint: Checkpoint, info: SavedModel) -> Checkpoint:
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 
-def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: SavedModel) -> dict[str, bytes]:
+def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> dict[str, bytes]:
     """Return the files of a checkpoint; arguments as of `write`.
 
     Raises:
@@ -386,7 +328,7 @@ def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: SavedModel) -> 
     return chosen.encode(checkpoint, kind, info)
 
 
-def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: SavedModel) -> None:
+def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
     A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.

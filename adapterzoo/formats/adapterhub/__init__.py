@@ -23,7 +23,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from adapterzoo.formats.checkpoint import (
     Format,
     Kind,
     Place,
-    SavedModel,
     base_of,
     formats,
     inexpressible,
@@ -77,6 +76,9 @@ from .names import (
     prefix_of,
     to_location,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 # --- configs and tensors of adapters ---
 
@@ -284,7 +286,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 
 
 def read_adapter(
-    info: SavedModel, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """Return the config, completed from the keys, and the tensors under our keys.
 
@@ -334,7 +336,7 @@ def read_adapter(
 
 
 def _read_group(
-    info: SavedModel,
+    info: ModelInfo,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -411,7 +413,7 @@ def check_fused(places: Sequence[Place]) -> None:
 
 
 def write_adapter(
-    info: SavedModel, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
+    info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the fields of the config, and the tensors by AdapterHub's keys.
 
@@ -456,7 +458,7 @@ def write_adapter(
     return written, found
 
 
-def check_convention(info: SavedModel, config: AdapterConfig) -> None:
+def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
     """Check that `adapters` computes a config in such a model as its fields say.
 
     Raises:
@@ -475,7 +477,7 @@ def check_convention(info: SavedModel, config: AdapterConfig) -> None:
         )
 
 
-def _without_added(info: SavedModel, config: AdapterConfig) -> dict[int, AdapterConfig]:
+def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
     """Return the members by number, without those that `adapters` adds in such a model.
 
     Raises:
@@ -501,7 +503,7 @@ def _joined_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _as_flags(info: SavedModel, config: AdapterConfig) -> AdapterConfig:
+def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
     """Return the same adapter, with its places in AdapterHub's fields."""
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:
@@ -593,7 +595,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return {"config", "model_class"} <= fields_of(folder / config)
 
 
-def _read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
     name = None
     if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
@@ -617,9 +619,7 @@ def _read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
     return Checkpoint(described, adapter, head[1])
 
 
-def _encode(
-    checkpoint: Checkpoint, kind: Kind, info: SavedModel, *, safe: bool
-) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
     metadata = checkpoint.metadata
     name = str(metadata["name"])
     common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
@@ -668,7 +668,7 @@ def _files_in(
 
 
 def read_head(
-    info: SavedModel, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return metadata and tensors of a head.
 
@@ -699,7 +699,7 @@ def read_head(
 
 
 def write_head(
-    info: SavedModel, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
 
@@ -725,7 +725,7 @@ def _task_fields(label2id: object) -> dict[str, Any]:
     return {"config": None, "label2id": label2id, "num_labels": count}
 
 
-def _refuse_quirks(info: SavedModel, config: Mapping[str, Any]) -> None:
+def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
     known = head_types.get(str(config.get("head_type")))
     what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
     if what is not None:
@@ -735,7 +735,7 @@ def _refuse_quirks(info: SavedModel, config: Mapping[str, Any]) -> None:
         )
 
 
-def _ties_there(info: SavedModel) -> bool:
+def _ties_there(info: ModelInfo) -> bool:
     """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
     if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
@@ -743,7 +743,7 @@ def _ties_there(info: SavedModel) -> bool:
     return bool(info.config.get("tie_word_embeddings"))
 
 
-def _check_sayable(info: SavedModel, config: Mapping[str, Any]) -> None:
+def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
     hints = argument("with_head", False), argument("format", "native")
     try:
         known = HeadConfig.from_dict(config)
@@ -763,7 +763,7 @@ def _check_sayable(info: SavedModel, config: Mapping[str, Any]) -> None:
 
 
 def _read_static(
-    info: SavedModel, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the head of a task class: for a named head translated, for such a class as it is."""
     theirs = str(metadata.get("model_class"))
@@ -816,7 +816,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def read_fusion(
-    info: SavedModel, folder: Path, config_of: Callable[[str], AdapterConfig]
+    info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig]
 ) -> Checkpoint:
     """Return the fusion, in our terms.
 
@@ -863,7 +863,7 @@ def read_fusion(
 
 
 def encode_fusion(
-    info: SavedModel, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
+    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
 ) -> dict[str, bytes]:
     """Return the names and contents of the files to write.
 
@@ -922,7 +922,7 @@ def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
     return found
 
 
-def _at_entry(info: SavedModel, fused: Sequence[AdapterConfig]) -> bool:
+def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
     """Return whether any of the fused adapters has a function of the embeddings."""
     entry = info.anatomy.entry
     sites = (p.site for config in fused for p in config.placements(info.anatomy))
@@ -930,7 +930,7 @@ def _at_entry(info: SavedModel, fused: Sequence[AdapterConfig]) -> bool:
 
 
 def _fusion_places(
-    info: SavedModel, fused: Sequence[AdapterConfig]
+    info: ModelInfo, fused: Sequence[AdapterConfig]
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}

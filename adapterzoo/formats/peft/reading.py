@@ -29,7 +29,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
@@ -42,7 +42,6 @@ from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import (
     OWN_OUTPUT,
-    SavedModel,
     method_of,
     places_of,
     shared_key,
@@ -61,6 +60,9 @@ from adapterzoo.spelling import (
     peft_readable,
     peft_spellings,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 CONFIG = "adapter_config.json"
 
@@ -312,14 +314,14 @@ class Task:
     task_type: str | None
 
 
-def class_in(peft_config: FileConfig, info: SavedModel) -> str | None:
+def class_in(peft_config: FileConfig, info: ModelInfo) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
     return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
 
 
-def classes_for(mapping: Mapping[str, Any], info: SavedModel) -> Iterator[str]:
+def classes_for(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
     """Yield the classes of transformers for a task that a type of model has."""
     found = mapping.get(info.model_type)
     yield from (found,) if isinstance(found, str) else found or ()
@@ -358,7 +360,7 @@ Find = Callable[[str, Mapping[str, Site]], "str | None"]
 
 
 def read_adapter(
-    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return config and tensors of the adapter, and all other tensors.
 
@@ -415,7 +417,7 @@ def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _sorted(
-    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
     """Return the file's tensors: of layers, adapter-wide, without a place here, and all others.
 
@@ -475,14 +477,14 @@ def _sorted(
     return layers, shared, lost, rest
 
 
-def _sites(spelling: PeftSpelling, info: SavedModel) -> list[Site]:
+def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
     return [site for site in info.anatomy if site.parameter is None]
 
 
-def _weight(site: Site, info: SavedModel) -> Tensor | None:
+def _weight(site: Site, info: ModelInfo) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
     found = info.tensor(f"{info.prefix}.{site.path}.weight".removeprefix("."))
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
@@ -506,7 +508,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
     return place, None
 
 
-def _here(named: str, sites: Mapping[str, object], info: SavedModel) -> str | None:
+def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
     """Return the path in this model of a layer in the file."""
     # the file may come from another task class, with or without a base model in it
     cls = getattr(transformers, info.model_class, None)
@@ -520,7 +522,7 @@ def _here(named: str, sites: Mapping[str, object], info: SavedModel) -> str | No
 
 
 def _in_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: SavedModel
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
     """Return the config's dtype, and the tensors converted to it without loss."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
@@ -544,7 +546,7 @@ def _in_one_dtype(
     return said, dict(layers), shared
 
 
-def _members(peft_config: FileConfig, layers: Layers, info: SavedModel) -> list[dict[str, Any]]:
+def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
     spelling = peft_config.spelling
     patterns = {name: ours for name, ours in PATTERNS.items() if name in checks(spelling.config)}
@@ -578,7 +580,7 @@ def _members(peft_config: FileConfig, layers: Layers, info: SavedModel) -> list[
     return members
 
 
-def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: SavedModel) -> dict[str, Any]:
+def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
     modules = [site.path for site in chosen if site.parameter is None]
     weights = [site.name for site in chosen if site.parameter is not None]
@@ -638,7 +640,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: SavedModel, find: Find
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo, find: Find
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -697,7 +699,7 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: FileConfig, info: SavedModel, find: Find, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: ModelInfo, find: Find, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
@@ -734,18 +736,18 @@ def _is_saved(layer: str, names: Sequence[str]) -> bool:
     return any(module.endswith(name) for module in around for name in names)
 
 
-def base_tensor(path: str, parameter: str, info: SavedModel) -> Tensor | None:
+def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
     """Return a tensor of the base model; None if the module has none of this name."""
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
 
 
-def _cast(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
+def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     """Return a copy of a layer's tensor in the dtype of the layer."""
     own = base_tensor(path, "weight", info)
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
+def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     """Return a value in the dtype of its layer's weight, if that is exact."""
     own = base_tensor(path, "weight", info)
     if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
@@ -754,7 +756,7 @@ def _as(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
 
 
 def _rows(
-    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: SavedModel
+    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
 ) -> tuple[tuple[int, ...], Tensor]:
     given = peft_config.trainable_token_indices
     if isinstance(given, Mapping):
@@ -786,7 +788,7 @@ def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
                 )
 
 
-def _is_same(table: Tensor, path: str, but: Sequence[int], info: SavedModel) -> bool:
+def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
     """Return whether a table equals the model's, except for some rows."""
     own = base_tensor(path, "weight", info)
     if own is None or own.is_meta or own.shape != table.shape:
@@ -858,7 +860,7 @@ def _keyed(
 
 
 def head_from(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return metadata and tensors of the head in a file; None if there is none.
 
@@ -906,7 +908,7 @@ def _is_other(own: Tensor, tensor: Tensor) -> bool:
     return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
-def _in_base(key: str, info: SavedModel) -> Tensor | None:
+def _in_base(key: str, info: ModelInfo) -> Tensor | None:
     """Return the tensor of the base model that a key of some task class names."""
     if key in info.static_head:
         return None
@@ -920,7 +922,7 @@ def _in_base(key: str, info: SavedModel) -> Tensor | None:
     return None
 
 
-def _class_of_head(peft_config: FileConfig, info: SavedModel) -> str:
+def _class_of_head(peft_config: FileConfig, info: ModelInfo) -> str:
     task = peft_config.task_type
     if peft_config.base_class is None and (task is None or task not in TASKS):
         raise CheckpointError(
