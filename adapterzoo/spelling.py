@@ -249,7 +249,6 @@ class PeftSpelling:
             end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
-        optional: our parameters that exist only with some field of PEFT's.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read, beside those of `arguments` with a check.
         patterns: fields that map layer names to numbers (same name in PEFT and here) → PEFT's
@@ -290,7 +289,6 @@ class PeftSpelling:
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, PeftArgument] = field(default_factory=dict)
     patterns: Mapping[str, str] = field(default_factory=dict)

@@ -9,16 +9,16 @@ of both. The JSON file repeats the metadata; editing it has no effect, so a diff
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, listing
 
 from . import files
-from .checkpoint import Checkpoint, Format, Kind, base_of, formats
+from .checkpoint import Checkpoint, Format, Kind, base_of, formats, short
 from .fit import fingerprint
 
 FORMAT = "adapterzoo"
@@ -28,8 +28,6 @@ FUSION = "adapter_fusion"
 # two slashes: not even a site called "head" can have such a key
 _HEAD = "head//"
 _HASH = "sha256"
-# in messages: characters of a value, and number of differences
-_WIDTH, _LINES = 60, 3
 
 
 def _recognizes(folder: Path, kind: Kind) -> bool:
@@ -114,38 +112,22 @@ def _as_written(
     copy = file.with_name(f"{file.stem}_config.json")
     if expected != fingerprint(metadata, tensors):
         raise CheckpointError(
-            f"{str(file)!r} has another SHA-256 than {_short(expected)}, with which it was "
+            f"{str(file)!r} has another SHA-256 than {short(expected)}, with which it was "
             f"written; nothing has been loaded. {files.AGAIN}."
         )
-    lines: list[str] = []
-    if copy.exists() and _text(read := files.read_json(copy)) != _text(metadata):
-        lines = list(_differences("", read, metadata))
-    if lines:
-        shown = "; ".join(lines[:_LINES])
-        shown += f"; and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+    read = files.read_json(copy) if copy.exists() else metadata
+    wrong = [k for k in {**read, **metadata} if _text(read.get(k)) != _text(metadata.get(k))]
+    if wrong:
         raise CheckpointError(
-            f"{str(copy)!r} differs from the tensors' file: {shown}. Delete it; nothing has been "
-            "loaded."
+            f"{str(copy)!r} has another {listing(wrong)} than {file.name}; nothing has been "
+            f"loaded. Delete {copy.name}, or copy the checkpoint again."
         )
     return metadata
-
-
-def _differences(path: str, copy: Any, own: Any) -> Iterator[str]:
-    if isinstance(copy, dict) and isinstance(own, dict):
-        for key in sorted({*copy, *own}):
-            yield from _differences(f"{path}.{key}".lstrip("."), copy.get(key), own.get(key))
-    elif _text(copy) != _text(own):
-        yield f"{path}={_short(copy)} where the tensors' file says {_short(own)}"
 
 
 def _text(value: object) -> str:
     """Return JSON: True equals 1, and 1 equals 1.0, but they are written differently."""
     return json.dumps(value, sort_keys=True)
-
-
-def _short(value: object) -> str:
-    text = _text(value)
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
 formats.register("native")(

@@ -204,9 +204,6 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     found: Fields = {}
     if not layers:
         return found
-    for parameter, flag in spelling.optional.items():
-        have = {parameter in layer.tensors for layer in layers.values()}
-        found[flag] = _same(flag, have)
     each = [*layers.values()]
     written = spelling.write_layers(each, [_said(spelling, layer) for layer in each])
     patterns = {base: (n, PATTERNS[n]) for n, base in spelling.patterns.items()}

@@ -404,7 +404,9 @@ def _write_invoked_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields])
     Raises:
         CheckpointError: a layer has adapters with several invocations.
     """
-    written = [_write_layer(layer) for layer in layers]
+    written = [
+        {**_write_layer(layer), "lora_bias": "lora_B_bias" in layer.tensors} for layer in layers
+    ]
     own = [{_invocation(part.placement.config) for part in layer.parts} for layer in layers]
     if own and set().union(*own) == {()}:
         return written
@@ -587,7 +589,6 @@ spelled(
         {"lora_B_bias": ("lora_B.bias",)},
         write_layers=_write_invoked_layers,
         refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
-        optional={"lora_B_bias": "lora_bias"},
         of_parameters=True,
         arguments=replace(
             _ARGUMENTS,

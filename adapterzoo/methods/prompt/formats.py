@@ -186,10 +186,7 @@ def _from_peft(
             f"the file has {'; '.join(wrong)}. Load it into the model that it was trained on, or "
             "copy both files again."
         )
-    said = {
-        "flat": True, "prefix_length": table.shape[0], "positions": "shifted",
-        "encoder_prefix": False, "cross_prefix": False, "convention": "peft",
-    }  # fmt: skip
+    said = {**_PREFIX_ARGUMENTS.implied, "flat": True, "prefix_length": table.shape[0]}
     return said, {f"{_location(anatomy)}.table": table}
 
 
