@@ -96,14 +96,6 @@ class AdapterHubFile:
         return number < release or (number == release and bool(match[4]))
 
 
-def _as_asked(config: AdapterConfig, _sites: Sequence[Site], _anatomy: Anatomy) -> AdapterConfig:
-    return config
-
-
-def _by_flags(config: AdapterConfig, _anatomy: Anatomy) -> AdapterConfig | None:
-    return config
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterHubSpelling:
     """How AdapterHub's `adapters` spells a method.
@@ -154,10 +146,14 @@ class AdapterHubSpelling:
     fused: str | None = None
     feed_forward: tuple[str, str] | None = None
     read_fields: Callable[[Fields, AdapterHubFile], Fields] = lambda fields, _file: fields
-    place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
+    place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = (
+        lambda config, _sites, _anatomy: config
+    )
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
     joins: Callable[[AdapterConfig, AdapterConfig], bool] = lambda _config, _other: False
-    as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
+    as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = lambda config, _anatomy: (
+        config
+    )
     as_another: Mapping[str, Any] = field(default_factory=dict)
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
     added: Callable[[Sequence[AdapterConfig], Anatomy], AdapterConfig | None] | None = None

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from adapterzoo import hub
-from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
+from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
@@ -648,15 +648,6 @@ class AutoPeftModel:
 
     auto_class: ClassVar[str] = ""
     task_type: ClassVar[str | None] = None
-
-    def __init__(self) -> None:
-        """Raise: the class has no instances.
-
-        Raises:
-            StateError: always.
-        """
-        name = type(self).__name__
-        raise StateError(f"{name}(): it chooses the class. Write {name}.from_pretrained(folder).")
 
     @classmethod
     def from_pretrained(

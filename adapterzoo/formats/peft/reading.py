@@ -381,9 +381,11 @@ def read_adapter(
             peft_config.fields, shared, [*layers.values()], info.anatomy
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
-        more = _fields_of_extras(extras, spelling, info.anatomy)
+        first = _fields_of_extras(extras, spelling, info.anatomy)
+        # the first config of a union has what concerns the whole model
+        others = {k: v for k, v in first.items() if k == "bias" and v != "all"}
         configs = [
-            spelling.config.from_dict({**own, **member, **fields, **_once(more, number)})
+            spelling.config.from_dict({**own, **member, **fields, **(others if number else first)})
             for number, member in enumerate(_members(peft_config, layers, info) or [{}])
         ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
@@ -408,12 +410,6 @@ def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
         raise CheckpointError(
             f"at {layer.name!r} the tensors do not fit together: {shown}. {AGAIN}."
         ) from error
-
-
-def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return fields for one config of a union: the first has all that concern the whole model."""
-    whole = number > 0
-    return {k: v for k, v in more.items() if not whole or (k == "bias" and v != "all")}
 
 
 def _sorted(
@@ -835,9 +831,6 @@ def _keyed(
         layers: `Site.name` → the tensors of its adapter.
         anatomy: of the model.
     """
-    of_parameters = any(m.to_dict().get("target_parameters") for m in config.members)
-    if not (extras.copies or extras.biases or extras.rows or of_parameters):
-        return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
     tied = {path: group for group in anatomy.shared_tables for path in group}
     rows = {
         path: {"rows": values}
@@ -901,7 +894,14 @@ def head_from(
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
     # PEFT's files have no labels: take those of the model
-    return info.from_static(_class_of_head(peft_config, info), head, info.config.get("label2id"))
+    task = peft_config.task_type
+    if peft_config.base_class is None and task not in TASKS:
+        raise CheckpointError(
+            f"the file has a head of task_type={task!r}; known are {listing(TASKS)}. Write "
+            f"{argument('with_head', False, 'load_adapter')}."
+        )
+    architecture = class_in(peft_config, info) or str(task)
+    return info.from_static(architecture, head, info.config.get("label2id"))
 
 
 def _is_other(own: Tensor, tensor: Tensor) -> bool:
@@ -920,13 +920,3 @@ def _in_base(key: str, info: ModelInfo) -> Tensor | None:
             if (found := info.tensor(place)) is not None:
                 return found
     return None
-
-
-def _class_of_head(peft_config: FileConfig, info: ModelInfo) -> str:
-    task = peft_config.task_type
-    if peft_config.base_class is None and (task is None or task not in TASKS):
-        raise CheckpointError(
-            f"the file has a head of task_type={task!r}; known are {listing(TASKS)}. Write "
-            f"{argument('with_head', False, 'load_adapter')}."
-        )
-    return class_in(peft_config, info) or str(task)

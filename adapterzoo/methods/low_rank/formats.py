@@ -238,11 +238,6 @@ def _write_layer(layer: PeftOutput) -> Fields:
     }
 
 
-def _write_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list[Fields]:
-    """Return the fields of PEFT's config for each layer."""
-    return [_write_layer(layer) for layer in layers]
-
-
 def _of_lora(
     fixed: Mapping[str, Any], tensors: Mapping[str, tuple[str, ...]], **more: Any
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
@@ -250,7 +245,7 @@ def _of_lora(
     chosen: dict[str, Any] = {
         "refused": _REFUSED,
         "arguments": _ARGUMENTS,
-        "write_layers": _write_layers,
+        "write_layers": lambda layers, _said: [_write_layer(layer) for layer in layers],
         "unsayable": _unsayable,
         "join": _join,
         **more,
@@ -407,7 +402,9 @@ def _write_invoked_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields])
     written = [
         {**_write_layer(layer), "lora_bias": "lora_B_bias" in layer.tensors} for layer in layers
     ]
-    own = [{_invocation(part.placement.config) for part in layer.parts} for layer in layers]
+    configs = [[part.placement.config.to_dict() for part in layer.parts] for layer in layers]
+    # equals the list that PEFT has
+    own = [{Items(c.get(_INVOCATION) or ()) for c in each} for each in configs]
     if own and set().union(*own) == {()}:
         return written
     for layer, found in zip(layers, own, strict=True):
@@ -417,11 +414,6 @@ def _write_invoked_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields])
     # an empty value is compared with those of other layers, None is not
     pairs = zip(written, own, strict=True)
     return [{**fields, _INVOCATION: next(iter(found))} for fields, found in pairs]
-
-
-def _invocation(config: AdapterConfig) -> tuple[int, ...]:
-    # equals the list that PEFT has
-    return Items(config.to_dict().get(_INVOCATION) or ())
 
 
 def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
@@ -570,19 +562,6 @@ def _key(config: AdapterConfig) -> int:
     return cast("int", config["projection_prng_key"] if seed is None else seed)
 
 
-def _unsayable_vera(placement: Placement) -> str | None:
-    if placement.config.to_dict()["convention"] != "paper":
-        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
-    if placement.site.parameter is not None:
-        return f"an adapter at the parameter {placement.site.parameter!r}"
-    return None
-
-
-def _write_vera_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    keys = (_key(layer.parts[0].placement.config) for layer in layers)
-    return [{**fields, "projection_prng_key": key} for fields, key in zip(said, keys, strict=True)]
-
-
 spelled(
     _of_lora(
         {"use_dora": False},
@@ -639,8 +618,17 @@ spelled(
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
         read_model=_read_vera,
-        unsayable=_unsayable_vera,
-        write_layers=_write_vera_layers,
+        unsayable=lambda placement: (
+            "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
+            if placement.config["convention"] != "paper"
+            else None
+            if (parameter := placement.site.parameter) is None
+            else f"an adapter at the parameter {parameter!r}"
+        ),
+        write_layers=lambda layers, said: [
+            {**fields, "projection_prng_key": _key(layer.parts[0].placement.config)}
+            for layer, fields in zip(layers, said, strict=True)
+        ],
         write_model=_write_vera,
     )
 )(VeraConfig)

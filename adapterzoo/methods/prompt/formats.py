@@ -66,8 +66,15 @@ def prefix_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
                 read=_read_table,
                 write=_write_table,
             ),
-            Container("prefix_gates", "attention", below="prefix_tuning", read=_gate_in,
-                      write=_gate_out),
+            Container(
+                "prefix_gates",
+                "attention",
+                below="prefix_tuning",
+                read=lambda tensors, _config: {f"gate.{k}": t for k, t in tensors.items()},
+                write=lambda tensors, _config: {
+                    k.removeprefix("gate."): t for k, t in tensors.items()
+                },
+            ),
         ),
     )  # fmt: skip
 
@@ -93,25 +100,7 @@ def _write_table(tensors: Tensors, config: AdapterConfig) -> Tensors:
     return found
 
 
-def _gate_in(tensors: Tensors, config: AdapterConfig) -> Tensors:
-    return {f"gate.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _gate_out(tensors: Tensors, config: AdapterConfig) -> Tensors:
-    return {name.removeprefix("gate."): tensor for name, tensor in tensors.items()}
-
-
 # --- prefix tuning in PEFT's files: one table, for self-attention of the model or its decoder ---
-
-
-def _unsized(fields: Mapping[str, Any]) -> str | None:
-    """Return why the MLP cannot be made: PEFT takes its width from the model."""
-    if fields.get("prefix_projection") and fields.get("encoder_hidden_size") is None:
-        return (
-            "prefix_projection=True needs the width of its MLP. Write encoder_hidden_size=768, "
-            "which PEFT sets to the width of the model."
-        )
-    return None
 
 
 _PREFIX_ARGUMENTS = PeftArguments(
@@ -131,7 +120,12 @@ _PREFIX_ARGUMENTS = PeftArguments(
         "cross_prefix": False,
         "convention": "peft",
     },
-    unsayable=_unsized,
+    unsayable=lambda fields: (
+        # PEFT takes its width from the model
+        "prefix_projection=True: write encoder_hidden_size=768, the width of its MLP."
+        if fields.get("prefix_projection") and fields.get("encoder_hidden_size") is None
+        else None
+    ),
 )
 
 
@@ -260,7 +254,7 @@ def _unsayable(placement: Placement) -> str | None:
 
 # --- prompt tuning: one table for the whole model ---
 
-_OURS = "prompt_embedding"
+_OURS, _LENGTH = "prompt_embedding", "num_virtual_tokens"
 _PROMPT_ARGUMENTS = PeftArguments(
     class_name="PromptTuningConfig",
     fields={
@@ -295,7 +289,13 @@ def prompt_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         implied={"joins": "embeddings"},
         as_flags=_resolved,
         containers=(
-            Container("prompt_tunings", "model", below="prompt_tuning", read=_read, write=_write),
+            Container(
+                "prompt_tunings",
+                "model",
+                below="prompt_tuning",
+                read=lambda tensors, _config: {_OURS: tensors[f"{_OURS}.weight"]},
+                write=lambda tensors, _config: {f"{_OURS}.weight": tensors[_OURS]},
+            ),
         ),
     )
 
@@ -338,31 +338,18 @@ def _rows(config: type[AdapterConfig], peft_type: str, inert: str) -> PeftSpelli
         config=config,
         peft_type=peft_type,
         shared={_OURS: "prompt_embeddings"},
-        fields={"num_virtual_tokens": PeftArgument(0, check=Range(1, MAX_WIDTH))},
+        fields={_LENGTH: PeftArgument(0, check=Range(1, MAX_WIDTH))},
         inert=frozenset(f"{inert} {sizes} tokenizer_name_or_path".split()),
-        read_model=_read_model,
+        # an encoder-decoder has a second table for the decoder, which PEFT never reads
+        read_model=lambda fields, tensors, _layers, _anatomy: (
+            {"prompt_length": fields[_LENGTH], "joins": "inputs"},
+            {name: tensor[: fields[_LENGTH]] for name, tensor in tensors.items()},
+        ),
     )
 
 
 def _resolved(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig:
     return config.replace(joins=config.to_dict()["joins"] or usual_joins(anatomy.tokens))
-
-
-def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    return {_OURS: tensors[f"{_OURS}.weight"]}
-
-
-def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    return {f"{_OURS}.weight": tensors[_OURS]}
-
-
-def _read_model(
-    fields: Mapping[str, Any], tensors: Tensors, _layers: Sequence[PeftLayer], _anatomy: Anatomy
-) -> tuple[Fields, Tensors]:
-    length = fields["num_virtual_tokens"]
-    # an encoder-decoder has a second table for the decoder, which PEFT never reads
-    rows = {name: tensor[:length] for name, tensor in tensors.items()}
-    return {"prompt_length": length, "joins": "inputs"}, rows
 
 
 def _write_model(
