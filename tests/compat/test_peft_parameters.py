@@ -424,8 +424,8 @@ def test_damaged_files_are_refused(tmp_path):
     again = {k.replace(".base_layer.", ".base_layer.base_layer."): t for k, t in tensors.items()}
     odd = {k: t[:-1] if "lora_A" in k else t[:, :-1] for k, t in tensors.items()}
     for values, fields, message in (
-        (outer, {}, "in the model only"),
-        (again, {}, "in the file only"),
+        (outer, {}, "do not fit together: none"),
+        (again, {}, "do not fit together: none"),
         (odd, {}, "do not fit together: lora_A"),
         (tensors, {"r": 3}, r"model \[4, 3, "),
         (tensors, {"target_parameters": ["down_proj"]}, "in the file only"),

@@ -408,7 +408,7 @@ def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
     except (IndexError, KeyError, RuntimeError) as error:
         shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
         raise CheckpointError(
-            f"at {layer.name!r} the tensors do not fit together: {shown}. {AGAIN}."
+            f"at {layer.name!r} the tensors do not fit together: {shown or 'none'}. {AGAIN}."
         ) from error
 
 
