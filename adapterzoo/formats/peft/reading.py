@@ -51,7 +51,7 @@ from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.patterns import fault, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, PeftArgument, instead
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -72,12 +72,6 @@ TOKENS = "trainable_token_indices"
 MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
 
 _PARAMETERS = "target_parameters"
-
-_INERT = """
-    auto_mapping base_model_name_or_path bias exclude_modules fan_in_fan_out inference_mode
-    layers_pattern layers_to_transform modules_to_save peft_type peft_version revision
-    target_modules task_type trainable_token_indices
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,10 +125,9 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
             )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
-    known = {*_INERT.split()}
+    known = {*COMMON}
     for each in peft_readable():
-        known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
-        known |= {each.rows_field, *([_PARAMETERS] if each.of_parameters else ())}
+        known |= {*each.inert, *each.fixed, *each.fields}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "
