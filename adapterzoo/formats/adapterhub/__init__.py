@@ -831,7 +831,7 @@ def read_fusion(
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
-    metadata = read_json(folder / FUSION_CONFIG)
+    metadata, held = _files_in(folder, (FUSION_CONFIG, *FUSION_TENSORS))
     names = _fused_names(metadata)
     configs = [config_of(name) for name in names]
     places = _fusion_places(info, configs)
@@ -839,10 +839,9 @@ def read_fusion(
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{FUSION_CONFIG} has no 'config' of a fusion. {AGAIN}.")
     name = metadata.get("name") if isinstance(metadata.get("name"), str) else ",".join(names)
-    file = next(folder / n for n in FUSION_TENSORS if (folder / n).is_file())
     containers = {container.name: container for container, _ in places.values()}
     tensors: dict[str, Tensor] = {}
-    for key, tensor in read_tensors(file).items():
+    for key, tensor in held.items():
         path, _, parameter = key.partition(f".adapter_fusion_layer.{name}.")
         locations = (find_location(info, c, path) for c in containers.values() if parameter)
         place = next((places[here][1] for here in locations if here in places), None)
