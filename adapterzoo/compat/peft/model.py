@@ -314,12 +314,11 @@ class PeftModel:
         """Merge adapters, and return the plain model.
 
         Args:
-            progressbar: must be False.
+            progressbar: has no effect.
             safe_merge: PEFT's switch; weights that are not finite are always refused.
             adapter_names: None: the active ones.
 
         Raises:
-            ConfigError: there is no progress bar.
             StateError: as `AdapterModelMixin.merge_and_unload`.
         """
         return _plainly(self, "merge_and_unload", adapter_names)
@@ -399,7 +398,7 @@ def get_peft_model(
         adapter_name: to give it.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
-        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+        low_cpu_mem_usage: has no effect: a new adapter has values from the start.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
             "corda", which PEFT takes in functions of their own; or the weights before quantization
             for "loftq", see `add_adapter`.
@@ -437,7 +436,7 @@ def inject_adapter_in_model(
         peft_config: a config of PEFT.
         model: changed in place.
         adapter_name: to give it.
-        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+        low_cpu_mem_usage: has no effect: a new adapter has values from the start.
 
     Returns:
         The same object.
@@ -477,7 +476,6 @@ def get_peft_model_state_dict(
     Raises:
         CheckpointError: PEFT has no such adapter.
         ConfigError: a `state_dict` is given.
-        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
     found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
@@ -502,8 +500,6 @@ def set_peft_model_state_dict(
 
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
-        ConfigError: they are not tensors by keys.
-        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
     fill(model, adapter_name, peft_model_state_dict)
