@@ -145,7 +145,8 @@ def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mappi
     if not found:
         shown = ", ".join(f"{name}={values[name]!r}" for name in own.fixed)
         raise ConfigError(
-            f"{cls.__name__}({shown}): write one of {listing(sorted(c.__name__ for c in kin))}."
+            f"{cls.__name__}({shown}): there is no such method. Write one of "
+            f"{listing(sorted(c.__name__ for c in kin))}."
         )
     chosen = max(found, key=lambda c: (c is cls, len(kin[c].fixed)))
     rest = {k: v for k, v in given.items() if k not in own.fixed or k in _names(chosen)}
@@ -179,7 +180,7 @@ def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
             ours, kept = argument.ours, _value(cls, name, value, argument)
         if ours in made or (ours != name and ours in given):
             raise ConfigError(
-                f"{cls.__name__}({name}=…, {ours}=…): both are one field. Write {ours}={kept!r}."
+                f"{cls.__name__}({name}={value!r}, {ours}=…): the same. Write only {ours}={kept!r}."
             )
         made[ours] = kept
     return made
@@ -233,7 +234,7 @@ def _options(
     for key, option in given.items():
         if (part := parts.get(key)) is None:
             raise ConfigError(
-                f"{name}={{{key!r}: …}}: there is no such field. Write some of "
+                f"{name}={{{key!r}: {option!r}}}: there is no such field. Write some of "
                 f"{listing(sorted(parts))}."
             )
         if part.ours is None:

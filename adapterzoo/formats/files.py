@@ -244,7 +244,7 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
         name: of what is saved.
     """
     file = folder / f"{kind}_config.json"
-    there = read_json(file).get("name") if "name" in fields_of(file) else None
+    there = fields_of(file).get("name")
     if isinstance(there, str) and there != name:
         _LOG.warning(
             "%r held the %s %r, which %r replaces. Write another folder to keep both.",
@@ -252,12 +252,12 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
         )  # fmt: skip
 
 
-def fields_of(file: Path) -> frozenset[str]:
-    """Return the names of the fields in a JSON file; none if it cannot be read as a config."""
+def fields_of(file: Path) -> dict[str, Any]:
+    """Return the fields in a JSON file; none if it cannot be read as a config."""
     try:
-        return frozenset(read_json(file))
+        return read_json(file)
     except CheckpointError:
-        return frozenset()
+        return {}
 
 
 def parse_json(text: str | bytes) -> Any:

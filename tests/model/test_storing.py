@@ -301,7 +301,7 @@ def test_labels_of_a_task_class_without_a_number_are_refused(tiny, tmp_path, num
 
 def test_what_is_no_checkpoint_is_refused(model, tmp_path):
     none = tmp_path / "none"
-    with refused(model, CheckpointError, str(none), "Write the folder that save_adapter"):
+    with refused(model, CheckpointError, str(none), "Write the folder of"):
         model.load_adapter(none)
     with refused(model, CheckpointError, str(tmp_path), "no adapter in", "Write the folder that"):
         model.load_adapter(tmp_path)

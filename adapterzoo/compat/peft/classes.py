@@ -53,8 +53,8 @@ class PeftConfig:
         """
         if unknown := sorted(fields.keys() - self.defaults.keys()):
             raise FieldError(
-                f"{type(self).__name__}({unknown[0]}=…): there is no such field. Write some of "
-                f"{listing(sorted(self.defaults), limit=50)}."
+                f"{type(self).__name__}({unknown[0]}={fields[unknown[0]]!r}): there is no such "
+                f"field. Write some of {listing(sorted(self.defaults), limit=50)}."
             )
         # a dict among the defaults belongs to one object
         vars(self).update({**copy.deepcopy(dict(self.defaults)), **fields})

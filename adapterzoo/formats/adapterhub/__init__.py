@@ -592,7 +592,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     config, safe, pickled = _ADAPTER if kind == "adapter" else _HEAD
     if (folder / safe).is_file() or (folder / pickled).is_file():
         return True
-    return {"config", "model_class"} <= fields_of(folder / config)
+    return {"config", "model_class"} <= fields_of(folder / config).keys()
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
