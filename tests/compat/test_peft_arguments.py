@@ -228,7 +228,6 @@ def test_wrong_types_in_a_config_are_refused_by_name(fields):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"autocast_adapter_dtype": "no"}, "autocast_adapter_dtype='no' is not True or False"),
         ({"ephemeral_gpu_offload": True}, "ephemeral_gpu_offload=True.*Leave it out"),
         ({"key_mapping": {"a": "b"}}, "key_mapping=.*Leave it out"),
         ({"config": peft.LoraConfig()}, "config=.*Leave it out"),
