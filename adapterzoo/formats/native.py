@@ -112,8 +112,8 @@ def _as_written(
     copy = file.with_name(f"{file.stem}_config.json")
     if expected != fingerprint(metadata, tensors):
         raise CheckpointError(
-            f"{str(file)!r} has another SHA-256 than {short(expected)}, with which it was "
-            f"written; nothing has been loaded. {files.AGAIN}."
+            f"{str(file)!r} is not what was written, with another SHA-256 than {short(expected)}; "
+            f"nothing has been loaded. {files.AGAIN}."
         )
     read = files.read_json(copy) if copy.exists() else metadata
     wrong = [k for k in {**read, **metadata} if _text(read.get(k)) != _text(metadata.get(k))]

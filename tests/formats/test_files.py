@@ -117,7 +117,7 @@ def test_what_would_not_be_read_again_is_not_written(tmp_path, millions, what):
     document = {**DOCUMENT, "meta": {"log": "x" * (millions * 10**6)}}
     large = Checkpoint(document, tensors(2.0))
     before = content(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{what}.*nothing has been written.*smaller meta"):
+    with pytest.raises(CheckpointError, match=f"{what}.*smaller meta"):
         files.write_all(tmp_path, native.encode(large, "adapter"))
     assert content(tmp_path) == before
 
