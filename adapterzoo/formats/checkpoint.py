@@ -37,9 +37,6 @@ KINDS: tuple[Kind, ...] = ("adapter", "head")
 OWN_OUTPUT = "own_output"
 """The key in a document of a task class: whether the output layer is the adapter's own."""
 
-# names of files with the weights of a whole model
-_WHOLE = ("model.safetensors", "model-", "pytorch_model")
-
 formats: Registry[Format] = Registry("format")
 """Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
 
@@ -273,32 +270,20 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     if name is None:
         raise CheckpointError(
             f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); "
-            f"{_elsewhere(folder, kind, info)}"
+            f"{_elsewhere(folder, kind)}"
         )
     with files.one_save(folder):
         return formats[name].read(folder, kind, info)
 
 
-def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
+def _elsewhere(folder: Path, kind: Kind) -> str:
     """Return the end of a message: what the folder holds instead, and what to write."""
     # of all adapters, or of a trainer with its checkpoints
     below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
     held = [str(path) for path in below if of(path, kind) is not None]
     if held:
         return f"those below it do: {listing(held)}. Write load_{kind}({held[0]!r})."
-    others = [other for other in KINDS if other != kind and of(folder, other) is not None]
-    if others:
-        what = "an adapter" if others[0] == "adapter" else "a head"
-        return f"it holds {what}. Write load_{others[0]}({str(folder)!r})."
     names = sorted(path.name for path in folder.iterdir())
-    if "config.json" in names and any(name.startswith(_WHOLE) for name in names):
-        load = f"load_model({str(folder)!r}, {info.model_class})"
-        if info.named_heads:
-            load = f"AutoAdapterModel.from_pretrained({str(folder)!r})"
-        return (
-            f"it holds a whole model, with the adapters and heads that it had. Write "
-            f"model = {load}, and model.save_{kind}('folder', 'name') to have one alone."
-        )
     return (
         f"its files: {listing(names)}. Write "
         f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
