@@ -190,13 +190,14 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
     if not all(name.startswith(f"{at}.") for name in tensors):
         if at == TIED:
             raise only_native(
-                f"convention={config['convention']!r}, and PEFT's decoders share keys and values"
+                f"convention={config['convention']!r}, and PEFT's decoders share keys and values "
+                f"(convention='peft')"
             )
         raise only_native("this model's towers have a prefix each")
     if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
         raise only_native(f"heads differ between blocks, or leave_out={list(config['leave_out'])}")
     if config["positions"] == "kept" and (anatomy.positions or anatomy.unmovable):
-        raise only_native("positions='kept', and PEFT's prefixes shift all tokens")
+        raise only_native("positions='kept', and PEFT has positions='shifted'")
     table = _product({n.removeprefix(f"{at}."): t for n, t in tensors.items()}, config)
     sizes = _sizes(attentions, anatomy)
     return {
