@@ -49,7 +49,7 @@ from adapterzoo.formats.checkpoint import (
 )
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import fault, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
