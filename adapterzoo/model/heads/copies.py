@@ -37,7 +37,7 @@ from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import StateError, listing
-from adapterzoo.formats.peft.config import exactly
+from adapterzoo.formats.peft.reading import exactly
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import packing_of
