@@ -461,9 +461,9 @@ def _mentions(method: FunctionType) -> tuple[tuple[str, _Access], ...]:
     me = method.__code__.co_varnames[0]
     found: list[tuple[str, _Access]] = []
     for node in around:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
             name = node.id
-        elif _is_own(node, me) and isinstance(node.ctx, ast.Load):
+        elif _is_own(node, me) and not isinstance(node.ctx, ast.Store):
             name = f"self.{node.attr}"
         else:
             continue
