@@ -261,6 +261,9 @@ _GROUNDING = Row(
     norms={
         r"text_enhancer_layer\.layer_norm_before": ("post", "attention"),
         r"text_enhancer_layer\.layer_norm_after": ("post", "mlp"),
+        r"deformable_layer\.self_attn_layer_norm": ("post", "attention"),
+        r"deformable_layer\.final_layer_norm": ("post", "mlp"),
+        r"fusion_layer\..*": None,
     },
     mixed=_ATTENTION,
     note=_QUERIES.note,
