@@ -17,8 +17,6 @@ from adapterzoo import __version__
 from adapterzoo.hub.requests import settings
 from adapterzoo.kernels import ops
 
-from .output import nearest
-
 _OWN = "adapterzoo"
 # libraries that are not required
 _OPTIONAL = ("bitsandbytes", "torchao")
@@ -79,7 +77,8 @@ def hub_settings() -> dict[str, Any]:
     """Return the settings of the Hub, and the state of its cache."""
     found = settings()
     cache = Path(found["cache"])
-    there = nearest(cache)
+    # unlike Path.exists, os.access does not raise if a parent is not accessible
+    there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
     return found | {
         "cache exists": there == cache and cache.is_dir(),
         "cache writable": os.access(there, os.W_OK | os.X_OK),

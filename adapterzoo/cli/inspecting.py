@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.hub.names import is_complete
 
 from .checkpoints import CheckpointFolder
-from .models import fitted, load
+from .models import on_fitted
 
 
 def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
@@ -52,15 +50,7 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
 
 def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
     """Return the facts that need a model."""
-    # raise errors of the model itself first
-    load(AutoConfig, model)
-    try:
-        found = fitted(checkpoint, model, name="compared")
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"it does not fit {model!r}. Write --model with the model that it was "
-            f"trained on. {error}"
-        ) from error
+    found = on_fitted(checkpoint, model, lambda found: found, "compared")
     checkpoint = replace(checkpoint, head=found.stored.metadata.get("head"))
     config = found.stored.metadata.get("config")
     facts: dict[str, Any] = {
@@ -115,7 +105,7 @@ def verify(
     if not is_complete(checkpoint.sizes):
         raise CheckpointError(
             f"the adapter or its head is incomplete: there are only {listing(checkpoint.sizes)}. "
-            f"Copy it again from where it was saved; to drop a head, delete its tensors and config."
+            f"Copy it again; to drop a head, delete its tensors and config."
         )
     # torch.isfinite does not support 8-bit dtypes
     wrong = [k for k, t in checkpoint.tensors.items() if not t.double().isfinite().all()]
@@ -128,10 +118,7 @@ def verify(
     found = facts["fingerprint"]
     if fingerprint not in (None, found):
         raise CheckpointError(
-            f"--fingerprint {fingerprint!r} cannot be compared: this format needs a model for it. "
-            f"Write --model too."
-            if found is None
-            else f"the fingerprint is {found!r}, not {fingerprint!r}: this is another adapter or "
-            f"another state of it. Copy it again from its source."
+            f"the fingerprint is {found!r}, not {fingerprint!r}. Copy the adapter again"
+            f"{'' if found else ', or write --model: this format needs a model for it'}."
         )
     return facts

@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from adapterzoo.errors import CheckpointError
-
 T = TypeVar("T")
-
-
-def nearest(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists and is accessible.
-
-    Args:
-        path: of a file or folder that may be missing.
-    """
-    # unlike Path.exists, os.access does not raise if a parent is not accessible
-    return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))
-
-
-def check_can_write(path: str, option: str = "", is_file: bool = False) -> None:
-    """Check that files can be written to a folder, which may not exist yet, before any work.
-
-    Args:
-        path: of the folder.
-        option: the option with the path, for messages.
-        is_file: whether it is the path of a file in a folder that exists.
-
-    Raises:
-        CheckpointError: they cannot be written.
-    """
-    there = Path(path).absolute().parent if is_file else nearest(Path(path))
-    # unlike Path.is_dir, os.access does not raise if a parent folder is not accessible
-    writable = os.access(there, os.W_OK | os.X_OK) and there.is_dir()
-    if not writable or (is_file and Path(path).is_dir()):
-        what = "a file in a folder that exists" if is_file else "a folder"
-        raise CheckpointError(
-            f"{option}{path!r} cannot be written. Write the path of {what} that can be written to."
-        )
 
 
 def print_json(value: Any) -> None:
@@ -54,16 +19,6 @@ def print_json(value: Any) -> None:
         value: JSON types.
     """
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-
-
-def write_json(file: str, value: Any) -> None:
-    """Write a JSON value to a file.
-
-    Args:
-        file: its path.
-        value: JSON types.
-    """
-    Path(file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def print_facts(facts: Mapping[str, object]) -> None:

@@ -127,7 +127,6 @@ def test_verify_promises_no_more_than_a_format_can_show(run, trained, tmp_path):
     assert said[1:] == [f"{unseen}, and a missing tensor only with --model"]
     assert not json.loads(run("verify", folder, "--json").stdout)["digests"]
     said = run("verify", folder, "--model", PEFT / "bert/base", code=1).stderr
-    assert f"it does not fit {str(PEFT / 'bert/base')!r}. Write --model with" in said
     assert "has no 'lora_A' at" in said
     # ours needs no copy of its document to be read, and says so
     ours = shutil.copytree(trained["folder"], tmp_path / "ours")
@@ -172,7 +171,7 @@ def spoiled(folder: Path, to: Path, spoil: str) -> Path:
     [
         ("ours", "cut", "damaged"),
         ("ours", "a bit", "not what was written"),
-        ("ours", "gone", "no tensors"),
+        ("ours", "gone", "is incomplete"),
         ("PEFT's", "cut", "damaged"),
         ("PEFT's", "inf", "NaN or infinite"),
     ],
@@ -194,7 +193,6 @@ def test_verify_compares_every_tensor_with_the_model(run, trained, tmp_path):
     wider = config | {"hidden_size": 64, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(wider))
     said = run("verify", trained["folder"], "--model", tmp_path, code=1).stderr
-    assert f"it does not fit {str(tmp_path)!r}. Write --model with the model that it" in said
     assert "differences from this BertAdapterModel" in said
     said = run("verify", trained["folder"], "--model", tmp_path / "no", code=1).stderr
     assert f"the base model {str(tmp_path / 'no')!r} cannot be loaded" in said
@@ -205,7 +203,7 @@ def test_verify_compares_fingerprints(run, trained):
     said = run("verify", trained["folder"], "--fingerprint", "0" * 64, code=1).stderr
     assert f"the fingerprint is '{trained['fingerprint']}', not" in said
     said = run("verify", PEFT / "bert/lora", "--fingerprint", "0" * 64, code=1).stderr
-    assert "Write --model too" in said
+    assert "write --model" in said
 
 
 def test_a_head_alone(run, base, tmp_path):
