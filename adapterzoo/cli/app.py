@@ -434,6 +434,8 @@ def convert_command(
     if options["rank"] is not None and options["energy"] is not None:
         raise click.UsageError("--rank and --energy both limit the ranks. Write one of them.")
     report = options.pop("report")
+    if report is not None:
+        Path(report).open("a").close()
 
     from .checkpoints import open_checkpoint
     from .converting import convert, convert_method

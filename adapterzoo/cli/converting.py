@@ -80,7 +80,7 @@ def convert(
                 folder, found.name, with_head=with_head, meta_dict=checkpoint.meta, format=to
             )
 
-    on_fitted(checkpoint, base, save, name)
+    on_fitted(checkpoint, base, save, name, writes=to)
 
 
 def convert_method(

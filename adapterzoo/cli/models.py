@@ -23,12 +23,11 @@ from adapterzoo.errors import (
     argument,
 )
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.heads import STATIC
+from adapterzoo.heads import STATIC, head_types
 from adapterzoo.model import init
 from adapterzoo.model.heads.records import FIELD
-from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.hf.task_classes import task_class
+from adapterzoo.model.hf.task_classes import task_class, text_config
 
 from .checkpoints import CheckpointFolder
 from .output import note
@@ -148,7 +147,11 @@ def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
 
 
 def on_fitted(
-    checkpoint: CheckpointFolder, base: str, work: Callable[[Fitted], T], name: str | None = None
+    checkpoint: CheckpointFolder,
+    base: str,
+    work: Callable[[Fitted], T],
+    name: str | None = None,
+    writes: str = "native",
 ) -> T:
     """Return what `work` makes of a model with a checkpoint; without its weights if possible.
 
@@ -160,12 +163,18 @@ def on_fitted(
         base: folder or name on the Hub.
         work: is repeated with the weights if it needs them.
         name: new name; None: its own.
+        writes: the format in which `work` saves it.
 
     Raises:
         CheckpointError: it does not fit the model, with every difference, or the base model
             cannot be loaded.
     """
-    if FIELD not in (checkpoint.head or {}):
+    head = head_types.get(checkpoint.head_type or "")
+    # files of other formats copy the embedding into such a head
+    copies = (
+        head is not None and head.scores_vocabulary and {checkpoint.format, writes} != {"native"}
+    )
+    if not copies and FIELD not in (checkpoint.head or {}):
         # NotImplementedError: of torch, for values of weights on the meta device
         with contextlib.suppress(NotImplementedError, StateError):
             return work(_filled(checkpoint, _structure(checkpoint, base), name))

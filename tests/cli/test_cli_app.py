@@ -183,6 +183,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from adapterzoo.cli import main
 from adapterzoo.cli.doctor import hub_settings
+from adapterzoo.cli import converting, training
 if os.geteuid() == 0:
     os.setuid(65534)
 said = [hub_settings()]

@@ -25,7 +25,7 @@ import adapterzoo
 import adapterzoo.peft
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig, Parallel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError
-from adapterzoo.model.hf.backbone import split_experts
+from adapterzoo.model.hf.info import split_experts
 
 pytestmark = [
     pytest.mark.filterwarnings(line)

@@ -17,7 +17,7 @@ from adapterzoo.fields import FLAG
 from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.copies import names_of
-from adapterzoo.model.hf.backbone import split_experts
+from adapterzoo.model.hf.info import split_experts
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix
 from adapterzoo.patterns import Targets, fault, is_named

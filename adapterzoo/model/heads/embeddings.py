@@ -22,8 +22,8 @@ from adapterzoo.configs import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.hosts import refuse_while_batching
+from adapterzoo.model.hf.task_classes import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS as DEFAULT
 from adapterzoo.model.state import AdaptedModel, token_table

@@ -25,10 +25,7 @@ from adapterzoo.heads import STATIC, StaticConfig, labels_from
 from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
 from adapterzoo.model.adapterhub import arguments
-from adapterzoo.model.hf import documents
-from adapterzoo.model.hf.backbone import refuse_unreadable
-from adapterzoo.model.hf.documents import StrPath
-from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.hf.info import ModelInfo, StrPath, name_in, provenance, write
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, LoadOptions, heads_of
@@ -68,8 +65,8 @@ def save(
                 f"Write add_classification_head('my_task') first."
             )
         own_name = name if name and model._has_named_heads else sharding.class_name(model)
-        document = {**documents.provenance(model, own_name), "head": found.document}
-        documents.write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
+        document = {**provenance(model, own_name), "head": found.document}
+        write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
 
 
 def load(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
@@ -85,7 +82,7 @@ def read(
     """Read what `load_head` loads and check it; return its name and what enters it."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     stored = formats.read(Path(folder), "head", ModelInfo(model))
-    name = documents.name_in(asked.load_as, stored, folder)
+    name = name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else active_name(model)
     asked, warn = arguments.overwriting(asked, name, head=heads_of(model))
     enter_head = fitting(model, head_in(stored), target, asked)
@@ -144,7 +141,6 @@ def _fitting_named(
     if asked.id2label is not None:
         config = config.replace(label2id=labels_from(asked.id2label))
     checked = store.free_name(model, name, bool(asked.overwrite_ok))
-    refuse_unreadable(model)
     # an untrusted config may ask for more memory than there is: compare before allocating
     empty = named.built(model, config, torch.device("meta"))
     heads = model.heads.values()
@@ -152,7 +148,6 @@ def _fitting_named(
     fits = named.own_tensors(model, empty)
     fit.check_fit(type(model).__name__, fit.converted(tensors, fits), fits, None)
     head = named.built(model, config)
-    refuse_unreadable(model, head)
     if asked.dtype is not None:
         for tensor in named.own_tensors(model, head).values():
             tensor.data = tensor.data.to(asked.dtype)

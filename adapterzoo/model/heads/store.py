@@ -17,7 +17,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.heads import HeadConfig, PredictionHead
 from adapterzoo.inject import AdapterDict
-from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
+from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS
@@ -71,11 +71,9 @@ def add(
 ) -> None:
     """Add a head with fresh parameters."""
     checked = free_name(model, name, overwrite_ok)
-    refuse_unreadable(model)
     if config.scores_vocabulary and model._adapter_state.embeddings != DEFAULT_EMBEDDINGS:
         config = _of_vocabulary(model, config)
     head = config.build(describe(model))
-    refuse_unreadable(model, head)
     if not ties_output(model.config, head.config):
         start_with(head, model.heads.values())
     enter(model, checked, head, set_active)

@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hub
-from adapterzoo.errors import CheckpointError, HubError, in_python, listing
+from adapterzoo.errors import CheckpointError, HubError, in_python
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         options: its other arguments.
 
     Raises:
-        CheckpointError: the adapter does not name its base model, or sub-folders hold adapters.
+        CheckpointError: the adapter does not name its base model.
     """
     if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
         return None
@@ -78,38 +78,15 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     format = formats.of(folder, "adapter")
     if format is None:
-        _refuse_several(folder)
         return None
     base = formats.formats[format].base(folder)
     if base.name is None:
-        shown = os.fspath(path)
-        python = (
-            f"model = AutoAdapterModel.from_pretrained('base'), and model.load_adapter({shown!r})"
-        )
         raise CheckpointError(
-            f"{shown!r} holds an adapter that does not name its base model. Write "
-            f"{in_python(python, '--model with its base model')}."
+            f"{os.fspath(path)!r} holds an adapter that does not name its base model. Write "
+            f"{in_python('load_adapter(…) of its base model', '--model with its base model')}."
         )
     name = None if folder == Path(path) else os.fspath(path)
     return AdapterFolder(folder, name, base.name, base.revision)
-
-
-def _refuse_several(folder: Path) -> None:
-    """Refuse a folder whose sub-folders hold adapters, as `AdapterTrainer` writes them."""
-    found = {sub: formats.of(sub, "adapter") for sub in sorted(folder.iterdir()) if sub.is_dir()}
-    first = next((sub for sub, format in found.items() if format is not None), None)
-    if first is None:
-        return
-    base = formats.formats[cast("str", found[first])].base(first).name or "base"
-    names = listing(sub.name for sub, format in found.items() if format is not None)
-    python = (
-        f"model = AutoAdapterModel.from_pretrained({base!r}), and "
-        f"model.load_adapter({os.fspath(first)!r})"
-    )
-    raise CheckpointError(
-        f"{os.fspath(folder)!r} holds no model, but adapters in sub-folders: {names}. Write "
-        f"{in_python(python, '--model with their base model')}."
-    )
 
 
 def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:

@@ -256,11 +256,9 @@ def with_rows(
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
     """Return the methods for the features of one tower, with arguments for the rows."""
-    found: dict[str, Any] = {}
-    for name in feature_names(cls):
-        plain = getattr(cls, name)
-        found[name] = with_rows(plain, on_base, one_head=True)
-    return found
+    return {
+        name: with_rows(getattr(cls, name), on_base, one_head=True) for name in feature_names(cls)
+    }
 
 
 def _showing(plain: Any, *names: str) -> inspect.Signature:
@@ -410,9 +408,7 @@ def init(
     with naming(f"init({type(model).__name__})"):
         if isinstance(model, AdapterModelMixin):
             if adapters_config is not None or interface is not None:
-                raise StateError(
-                    "the model has adapters already. Write init(model) alone, and add_adapter(…)."
-                )
+                raise StateError("the model has adapters already. Write add_adapter(…).")
             return model
         _refuse_init(model)
         given = config_entry.checked_interface(model, interface)
@@ -438,15 +434,12 @@ def init(
 def _refuse_init(model: Any) -> None:
     if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
         raise StateError(
-            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first, or "
-            "write init(…) of the plain model and load_adapter('folder')."
+            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first."
         )
     if "base_model_prefix" not in dir(model):
         raise StateError("it is not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
     if hosts.guard_of(model) is not None:
-        raise StateError(
-            "it is a part of a model that has adapters. Call the methods of that model."
-        )
+        raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
     if format_of(vars(model.config).get("adapters")) is not None:
         raise StateError(
             "plain transformers has not loaded its adapters. Write load_model(path, "
@@ -478,8 +471,7 @@ def load_model(
         return cast("M", cast("Any", model_class).from_pretrained(path, **kwargs))
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ConfigError(
-            f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
-            "one in config.json, such as BertForMaskedLM."
+            f"load_model(…, {model_class!r}): that is not a class of models, as BertForMaskedLM is."
         )
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)

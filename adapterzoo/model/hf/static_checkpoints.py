@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def keep_static_head(
     if model.heads or not has_head(architecture, model.backbone_class):
         return
     prefix = base_prefix(model)
-    tensors = _leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
+    wanted = {k for key in info["unexpected_keys"] for k in (key, key.removeprefix(prefix))}
+    found = tensors_of(str(path), hub) if wanted else ()
+    tensors = {key: read() for key, read in found if key in wanted}
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
@@ -102,42 +105,45 @@ def report_unused(model: Any, info: Mapping[str, Any]) -> None:
         )
 
 
-def _leftover_tensors(
-    path: str, keys: Iterable[str], prefix: str, hub: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint that the base model did not use.
+# --- The tensors of a checkpoint of a model ---
+
+
+def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the keys of a checkpoint's tensors, with functions that read them.
 
     Args:
-        path: a folder, or a name on the Hub.
-        keys: as transformers reported them, perhaps with the base model's prefix.
-        prefix: that prefix, with a dot.
+        path: a folder, a file of safetensors, or a name on the Hub; nothing is yielded if there
+            are no weights.
         hub: arguments for the Hub, such as `revision`.
     """
-    wanted = {name for key in keys for name in (key, key.removeprefix(prefix))}
-    found: dict[str, Tensor] = {}
-    for file in _files(path, wanted, hub):
-        if file.suffix == ".safetensors":
+    for file in _files(path, hub):
+        if file.endswith(".safetensors"):
             with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-                names = wanted & set(opened.keys())
-                found.update({name: opened.get_tensor(name).clone() for name in names})
+                keys = [*opened.keys()]
+            for key in keys:
+                yield key, functools.partial(_read, file, key)
         else:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
-            found.update({name: loaded[name] for name in wanted & set(loaded)})
-    return found
+            yield from ((key, tensor.detach) for key, tensor in loaded.items())
 
 
-def _files(path: str, wanted: set[str], hub: Mapping[str, Any]) -> list[Path]:
-    def find(file: str) -> str | None:
-        return cached_file(
-            path, file, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, **hub,
-        )  # fmt: skip
+def _read(file: str, key: str) -> Tensor:
+    with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+        tensor: Tensor = opened.get_tensor(key)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
+
+def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
+    if Path(path).suffix == ".safetensors":
+        return [path] if Path(path).is_file() else []
+    find = functools.partial(
+        cached_file, path, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, **hub,
+    )  # fmt: skip
     for name, index in _WEIGHTS:
         if whole := find(name):
-            return [Path(whole)]
+            return [whole]
         if listed := find(index):
             shards = json.loads(Path(listed).read_text())["weight_map"]
-            names = sorted({shard for key, shard in shards.items() if key in wanted})
-            return [Path(file) for name in names if (file := find(name))]
+            return [file for name in sorted({*shards.values()}) if (file := find(name))]
     return []
