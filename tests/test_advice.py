@@ -116,7 +116,6 @@ TABLE = {
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.delete_adapter('a')", r"Write (reset_adapter\(\)) first", "model.{0}; model.delete_adapter('a')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model(**inputs, adapter_names=['a', 'b'])", r"Write (reset_adapter\(\)) first", "model.{0}; model(**inputs, adapter_names=['a', 'b'])"),
         ("model.active_head = ['x', 'y']; model.get_labels()", r"Write its name; heads: ('x')", 'model.get_labels({0})'),
-        ("AutoAdapterModel()", r"or (\.from_config)\(config\)", "AutoAdapterModel{0}(model.config)"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.merge_adapter('a')", r"Write (reset_adapter\(\))", "model.{0}; model.merge_adapter('a')"),
         ("model.active_head = None; model(**inputs, labels=y)", r"Write (add_classification_head\('my_task'\)) or", "model.{0}; model(**inputs, labels=y)"),
         ("model.active_head = 'x'; model(**inputs, start_positions=y, end_positions=y)", r"it takes '(\w+)'\.", "model(**inputs, {0}=y)"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from packaging.version import Version
 from transformers import __version__ as _installed
@@ -22,21 +21,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """A folder with an adapter and without a model.
-
-    Attributes:
-        path: on disk.
-        name: as the user gave it, if it is on the Hub.
-        base: the model that the adapter was trained on.
-        revision: of that model.
-    """
+class AdapterFolder(NamedTuple):
+    """A folder with an adapter and without a model: its path, its name on the Hub, its base."""
 
     path: Path
     name: str | None
-    base: str
-    revision: str | None
+    base: formats.Base
 
 
 def _with_subfolder(search: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -86,7 +76,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
             f"{in_python('load_adapter(…) of its base model', '--model with its base model')}."
         )
     name = None if folder == Path(path) else os.fspath(path)
-    return AdapterFolder(folder, name, base.name, base.revision)
+    return AdapterFolder(folder, name, base)
 
 
 def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:
@@ -135,8 +125,10 @@ def load(found: AdapterFolder, load_base: Callable[..., Any], options: Mapping[s
         load_base: loads a model with the methods of adapters by name.
         options: arguments for it; `revision` is that of the adapter. With a `dtype`, both have it.
     """
-    own = {**options, "revision": found.revision}
-    loaded = load_base(found.base, **{k: v for k, v in own.items() if k != "revision" or v})
+    own = {name: value for name, value in options.items() if name != "revision"}
+    if found.base.revision:
+        own["revision"] = found.base.revision
+    loaded = load_base(found.base.name, **own)
     model = loaded[0] if options.get("output_loading_info") else loaded
     load_as = None if found.name is None else Path(found.name).name
     asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))

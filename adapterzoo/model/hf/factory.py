@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo import inject
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError, StateError, naming
+from adapterzoo.errors import StateError, naming
 from adapterzoo.inject import set_class
 from adapterzoo.interface import FILE
 from adapterzoo.model import batches
@@ -104,7 +104,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
         "_plain_class": cls,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
-        "forward": with_rows(cls.forward, outputs=True),
+        "forward": with_rows(cls.forward),
         **_features(cls, on_base=False),
     }
     generates = (GeneratesWithAdapters,) if "generate" in dir(cls) else ()
@@ -190,9 +190,7 @@ def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwa
     return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
 
 
-def with_rows(
-    plain: Any, on_base: bool = False, one_head: bool = False, outputs: bool = False
-) -> Callable[..., Any]:
+def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Callable[..., Any]:
     """Return a method that also takes `adapter_names` and `task_ids`, which plain does not get.
 
     Rows are counted, and inputs repeated for `Parallel`, before the plain method runs.
@@ -201,10 +199,6 @@ def with_rows(
         plain: the method of a class of transformers.
         on_base: whether it is a method of the base model's class.
         one_head: whether it does not use heads.
-        outputs: whether its outputs can have the values of gates and fusions.
-
-    Raises:
-        ConfigError: in the method: these values are requested but not supported.
     """
     positions = inject.positions_of(plain)
 
@@ -220,11 +214,6 @@ def with_rows(
     ) -> Any:
         gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
         if gates or fusions:
-            if not outputs:
-                raise ConfigError(
-                    f"{plain.__name__}(output_adapter_…=True): one tower has no values of gates "
-                    "and fusions. Write model(…)."
-                )
             own: Any = {"adapter_names": adapter_names, "task_ids": task_ids}
             run = functools.partial(method, self, *args, **own, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
@@ -465,14 +454,12 @@ def load_model(
         A model of that class, as `init` makes it, with the same adapters active.
 
     Raises:
-        ConfigError: it is not a class of models; `AutoAdapterModel` takes no interface.
+        StateError: `AutoAdapterModel` takes no interface.
     """
-    if getattr(model_class, "chooses_class", False) and interface is None:
-        return cast("M", cast("Any", model_class).from_pretrained(path, **kwargs))
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigError(
-            f"load_model(…, {model_class!r}): that is not a class of models, as BertForMaskedLM is."
-        )
+    if not issubclass(model_class, PreTrainedModel):
+        # a class such as AutoAdapterModel chooses that of the model
+        chosen = cast("Any", model_class).from_pretrained(path, **kwargs)
+        return cast("M", init(chosen, interface=interface))
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)
         return cast("M", adapter_folders.load(adapter, load, kwargs))

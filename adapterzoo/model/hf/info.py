@@ -218,23 +218,17 @@ class ModelInfo:
         lenient: bool,
     ) -> StaticHead:
         """Return the named head that equals a static head, of the type "static" if need be."""
-        try:
+        with contextlib.suppress(InexpressibleError):
             return self._from_static(architecture, shapes, label2id, pooler, fields)
-        except InexpressibleError as error:
-            try:
-                static = static_head(self._model, architecture, shapes, label2id, fields)
-            except (InexpressibleError, ConfigError) as second:
-                raise InexpressibleError(f"{error}; as it is: {second}") from second
-            if static.keys.keys() == shapes.keys():
-                return static
+        static = static_head(self._model, architecture, shapes, label2id, fields)
+        if more := shapes.keys() - static.keys.keys():
             if not lenient:
-                raise
-        # tensors that the class does not have may have hidden that another type equals it
-        known = {key: shapes[key] for key in static.keys}
-        try:
-            return self._from_static(architecture, known, label2id, pooler, fields)
-        except InexpressibleError:
-            return static
+                raise InexpressibleError(f"{architecture}: its head has no {listing(sorted(more))}")
+            # tensors that the class does not have may have hidden that another type equals it
+            known = {key: shapes[key] for key in static.keys}
+            with contextlib.suppress(InexpressibleError):
+                return self._from_static(architecture, known, label2id, pooler, fields)
+        return static
 
     def from_static(
         self,

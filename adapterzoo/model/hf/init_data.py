@@ -194,7 +194,8 @@ def _checked(
     w = read()
     if quantized.was_transposed(layer):
         w = w.mT
-    if w.shape != shape or w.is_meta or not bool(w.isfinite().all()):
+    is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
+    if w.shape != shape or not is_whole:
         raise ConfigError(
             f"{name} has no finite weight {list(shape)} at {path!r}. Write init_data='folder' with "
             "the model before quantization."
