@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .auto import AutoAdapterModel
     from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
-    from .configs import AdapterConfig, ConfigUnion, MultiTaskConfig
+    from .config import AdapterConfig, ConfigUnion, MultiTaskConfig
     from .errors import AdapterZooError
     from .heads import (
         DependencyParsingHead,
@@ -66,7 +66,7 @@ __version__ = "0.1.0.dev0"
 # the module of each public name that is not of a method; imported on first use, so that
 # `import adapterzoo` alone does not import torch or transformers
 _HOMES = {
-    "AdapterConfig": "configs",
+    "AdapterConfig": "config",
     "AdapterInfo": "hub",
     "AdapterModelMixin": "model",
     "AdapterSetup": "model",
@@ -75,12 +75,12 @@ _HOMES = {
     "AutoAdapterModel": "auto",
     "Average": "composition",
     "BatchSplit": "composition",
-    "ConfigUnion": "configs",
+    "ConfigUnion": "config",
     "DependencyParsingHead": "heads",
     "Fuse": "composition",
     "LMHead": "heads",
     "MultiTask": "composition",
-    "MultiTaskConfig": "configs",
+    "MultiTaskConfig": "config",
     "MultipleChoiceHead": "heads",
     "Parallel": "composition",
     "PooledHead": "heads",

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .config import Check
 from .errors import ConfigError, unknown_name
-from .fields import Check
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from adapterzoo.config import FLAG, MAX_WIDTH, SEED, Check, Choice, Range, is_number
 from adapterzoo.errors import CompositionError, ConfigError, unknown_name
-from adapterzoo.fields import FLAG, MAX_WIDTH, SEED, Check, Choice, Range, is_number
 
 
 def weighted(

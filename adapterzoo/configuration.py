@@ -8,7 +8,7 @@ from typing import Any
 
 import adapterzoo
 
-from .configs import AdapterConfig, ConfigUnion
+from .config import AdapterConfig, ConfigUnion
 from .methods.fusion import AdapterFusionConfig
 from .model.adapterhub.config import AdaptersConfig as ModelAdaptersConfig
 

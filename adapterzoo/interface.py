@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from .anatomy import Anatomy, Role
-from .configs import AdapterConfig
+from .config import AdapterConfig
 from .errors import ConfigError, listing
 from .spelling import adapterhub_spellings
 

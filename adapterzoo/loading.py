@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError, ConfigError, names_call
 from .formats import files, fit
-from .model.adapterhub.arguments import report
+from .model.state import LoadOptions
 
 __all__ = ["WeightsLoader"]
 
@@ -152,7 +152,7 @@ class WeightsLoader(ABC):
         own = self._own(name)
         fit.check_fit(type(self.model).__name__, renamed, own, None)
         fit.fill(self.model, renamed)
-        report(loading_info)
+        LoadOptions(loading_info=loading_info).report()
         return str(folder), name
 
     def _own(self, name: str) -> dict[str, Tensor]:

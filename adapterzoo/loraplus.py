@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .config import Positive, Range
 from .contracts import Adapter
 from .errors import ConfigError, StateError, names_call
-from .fields import Positive, Range
 
 EMBEDDING_RATE = 1e-6
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from .anatomy import Anatomy
+from .config import Check
 from .errors import ConfigError, SiteError, listing
-from .fields import Check
 
 _T = TypeVar("_T")
 ALL_LINEAR = "all-linear"
@@ -121,6 +121,88 @@ class Parameters(Modules):
     def nearest(self, value: object, default: object) -> object:
         """Return a list of the name, or two names."""
         return [value] if isinstance(value, str) and value else ["gate_up_proj", "down_proj"]
+
+
+class Saved(Modules):
+    """Names of modules, which PEFT compares with the ends of paths, within words too."""
+
+    def paths(self, anatomy: Anatomy) -> list[str]:
+        """Return the paths of all modules with parameters."""
+        layers = (site.path for site in (*anatomy, *anatomy.others))
+        return [*dict.fromkeys(path for layer in layers for path in around(layer))]
+
+    @staticmethod
+    def fits_in_peft(path: str, name: str) -> bool:
+        """Return whether the path ends with the name."""
+        return path.endswith(name)
+
+
+class TokenIds(Check):
+    """Numbers of tokens, or a mapping from names of embeddings to them; they are sorted."""
+
+    legal = (
+        "a list of different token numbers from 0, or a dict from names of embeddings to such lists"
+    )
+
+    def convert(self, value: object) -> object:
+        """Return sorted tuples."""
+        if isinstance(value, Mapping):
+            return {name: _sorted(ids) for name, ids in value.items()}
+        return _sorted(value)
+
+    def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
+        """Return a mapping with names of the same embeddings; see `Check.below`.
+
+        Raises:
+            ConfigError: in PEFT, only some of the embeddings that share a table get the rows.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        paths = [site.path for site in anatomy if site.kind == "embedding"]
+        names = {key: names_below((key,), prefix, paths, str.endswith) for key in value}
+        for key, each in names.items():
+            group = next((g for g in anatomy.shared_tables for p in g if matches(p, each)), ())
+            own = anatomy.own_table
+            if own in group and not matches(own, each):
+                raise ConfigError(
+                    f"trainable_token_indices={{{key!r}: …}}: in PEFT the others of "
+                    f"{listing(group)} would keep their rows. Write "
+                    f"trainable_token_indices={{{own!r}: …}}."
+                )
+        found = {name: ids for key, ids in value.items() for name in names[key]}
+        return value if found == value else found
+
+    def fits(self, value: object) -> bool:
+        """Return whether there are any numbers, each a whole one from 0 and there once."""
+        if value is None:
+            return True
+        if isinstance(value, Mapping):
+            return bool(value) and all(
+                isinstance(name, str) and bool(name) and _are_ids(ids)
+                for name, ids in value.items()
+            )
+        return _are_ids(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the legal numbers among them."""
+        ids = value if isinstance(value, Iterable) and not isinstance(value, Mapping | str) else ()
+        return sorted({n for n in ids if type(n) is int and n >= 0}) or [0, 1]
+
+
+def _sorted(value: object) -> object:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    listed = tuple(value)
+    return tuple(sorted(listed)) if all(type(n) is int for n in listed) else listed
+
+
+def _are_ids(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(type(n) is int and n >= 0 for n in value)
+        and len({*value}) == len(value)
+    )
 
 
 class Patterns(Check):
@@ -234,6 +316,12 @@ def matches(path: str, wanted: str | Iterable[str]) -> bool:
 def is_named(path: str, name: str) -> bool:
     """Return whether a name in a list is that of a layer."""
     return path == name or path.endswith(f".{name}") or name == f"^{path}"
+
+
+def around(path: str) -> list[str]:
+    """Return the paths of a layer and of the modules around it, outermost first."""
+    names = path.split(".")
+    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 def names_below(

@@ -9,15 +9,20 @@ nothing, or an error with a hint.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from .errors import ConfigError, listing
-from .fields import Check
+from .names import one_of
 
 if TYPE_CHECKING:
     from .anatomy import Site
+    from .config import Check
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TASK_TYPES = (
     "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
@@ -252,3 +257,55 @@ def instead(peft_type: object) -> str:
         "If it changes only weights of layers, convert it through an installed PEFT: write "
         "adapterzoo convert SRC DST --to lora."
     )
+
+
+# --- methods of a model that take PEFT's arguments too ---
+
+
+def is_peft(config: object) -> bool:
+    """Return whether a value is a config object of PEFT, or the dict of one."""
+    if isinstance(config, Mapping):
+        return "peft_type" in config
+    return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
+
+
+def or_with_config_of_peft(
+    own: Callable[..., T], other: Callable[..., T], *names: str
+) -> Callable[..., T]:
+    """Return a method that calls `other` if an argument is a config of PEFT.
+
+    Args:
+        own: the method for other arguments.
+        other: the same for a config of PEFT.
+        *names: of arguments that only `other` has.
+    """
+
+    @functools.wraps(own)
+    def method(*args: Any, **kwargs: Any) -> T:
+        is_own = {*names}.isdisjoint(kwargs) and not any(
+            map(is_peft, (*args[1:], *kwargs.values()))
+        )
+        return (own if is_own else other)(*args, **kwargs)
+
+    return method
+
+
+def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a method: let some of its arguments have other names too.
+
+    Args:
+        **names: the other name → the argument.
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def method(*args: P.args, **kwargs: P.kwargs) -> T:
+            given: dict[str, Any] = {}
+            for name, value in kwargs.items():
+                own = names.get(name, name)
+                given[own] = one_of(**{own: given.get(own), name: value})
+            return function(*args, **cast("Any", given))
+
+        return cast("Callable[P, T]", method)
+
+    return decorated

@@ -18,8 +18,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .configs import METHODS, AdapterConfig, Placement, variants
-from .fields import FLAG, Check
+from .config import FLAG, METHODS, AdapterConfig, Check, Placement, variants
 from .peft_arguments import PeftArguments, classes_of_peft
 from .registry import Registry
 

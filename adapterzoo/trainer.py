@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from .anatomy import unwrapped, without_wrappers
 from .composition import Fuse, fusion_key, fusions_of
-from .configs import AdapterConfig
+from .config import AdapterConfig
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .formats import files, fit, native
 from .formats.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .composition import Stack
-from .configs import AdapterConfig
+from .config import AdapterConfig
 from .errors import ConfigError, names_call
 
 __all__ = ["AdapterArguments", "setup_adapter_training"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 from adapterzoo.contracts import Adapter, AttentionAdapter, PromptAdapter, WeightAdapter
 
 REFERENCE = "lora"

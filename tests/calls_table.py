@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCac
 
 from adapterzoo import AdapterConfig, init
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 from adapterzoo.contracts import Adapter, AttentionAdapter, PositionAdapter, PromptAdapter
 from adapterzoo.errors import AdapterZooError
 

@@ -18,7 +18,7 @@ from families import tiny_config
 from packaging.requirements import Requirement
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import architectures, config_strings
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import head_types
 from adapterzoo.methods.fusion import fusion_configs

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.configs import AdapterConfig, config_strings
+from adapterzoo.config import AdapterConfig, config_strings
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)

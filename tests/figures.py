@@ -217,7 +217,7 @@ def registered() -> Registered:
     """Ask the package."""
     import adapterzoo
     import adapterzoo.methods  # registers the methods
-    from adapterzoo.configs import AdapterConfig, config_strings
+    from adapterzoo.config import AdapterConfig, config_strings
     from adapterzoo.heads import head_types
 
     # a union is a config of several methods, and no method

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import adapterzoo
 from adapterzoo.anatomy import Anatomy, find
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.testing import TinyModel
 from adapterzoo.testing._case import Inputs, flat, seeded

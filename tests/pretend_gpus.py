@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import AdapterSetup, AutoAdapterModel
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 from adapterzoo.heads import StaticConfig
 
 replicate_module = importlib.import_module("torch.nn.parallel.replicate")

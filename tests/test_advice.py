@@ -79,7 +79,7 @@ TABLE = {
         ("model.add_adapter('s', 'seq_bn'); model.add_adapter('t', 'seq_bn'); model.add_adapter_fusion(['s', 't'], 'dynamik')", r"Did you mean ('dynamic')", "model.add_adapter_fusion(['s', 't'], {0})"),
         ("model.add_adapter('n', 'lroa')", r"Did you mean ('lora')\?", "model.add_adapter('n', {0})"),
         ("AdapterConfig.from_dict({'architecture': 'lroa'})", r"Did you mean ('lora')\?", "AdapterConfig.from_dict({{'architecture': {0}}})"),
-        ("AdapterConfig.from_dict({'architecture': 'mine'})", r"write (@architectures.register\('mine'\)) above", "from adapterzoo.configs import architectures\n{0}\nclass Mine(LoRAConfig): pass"),
+        ("AdapterConfig.from_dict({'architecture': 'mine'})", r"write (@architectures.register\('mine'\)) above", "from adapterzoo.config import architectures\n{0}\nclass Mine(LoRAConfig): pass"),
         ("model.set_active_adapters('aa')", r"Did you mean ('a')\?", "model.set_active_adapters({0})"),
         ("model.active_head = 'yy'", r"Did you mean ('y')\?", "model.active_head = {0}"),
         ("model.save_adapter(folder, 'a', format='natve')", r"Did you mean ('native')\?", "model.save_adapter(folder, 'a', format={0})"),

@@ -15,7 +15,7 @@ from architectures import table as tables
 from architectures.tiny_models import NoTinyModelError, tiny_model
 
 from adapterzoo import ConfigUnion
-from adapterzoo.configs import architectures as registered
+from adapterzoo.config import architectures as registered
 from adapterzoo.errors import SiteError
 from adapterzoo.model import training
 from adapterzoo.model.state import is_base

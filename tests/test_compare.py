@@ -24,7 +24,7 @@ from _compare_runs import Log, climb, first_index, guessed, rate_of
 from _compare_train import divided
 from _data import Rows
 from _svg import Box, placed, width
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 
 ROOT = Path(__file__).parents[1]
 NEEDS_DATA = pytest.mark.skipif(

@@ -25,9 +25,8 @@ from adapterzoo import (
     PrefixTuningConfig,
     SeqBnConfig,
 )
-from adapterzoo.configs import architectures
+from adapterzoo.config import MAX_WIDTH, architectures
 from adapterzoo.errors import ConfigError, DuplicateNameError, UnknownNameError
-from adapterzoo.fields import MAX_WIDTH
 from adapterzoo.heads import TaggingConfig
 from adapterzoo.registry import Registry
 

@@ -3,16 +3,9 @@
 import pytest
 from architectures.small import small
 
-from adapterzoo.configs import AdapterConfig, config_strings
+from adapterzoo.config import AdapterConfig, config_strings
 from adapterzoo.errors import UnknownNameError
-from adapterzoo.testing import (
-    KINDS,
-    ConformanceError,
-    cases,
-    check_method,
-    checks,
-    report,
-)
+from adapterzoo.testing import KINDS, ConformanceError, cases, check_method, checks, report
 
 # a union is made of others: this one meets itself at no layer and at one layer
 UNIONS = ("seq_bn|lora", "lora[attn_matrices=['q'],dropout=0.1]|lora[output_lora=True]")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
-from adapterzoo.configs import architectures
+from adapterzoo.config import architectures
 from adapterzoo.inject.layers import LayerCall, SlicedLayer
 from adapterzoo.methods.low_rank import LoRA, LoRAConfig
 from adapterzoo.testing import ConformanceError, check_method, checks, report

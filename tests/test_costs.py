@@ -24,7 +24,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import adapterzoo
 from _measure import operators, saved_bytes
 from _models import DENSE, PROJECTIONS, Shape, twin
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.methods.low_rank import LoRA
 
 WIDTH, INNER, RANK, REDUCED = 64, 160, 4, 8

@@ -12,7 +12,7 @@ import adapterzoo
 from _measure import saved_bytes
 from _models import BERT, LLAMA, twin
 from adapterzoo import kernels
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.kernels import ops
 
 METHODS = {

@@ -14,7 +14,7 @@ import pytest
 
 import adapterzoo
 from adapterzoo import methods
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import architectures, config_strings
 from adapterzoo.heads import head_types
 
 PACKAGE = Path(adapterzoo.__file__).parent
@@ -33,7 +33,7 @@ from adapterzoo.formats.checkpoint import formats
 from adapterzoo.errors import AdapterZooError
 
 folder = Path(sys.argv[1])
-assert not {"dora", "lora"} & {*adapterzoo.configs.architectures}
+assert not {"dora", "lora"} & {*adapterzoo.config.architectures}
 model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
 model.add_adapter("a", IA3Config(convention="adapterhub", init_weights="bert"))
 model.add_adapter("b", "seq_bn")

@@ -6,7 +6,7 @@ import devices_table as tables
 import pytest
 import torch
 
-from adapterzoo.configs import architectures
+from adapterzoo.config import architectures
 
 
 def red(cells):

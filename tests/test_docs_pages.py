@@ -15,7 +15,7 @@ import pytest
 import adapterzoo
 from adapterzoo import LoRAConfig, composition, configs, contracts, heads, model, peft, trainer
 from adapterzoo.auto import AdapterModel
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 from adapterzoo.methods.fusion import fusion_configs
 from adapterzoo.model.heads import outputs
 from adapterzoo.peft.utils import hotswap

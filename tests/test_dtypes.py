@@ -24,7 +24,7 @@ from test_conformance import CONFIGS as REGISTERED
 from torch import Tensor
 
 from adapterzoo import BnConfig, BOFTConfig, ConfigUnion, ReftConfig
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import CopyAdapter, compute_dtype
 from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.inject import adapters_of

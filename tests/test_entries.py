@@ -22,7 +22,7 @@ from transformers import (
 
 from adapterzoo import AdapterConfig, BatchSplit, Stack, init
 from adapterzoo.anatomy import find
-from adapterzoo.configs import Placement, architectures
+from adapterzoo.config import Placement, architectures
 from adapterzoo.contracts import Adapter
 from adapterzoo.inject import adapters_of
 

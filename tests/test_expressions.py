@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.patterns import ways
 

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "adapterzoo"
 SHOWN = """
 from adapterzoo import AdapterConfig
 print(AdapterConfig.load("lora[r=8]").r, AdapterConfig.from_dict({"architecture": "lora"}).r)
-from adapterzoo.configs import architectures, change_forms, config_strings
+from adapterzoo.config import architectures, change_forms, config_strings
 from adapterzoo.spelling import adapterhub_spellings, peft_readers, peft_spellings
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import add_methods, head_types
@@ -45,9 +45,9 @@ FIRST = {
     "AdapterConfig.load('prefix_tuning|seq_bn')",
     "dicts": "from adapterzoo import AdapterConfig; "
     "AdapterConfig.from_dict({'architecture': 'vera'})",
-    "one registry": "from adapterzoo.configs import config_strings as s; assert 'lora' in s",
-    "its length": "from adapterzoo.configs import architectures; assert len(architectures) > 9",
-    "the registry's names": "from adapterzoo.configs import change_forms; list(change_forms)[0]",
+    "one registry": "from adapterzoo.config import config_strings as s; assert 'lora' in s",
+    "its length": "from adapterzoo.config import architectures; assert len(architectures) > 9",
+    "the registry's names": "from adapterzoo.config import change_forms; list(change_forms)[0]",
     "spellings": "from adapterzoo.spelling import peft_readable; assert len(peft_readable()) > 9",
     "fusions": "from adapterzoo import AdapterFusionConfig; AdapterFusionConfig.load('dynamic')",
     "heads": "from adapterzoo.heads import HeadConfig; "

@@ -14,7 +14,7 @@ from families import tiny_config, tiny_inputs
 from snapshots import bits
 
 from adapterzoo import AutoAdapterModel, Fuse
-from adapterzoo.configs import AdapterConfig, config_strings
+from adapterzoo.config import AdapterConfig, config_strings
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.heads import HeadConfig, head_types
 from adapterzoo.methods.fusion import AdapterFusionConfig

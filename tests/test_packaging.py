@@ -14,7 +14,7 @@ from packaging.version import Version
 import adapterzoo
 from _data import DataError, Rows, load_task, packaged_model, split_by_group
 from adapterzoo.composition import AdapterCompositionBlock
-from adapterzoo.configs import architectures
+from adapterzoo.config import architectures
 from adapterzoo.contracts import Head
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ import torch
 
 from adapterzoo.composition import Stack
 from adapterzoo.composition.compile import SiteStep
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.runtime import ActiveState, Default, Plan
 from adapterzoo.testing import Case
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adapterzoo import methods as _methods  # noqa: F401  registers the architectures
-from adapterzoo.configs import AdapterConfig, architectures
+from adapterzoo.config import AdapterConfig, architectures
 
 _OWN_RULES = "shared_phm_rule=False,learn_phm=False,shared_W_phm=True,factorized_phm_W=False"
 # a method that is not here is tried with its defaults

@@ -375,7 +375,7 @@ def _target(ctx: click.Context, option: click.Parameter, value: str) -> str:
     if value in FORMATS:
         return value
     from adapterzoo import methods  # noqa: F401  registers them
-    from adapterzoo.configs import change_forms
+    from adapterzoo.config import change_forms
 
     if value not in change_forms:
         raise click.BadParameter(

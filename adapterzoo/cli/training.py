@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.trainer import AdapterTrainer
 

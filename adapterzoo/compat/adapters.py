@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import InvertibleAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.inject import AdapterDict

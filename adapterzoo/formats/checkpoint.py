@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.inject.building import inject_path
+from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
@@ -103,7 +104,7 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
         SiteError: the model has no place that the config asks for.
     """
     by_path: dict[str, list[Placement]] = {}
-    for placement in config.all_placements(anatomy):
+    for placement in all_placements(config, anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
     found: list[Place] = []
     for path, placements in by_path.items():

@@ -16,10 +16,9 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName, activation
-from adapterzoo.config_base import Config, config_class
+from adapterzoo.config import Config, Maybe, Range, Share, config_class, field
 from adapterzoo.contracts import Head
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import Maybe, Range, Share, field
 from adapterzoo.registry import Registry
 
 from ._backbone import Backbone, Pooling

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapterzoo.config_base import Config
+from adapterzoo.config import Config
 
 from ._backbone import Backbone
 

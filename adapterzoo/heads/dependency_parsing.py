@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adapterzoo.config_base import config_class
+from adapterzoo.config import Range, config_class, field
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import Range, field
 
 from ._backbone import Backbone
 from ._base import HeadConfig, Labels, PredictionHead, adds_head, head_types

@@ -20,20 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName
-from adapterzoo.config_base import config_class
+from adapterzoo.config import FLAG, MAX_WIDTH, Maybe, Positive, Range, Share, config_class, field
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FLAG, MAX_WIDTH, Maybe, Positive, Range, Share, field
 
 from ._backbone import Backbone
-from ._base import (
-    LAYERS,
-    Activation,
-    HeadConfig,
-    PredictionHead,
-    adds_head,
-    head_types,
-    number,
-)
+from ._base import LAYERS, Activation, HeadConfig, PredictionHead, adds_head, head_types, number
 from ._losses import Count, Logits, cross_entropy, next_labels
 from ._task_classes import InexpressibleError, Static, StaticHead, activation_after
 

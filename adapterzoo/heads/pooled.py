@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from adapterzoo.config_base import config_class
+from adapterzoo.config import Choice, config_class, field
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import Choice, field
 
 from ._backbone import POOLINGS, Backbone, Pooling, pool
 from ._base import COUNT, Labels, LayersConfig, LayersHead, adds_head, head_types

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from adapterzoo.config_base import config_class
+from adapterzoo.config import FLAG, Maybe, Text, config_class, declared, field
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FLAG, Maybe, Text, declared, field
 
 from ._backbone import Backbone
 from ._base import COUNT, HeadConfig, PredictionHead, head_types

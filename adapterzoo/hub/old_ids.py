@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from huggingface_hub import constants, get_session
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import HubError, argument, listing
 from adapterzoo.formats.adapterhub.adapters import get_adapter_config_hash
 

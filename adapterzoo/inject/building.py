@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, WRAPPED, Site, part_names, unwrapped
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from adapterzoo.fields import Choice
+from adapterzoo.config import Choice
 
 # the legal dtypes of parameters, by name
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}

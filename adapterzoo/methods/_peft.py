@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import OutputSlice, Site
-from adapterzoo.configs import Placement
+from adapterzoo.config import Check, Placement
 from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.fields import Check
 from adapterzoo.peft_arguments import PeftArgument
 
 # --- fields that many of PEFT's config classes have; each method adds those of its class ---

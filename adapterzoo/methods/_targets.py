@@ -9,20 +9,38 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
-from adapterzoo.anatomy import Anatomy, Role, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.fields import Check, Choice, Layers, Maybe, StackLayers, field
-from adapterzoo.patterns import ALL_LINEAR, Excluded, Parameters, Targets, matches
-from adapterzoo.spelling import same
+from torch import Tensor
 
-from .copies.config import COPIES, Names, Tokens, with_copies
-from .copies.layers import Saved
-from .copies.rows import TokenIds
+from adapterzoo.anatomy import Anatomy, Role, Site
+from adapterzoo.config import (
+    MAX_WIDTH,
+    AdapterConfig,
+    Check,
+    Choice,
+    Layers,
+    Maybe,
+    Placement,
+    Range,
+    StackLayers,
+    config_class,
+    field,
+)
+from adapterzoo.contracts import upcast
+from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.patterns import (
+    ALL_LINEAR,
+    Excluded,
+    Parameters,
+    Saved,
+    Targets,
+    TokenIds,
+    check_keys,
+    matches,
+)
+from adapterzoo.spelling import same
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
@@ -30,8 +48,13 @@ TARGETS = frozenset(
      "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
 """The fields of a config that choose the layers."""
+COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
+"""Those that choose copies of parts of the base model, see `copies.config`."""
 PLACES = TARGETS | COPIES
 """Those that choose all that is trained."""
+RANK = Range(1, MAX_WIDTH)
+SIZES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"})
+"""The fields of ranks and scalings."""
 
 # the first number after a name, by PEFT's rule
 _NUMBER = re.compile(r"(?:.*?\.)??[^.]*\.(\d+)\.")
@@ -92,8 +115,10 @@ class TargetedConfig(AdapterConfig):
 
     gives_way: ClassVar[bool] = True
 
-    modules_to_save: Names = field(None, Saved(), ours=True)
-    trainable_token_indices: Tokens = field(None, TokenIds(), ours=True)
+    modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
+        None, TokenIds(), ours=True
+    )
     bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
     selfattn_lora: bool = True
     intermediate_lora: bool = False
@@ -154,10 +179,6 @@ class TargetedConfig(AdapterConfig):
                 f"target_parameters."
             )
         return found
-
-    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return the placements of the method, and of the copies; see `with_copies`."""
-        return with_copies(self, anatomy)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer, or part of a fused layer, that the config names.
@@ -332,6 +353,96 @@ def unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]
 def names_of(sites: Iterable[Site]) -> str:
     """Return the last names of layers, as a text for messages."""
     return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30)
+
+
+# --- checks of sites, ranks and scalings ---
+
+
+def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bool = False) -> None:
+    """Check that a site has the features that an adapter reads and drops.
+
+    Args:
+        config: of the adapter.
+        site: of the adapter.
+        *dropouts: the fields of the config that drop features or parts of the update.
+        embeddings: whether the method can adapt embeddings, if nothing is dropped.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    given = ", ".join(f"{name}={config[name]}" for name in dropouts)
+    call = f"{type(config).__name__}({given}) at {site.path!r}"
+    is_embedding = site.kind == "embedding"
+    if is_embedding and not embeddings:
+        raise ConfigError(
+            f"{call}: the method cannot adapt an embedding, which reads token numbers. Write "
+            f"exclude_modules=[{site.path!r}]."
+        )
+    if any(config[name] for name in dropouts) and (is_embedding or site.is_only_read):
+        what = "reads token numbers" if is_embedding else "computes with its parameters"
+        zeros = ", ".join(f"{name}=0.0" for name in dropouts)
+        raise ConfigError(f"{call}: the module {what}, so nothing can be dropped. Write {zeros}.")
+
+
+def check_size_keys(
+    config: TargetedConfig, placements: Sequence[Placement], anatomy: Anatomy
+) -> None:
+    """Check that each key of `rank_pattern` and `alpha_pattern` matches a layer.
+
+    Raises:
+        SiteError: one matches none.
+    """
+    # a key may match a layer of a block that is left out
+    by_layer = config.leave_out or config.layers_to_transform is not None
+    sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
+    names = [site.name for site in sites]
+    for field_name in ("rank_pattern", "alpha_pattern"):
+        check_keys(type(config).__name__, field_name, config[field_name], names)
+
+
+def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:
+    """Refuse ranks that are larger than that of a slot.
+
+    Args:
+        config: that has them.
+        rank: of the slot.
+        ranks: of the adapter.
+
+    Raises:
+        ConfigError: one is larger.
+    """
+    if (most := max(ranks)) > rank:
+        raise ConfigError(
+            f"{type(config).__name__}(r={most}) has a larger rank than the slot, which has {rank}. "
+            f"Write enable_peft_hotswap(target_rank={most})."
+        )
+
+
+def rescaled(
+    tensors: Mapping[str, Tensor], scaling: float, slot: float, keys: Container[str]
+) -> dict[str, Tensor]:
+    """Return the tensors, with the ratio of two scalings in some of them.
+
+    Args:
+        tensors: of an adapter.
+        scaling: its own.
+        slot: the scaling of the adapter that takes the tensors.
+        keys: of tensors whose product with the scaling is the update.
+
+    Raises:
+        ConfigError: the slot multiplies by zero, and the adapter does not.
+    """
+    if scaling == slot:
+        return dict(tensors)
+    if slot == 0:
+        raise ConfigError(
+            f"the slot has the scaling 0 and the values need {scaling:g}, so that no tensors give "
+            f"the same update. Add the slot with another alpha."
+        )
+    ratio = scaling / slot
+    return {
+        key: (upcast(t, t) * ratio).to(t.dtype) if key in keys else t for key, t in tensors.items()
+    }
 
 
 # --- in AdapterHub's fields: attention matrices and feed-forward layers ---

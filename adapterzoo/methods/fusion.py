@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from adapterzoo.config_base import Config, config_class
+from adapterzoo.config import Choice, Config, Maybe, Share, config_class, field
 from adapterzoo.contracts import Contained
-from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.ops import is_autocast
 from adapterzoo.names import FUSION
 from adapterzoo.registry import Registry

@@ -13,17 +13,24 @@ Cost per site: d_out parameters, or d_in if the input is scaled; one product per
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Role, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.config import (
+    FACTOR,
+    SEED,
+    AdapterConfig,
+    Choice,
+    Maybe,
+    Placement,
+    field,
+    method_config,
+)
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
-from adapterzoo.fields import FACTOR, SEED, Choice, Maybe, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
@@ -44,9 +51,7 @@ from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
 from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 
 
-@architectures.register("ia3")
-@config_strings.register("ia3")
-@config_class
+@method_config("ia3")
 class IA3Config(TargetedConfig):
     """Config of (IA)³; `TargetedConfig` selects the layers.
 
@@ -64,8 +69,6 @@ class IA3Config(TargetedConfig):
             regular expression, as in PEFT; an empty list: none.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
-
-    architecture: ClassVar[str] = "ia3"
 
     attn_matrices: tuple[str, ...] = ("k", "v")
     intermediate_lora: bool = True

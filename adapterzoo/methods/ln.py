@@ -14,10 +14,8 @@ import warnings
 from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.config import AdapterConfig, Layers, Placement, field, method_config
 from adapterzoo.errors import SiteError, listing
-from adapterzoo.fields import Layers, field
 from adapterzoo.patterns import Excluded, Modules, matches
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
@@ -28,9 +26,7 @@ from .copies.config import ConfigWithCopies
 from .copies.layers import CopyConfig
 
 
-@architectures.register("ln_tuning")
-@config_strings.register("ln_tuning")
-@config_class
+@method_config("ln_tuning")
 class LNTuningConfig(ConfigWithCopies, CopyConfig):
     """Config of LN tuning; norms in `modules_to_save` are trained as a part of these.
 
@@ -41,7 +37,6 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         leave_out: numbers of blocks whose norms are not trained.
     """
 
-    architecture: ClassVar[str] = "ln_tuning"
     gives_way: ClassVar[bool] = True
 
     target_modules: str | tuple[str, ...] | None = field(None, Modules())

@@ -16,18 +16,16 @@ Cannot do: embeddings; "bat" at layers without a floating-point weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear, pad
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import MAX_WIDTH, SEED, Choice, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Share, field
 from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
@@ -43,25 +41,13 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft import (
-    EXCLUDED,
-    TARGETS,
-    bias,
-    only_native,
-    ours,
-    row_numbers,
-    unsayable,
-    whole_width,
-)
-from ._sizes import check_site
-from ._targets import TargetedConfig
+from ._peft import EXCLUDED, TARGETS, bias, only_native, ours, row_numbers, unsayable, whole_width
+from ._targets import TargetedConfig, check_site
 
 FORMS = Choice(True, False, "mini", "bat")
 
 
-@architectures.register("miss")
-@config_strings.register("miss")
-@config_class
+@method_config("miss")
 class MissConfig(TargetedConfig):
     """Config of MiSS; `TargetedConfig` chooses the layers.
 
@@ -75,7 +61,6 @@ class MissConfig(TargetedConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    architecture: ClassVar[str] = "miss"
     # `init_weights` says more than the initial values
     training_fields = TargetedConfig.training_fields - {"init_weights"} | {"miss_dropout"}
 

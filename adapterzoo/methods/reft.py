@@ -26,17 +26,24 @@ from torch.nn.functional import dropout, linear, pad
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.call import StackCall
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import (
+from adapterzoo.config import (
+    MAX_WIDTH,
+    SEED,
     AdapterConfig,
+    Choice,
+    Either,
+    Layers,
     Placement,
+    Range,
+    Share,
     architectures,
     check_blocks,
+    config_class,
     config_strings,
+    field,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype, widest
 from adapterzoo.errors import CheckpointError, ConfigError, SiteError, listing
-from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Share, field
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,

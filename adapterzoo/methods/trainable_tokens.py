@@ -17,16 +17,14 @@ from typing import ClassVar
 import torch
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement, architectures
+from adapterzoo.config import AdapterConfig, Placement, architectures, config_class, field
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import field
-from adapterzoo.patterns import Modules
+from adapterzoo.patterns import Modules, TokenIds
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._peft import TARGETS
-from .copies.rows import TokenIds, TokenRows, TokenRowsConfig, tables_in
+from .copies.rows import TokenRows, TokenRowsConfig, tables_in
 
 
 class ListedTokens(TokenIds):

@@ -14,7 +14,7 @@ Neither is in PEFT. Cost: that of the members, and d_model + 1 parameters for ea
 
 from __future__ import annotations
 
-from adapterzoo.configs import AdapterConfig, ConfigUnion, config_strings
+from adapterzoo.config import AdapterConfig, ConfigUnion, config_strings
 
 
 @config_strings.register("mam")

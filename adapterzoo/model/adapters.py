@@ -15,10 +15,9 @@ from torch import nn
 
 from adapterzoo import inject
 from adapterzoo.composition import fusion_key, fusions_of, parse
-from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
+from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, SiteError, StateError
-from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -27,6 +26,7 @@ from adapterzoo.inject.building import (
     inject_path,
     layer_at,
 )
+from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
@@ -267,7 +267,7 @@ def make(
                 "own or of another model. Write add_adapter(…) there."
             )
     by_path: dict[str, list[Placement]] = {}
-    for placement in config.all_placements(model.anatomy):
+    for placement in all_placements(config, model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
     refuse_own_size(model, "it", by_path)
     layers = {path: layer_at(model._backbone, path) for path in by_path}

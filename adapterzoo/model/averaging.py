@@ -10,7 +10,7 @@ from torch import nn
 
 from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted, weighted_sum
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import upcast
 from adapterzoo.errors import CompositionError, listing
 from adapterzoo.inject.building import at_hand, layer_at

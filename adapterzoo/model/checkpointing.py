@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from adapterzoo import formats, hub
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import CopyAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
+from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
-from .adapterhub import arguments
 from .heads import files as head_files
 from .heads import records, sharing, tables
 from .hf.info import (
@@ -50,6 +50,45 @@ from .state import (
 )
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
+
+
+def chosen_format(format: str, use_safetensors: bool | None) -> str:
+    """Return the format that a user means.
+
+    Args:
+        format: that was given, or the default.
+        use_safetensors: given, the files of `adapters` are meant: in safetensors, or pickled.
+
+    Raises:
+        ConfigError: the two contradict each other.
+    """
+    if use_safetensors is None:
+        return format
+    meant = "adapterhub-safetensors" if use_safetensors else "adapterhub"
+    if format not in ("native", "adapterhub", meant):
+        raise ConfigError(
+            f"use_safetensors={use_safetensors!r} chooses among the files of adapters, and "
+            f"format={format!r} is another format. Write only format={format!r}."
+        )
+    return meant
+
+
+def check_loaders(model: AdaptedModel, loaders: Sequence[Any] | None) -> Sequence[Any]:
+    """Return `custom_weights_loaders` that can be used, before anything is saved or loaded.
+
+    Raises:
+        ConfigError: one is not an object with the methods `save` and `load`.
+        StateError: there are any, and the model is sharded.
+    """
+    for loader in loaders or ():
+        if isinstance(loader, type) or not (hasattr(loader, "save") and hasattr(loader, "load")):
+            raise ConfigError(
+                f"{loader!r} is not an object with the methods save and load. Write "
+                f"custom_weights_loaders=[MyLoader(model)]."
+            )
+    if loaders:
+        sharding.refuse_if_sharded(model, "Leave custom_weights_loaders out.")
+    return loaders or ()
 
 
 def save_adapter(
@@ -149,7 +188,7 @@ def load_adapter(
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
     sharing.share_equal(model, [name])
-    arguments.load_weights(asked, folder, name)
+    asked.load_weights(folder, name)
     return name
 
 
@@ -159,7 +198,8 @@ def found(
     version: str | None,
     revision: str | None,
     source: str | None,
-    hub_options: Mapping[str, Any],
+    asked: LoadOptions,
+    options: Mapping[str, Any],
 ) -> tuple[Path, str | None]:
     """Return the folder of an adapter, and its name on the Hub.
 
@@ -168,12 +208,18 @@ def found(
         path: a folder, or a name on the Hub.
         version: the same as `revision`.
         revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub, "ah" for an old id.
-        hub_options: arguments of `hub.resolve`.
+        source: "hf" for the Hub, "ah" for an old id; None: a folder first.
+        asked: arguments of the public method.
+        options: other arguments of `hub.resolve`.
     """
     revision = one_of(version=version, revision=revision)
-    base = hub_options.get("model_name") or name_of(model)
-    folder = hub.resolve(path, revision, source, **{**hub_options, "model_name": base})
+    # unlike Path.is_dir, os.access does not raise if a name is too long
+    if source is None and not options and os.access(path, os.F_OK) and Path(path).is_dir():
+        return Path(path), None
+    folder = hub.resolve(
+        path, revision, source, model_name=asked.model_name or name_of(model), config=asked.config,
+        **hub.checked(options),
+    )  # fmt: skip
     return folder, None if folder == Path(path) else str(path)
 
 
@@ -194,14 +240,14 @@ def fitting(
     head_name = head_name_of(model, stored, asked, name)
     known, heads = model._adapter_state.records, tuple(heads_of(model))
     there = {"adapter": known, **({"head": heads} if with_head and head_name == name else {})}
-    of_head, warn_of_head = arguments.overwriting(asked, head_name, head=heads)
-    asked, warn = arguments.overwriting(asked, name, **there)
+    of_head, warn_of_head = asked.overwriting(head_name, head=heads)
+    asked, warn = asked.overwriting(name, **there)
     refuse_taken(
         model, name, bool(asked.overwrite_ok), argument("load_as", "another_name", "load_adapter")
     )
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = filled(model, stored, left_out, asked.dtype)
-    enter_head, warn_of_loss = None, None
+    enter_head, lost = None, ""
     if with_head:
         record_of_head = head_files.head_in(stored)
         try:
@@ -210,7 +256,7 @@ def fitting(
             # a named head that the model's class cannot have
             if model._has_named_heads or "config" not in record_of_head.document:
                 raise
-            warn_of_loss = arguments.without_head(name, error)
+            lost = f"the adapter {name!r} has been loaded without its head: {error}"
     elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
@@ -224,12 +270,12 @@ def fitting(
             enter_head()
             if head_name != name:
                 warn_of_head()
-        if warn_of_loss is not None:
-            warn_of_loss()
+        if lost:
+            warnings.warn(lost, stacklevel=2)
         warn()
         warn_of_base(model, stored, name)
-        arguments.compare(asked, record.config, stored.metadata.get("model_name"))
-        arguments.report(asked.loading_info)
+        asked.compare(record.config, stored.metadata.get("model_name"))
+        asked.report()
 
     return name, enter
 
@@ -283,7 +329,7 @@ def filled(
     config = AdapterConfig.from_dict(document)
     everywhere: set[str] = set()
     if leave_out:
-        everywhere = {inject_path(p.site) for p in config.all_placements(model.anatomy)}
+        everywhere = {inject_path(p.site) for p in all_placements(config, model.anatomy)}
         config = _leaving_out(config, leave_out)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adapterzoo import formats
 from adapterzoo.composition import parse
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
 from adapterzoo.formats import fit
@@ -27,7 +27,6 @@ from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
-from .adapterhub import arguments
 from .heads import copies, records
 from .heads import files as head_files
 from .hf.hosts import refuse_while_batching
@@ -87,7 +86,7 @@ def load(
     writes = _writes(model, name, coming.config, coming.places, coming.coming)
     if asked.with_head and stored.metadata.get("head") is not None:
         writes += _writes_of_head(model, name, stored, asked)
-    arguments.compare(asked, coming.config, stored.metadata.get("model_name"))
+    asked.compare(coming.config, stored.metadata.get("model_name"))
     if asked.set_active:
         refuse_while_batching(model)
         check_setup(model, parse(name), ())
@@ -96,8 +95,8 @@ def load(
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
     if asked.set_active:
         set_active(model, name)
-    arguments.report(asked.loading_info)
-    arguments.load_weights(asked, folder, name)
+    asked.report()
+    asked.load_weights(folder, name)
     return name, False
 
 

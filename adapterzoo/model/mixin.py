@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import hub
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse, MultiTask
-from adapterzoo.configs import DEFAULT_CHANGE_FORM, AdapterConfig
+from adapterzoo.config import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
@@ -37,7 +36,6 @@ from . import (
     training,
 )
 from . import hotswap as hotswapping
-from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
@@ -878,10 +876,11 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express this
                 adapter.
         """
-        chosen = arguments.chosen_format(format, use_safetensors)
-        custom = arguments.check_loaders(self, custom_weights_loaders)
+        chosen = checkpointing.chosen_format(format, use_safetensors)
+        custom = checkpointing.check_loaders(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
-        arguments.save_weights(custom, save_directory, adapter_name)
+        for loader in custom:
+            loader.save(save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -965,18 +964,21 @@ class AdapterModelMixin:
         """
         if not isinstance(hotswap, bool) and hotswap != "auto":
             raise ConfigError(f"hotswap={hotswap!r} is not True, False or 'auto'. Leave it out.")
+        if num_labels is not None:
+            id2label = one_of(
+                id2label=id2label, num_labels={n: f"LABEL_{n}" for n in range(num_labels)}
+            )
         is_first = adapter_name is not None and not self.has_adapters()
         asked = LoadOptions(
             load_as=one_of(load_as=load_as, adapter_name=adapter_name),
             with_head=with_head, leave_out=leave_out,
-            id2label=arguments.labels(id2label, num_labels), set_active=set_active or is_first,
+            id2label=id2label, set_active=set_active or is_first,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
             loading_info=loading_info,
-            loaders=arguments.check_loaders(self, custom_weights_loaders),
+            loaders=checkpointing.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
-        options = {**hub.checked(hub_kwargs), "config": config, "model_name": model_name}
         folder, hub_name = checkpointing.found(
-            self, adapter_name_or_path, version, revision, source, options
+            self, adapter_name_or_path, version, revision, source, asked, hub_kwargs
         )
         if hotswap is True or (hotswap == "auto" and self._adapter_state.slot_rank is not None):
             name, is_new = hotswapping.load(self, folder, asked, hub_name, hotswap == "auto")
@@ -1061,7 +1063,7 @@ class AdapterModelMixin:
             StateError: there is no head, or several are active.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        chosen = arguments.chosen_format(format, use_safetensors)
+        chosen = checkpointing.chosen_format(format, use_safetensors)
         head_files.save(self, save_directory, head_name, chosen)
 
     def load_head(
@@ -1143,10 +1145,11 @@ class AdapterModelMixin:
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        chosen = arguments.chosen_format(format, use_safetensors)
-        custom = arguments.check_loaders(self, custom_weights_loaders)
+        chosen = checkpointing.chosen_format(format, use_safetensors)
+        custom = checkpointing.check_loaders(self, custom_weights_loaders)
         fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
-        arguments.save_weights(custom, save_directory, fusion.as_fuse(adapter_names, None).name)
+        for loader in custom:
+            loader.save(save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1179,10 +1182,11 @@ class AdapterModelMixin:
             CompositionError: it is not a composition.
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
-        chosen = arguments.chosen_format(format, use_safetensors)
-        custom = arguments.check_loaders(self, custom_weights_loaders)
+        chosen = checkpointing.chosen_format(format, use_safetensors)
+        custom = checkpointing.check_loaders(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
-        arguments.save_weights(custom, save_directory, setups.names_in(adapter_setup)[-1])
+        for loader in custom:
+            loader.save(save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1220,8 +1224,8 @@ class AdapterModelMixin:
         """
         return setups.load(
             self, adapter_setup_name_or_path, version, revision, source,
-            hub.checked(hub_kwargs), set_active,
-            arguments.check_loaders(self, custom_weights_loaders),
+            hub_kwargs, set_active,
+            checkpointing.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
 
     def load_adapter_fusion(
@@ -1265,7 +1269,7 @@ class AdapterModelMixin:
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
-            loaders=arguments.check_loaders(self, custom_weights_loaders),
+            loaders=checkpointing.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
         return fusion_files.load(self, adapter_fusion_name_or_path, asked)
 

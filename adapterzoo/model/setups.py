@@ -19,7 +19,6 @@ from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
-from .adapterhub import arguments
 from .heads import files as head_files
 from .heads.records import saved_names
 from .hf import fusion_files
@@ -89,7 +88,7 @@ def load(
         DuplicateNameError: a name is taken.
     """
     wanted = one_of(version=version, revision=revision)
-    folder = hub.resolve_setup(path, wanted, source, **hub_options)
+    folder = hub.resolve_setup(path, wanted, source, **hub.checked(hub_options))
     setup, heads = setup_files.read(folder)
     state = model._adapter_state
     fused = [fuse.name for fuse in fusions_of(setup)]
@@ -121,7 +120,7 @@ def load(
             activate(model, setup)
             if model._has_named_heads and names_of(heads):
                 cast("Any", model).active_head = heads
-        arguments.load_weights(LoadOptions(loaders=custom_loaders), folder, setup.flatten()[-1])
+        LoadOptions(loaders=custom_loaders).load_weights(folder, setup.flatten()[-1])
         # last: the head of a task class is filled in place
         if enter_head is not None:
             enter_head()

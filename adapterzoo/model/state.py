@@ -5,9 +5,11 @@ Tensors live in the modules of the model, except for the originals of merged wei
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,15 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapterzoo import inject
-from adapterzoo.anatomy import (
-    Anatomy,
-    find,
-    input_embeddings_of,
-    unwrapped,
-    without_wrappers,
-)
+from adapterzoo.anatomy import Anatomy, find, input_embeddings_of, unwrapped, without_wrappers
 from adapterzoo.composition import Composition, fusion_key
-from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
+from adapterzoo.config import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, in_python, listing, unknown_name
 from adapterzoo.inject.building import layer_at
@@ -218,6 +214,71 @@ class LoadOptions:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise ConfigError(
                 f"dtype={self.dtype!r} is not a dtype{in_python('. Write dtype=torch.float32')}."
+            )
+
+    def overwriting(
+        self, name: str, **there: Container[str]
+    ) -> tuple[LoadOptions, Callable[[], None]]:
+        """Return the options to load something by, and the warning for what it replaces.
+
+        Args:
+            name: of what is loaded.
+            **there: the kinds of things that are loaded, with the names of those that are there.
+        """
+        taken = [kind for kind, names in there.items() if name in names]
+        if self.overwrite_ok is not None or not taken:
+            return self, lambda: None
+        text = (
+            f"the {' and the '.join(taken)} {name!r} of the model has been replaced by the one "
+            f"that was loaded. Write overwrite_ok=True if that is meant, or load_as='another_name'."
+        )
+        asked = dataclasses.replace(self, overwrite_ok=True)
+        return asked, lambda: warnings.warn(text, UserWarning, stacklevel=2)
+
+    def compare(self, config: AdapterConfig, model_name: object) -> None:
+        """Warn where a checkpoint has another config or base model than the user names.
+
+        Args:
+            config: in the checkpoint.
+            model_name: in the checkpoint.
+
+        Raises:
+            ConfigError: what the user gives is not a config.
+        """
+        if self.config is not None:
+            wanted, found = AdapterConfig.load(self.config).to_dict(), config.to_dict()
+            shown = ", ".join(
+                f"{key}={found.get(key)!r} and not {wanted.get(key)!r}"
+                for key in sorted(wanted.keys() | found.keys())
+                if wanted.get(key) != found.get(key)
+            )
+            if shown:
+                warnings.warn(
+                    f"config=…: the checkpoint has its own config, with {shown}. Leave config out.",
+                    stacklevel=2,
+                )
+        if self.model_name is not None and model_name not in (None, self.model_name):
+            warnings.warn(
+                f"model_name={self.model_name!r}: the checkpoint was saved from {model_name!r}. "
+                f"Leave model_name out.",
+                stacklevel=2,
+            )
+
+    def report(self) -> None:
+        """Fill the dict in which `adapters` lists what did not fit; that is an error here."""
+        for key in ("missing_keys", "unexpected_keys") if self.loading_info is not None else ():
+            self.loading_info.setdefault(key, [])
+
+    def load_weights(self, folder: Path, name: str) -> None:
+        """Let each of the `custom_weights_loaders` load its weights.
+
+        Args:
+            folder: where the adapter is.
+            name: under which it was loaded.
+        """
+        for loader in self.loaders:
+            loader.load(
+                folder, load_as=self.load_as, loading_info=self.loading_info, main_load_name=name
             )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 
 # importing it registers the checks
 from . import _checks  # noqa: F401

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import Stack
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.formats.fit import same_bits as same_bits
 from adapterzoo.inject.building import own_parameters

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapterzoo.composition import BatchSplit, Stack
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import Adapter, WeightAdapter
 from adapterzoo.errors import AdapterZooError, CompositionError, ConfigError, StateError
 from adapterzoo.model import AdapterSetup

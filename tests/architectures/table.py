@@ -24,7 +24,7 @@ from types import FrameType
 
 import torch
 
-from adapterzoo.configs import AdapterConfig, ConfigUnion, config_strings
+from adapterzoo.config import AdapterConfig, ConfigUnion, config_strings
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.testing import TinyModel, report_on
 from adapterzoo.testing._case import ModelCase, fields_of

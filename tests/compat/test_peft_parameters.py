@@ -25,6 +25,7 @@ import adapterzoo
 import adapterzoo.peft
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig, Parallel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError
+from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.model.hf.info import split_experts
 
 pytestmark = [
@@ -306,7 +307,7 @@ def test_roles_at_experts_are_written_as_parameters(tmp_path):
 def test_the_up_projection_of_a_fused_layer_is_adapted_once(family, tiny):
     model = tiny(family) if family == "phi3" else ours(family)
     config = LoRAConfig(selfattn_lora=False, intermediate_lora=True)
-    sites = [p.site for p in config.all_placements(model.anatomy)]
+    sites = [p.site for p in all_placements(config, model.anatomy)]
     assert len(sites) == len({s.path for s in sites}) == len(model.anatomy.blocks)
     assert all(s.output_slice is not None for s in sites)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import BertForSequenceClassification
 
 from adapterzoo import init
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.formats.checkpoint import formats
 from adapterzoo.heads import HeadConfig, head_types

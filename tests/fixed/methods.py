@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from variants import VARIANTS
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.configs import AdapterConfig, ConfigUnion, architectures, config_strings
+from adapterzoo.config import AdapterConfig, ConfigUnion, architectures, config_strings
 from adapterzoo.errors import AdapterZooError
 
 _PRIME = 8191

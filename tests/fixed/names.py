@@ -24,7 +24,7 @@ from transformers import BertForSequenceClassification
 import adapterzoo
 from adapterzoo.auto import AdapterModel
 from adapterzoo.cli import main
-from adapterzoo.configs import AdapterConfig, config_strings
+from adapterzoo.config import AdapterConfig, config_strings
 
 MODULES = (
     "adapterzoo", "adapterzoo.context", "adapterzoo.hub", "adapterzoo.loading", "adapterzoo.model",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.methods.fusion import fusion_configs
 

@@ -15,7 +15,7 @@ from snapshots import adapter_bits, refused, stir
 from transformers import DebertaConfig
 
 from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import AdapterZooError, CheckpointError, SiteError
 from adapterzoo.spelling import adapterhub_spellings
 

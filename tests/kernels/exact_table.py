@@ -35,7 +35,7 @@ from transformers import AutoModel
 
 from _formulas import FORMULAS, base_model, kept
 from adapterzoo import init, kernels
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.kernels import ops
 
 TABLE = Path(__file__).parents[1] / "data" / "exact.json"

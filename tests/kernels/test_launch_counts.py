@@ -12,7 +12,7 @@ from test_launch import MODULES, kernels_of
 from transformers import AutoModel
 
 from adapterzoo import BatchSplit, init, kernels
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.kernels import ops
 
 # of one layer: query, key, value, output, gate, up and down

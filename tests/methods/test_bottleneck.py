@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, find
 from adapterzoo.composition import Stack
 from adapterzoo.composition.compile import compile_site
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError, MissingEntryError, SiteError
 from adapterzoo.inject import capture_input, put
 from adapterzoo.methods.bottleneck import (

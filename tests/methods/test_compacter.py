@@ -27,7 +27,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
 
 PLUS = CompacterPlusPlusConfig(reduction_factor=4)

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 from adapterzoo import LoHaConfig, LoKrConfig
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.inject import base_of
 

@@ -7,7 +7,7 @@ from stack_calls import running
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.errors import StateError
 from adapterzoo.inject.layers import LayerCall

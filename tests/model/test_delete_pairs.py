@@ -10,7 +10,7 @@ import torch
 from families import tiny_config, tiny_inputs
 
 from adapterzoo import AdapterConfig, AutoAdapterModel
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 
 # a method of each kind of place: layers, attention, blocks, their input, embeddings, copies
 PLACES = (

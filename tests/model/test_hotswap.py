@@ -9,7 +9,7 @@ from transformers import BertForSequenceClassification
 from variants import VARIANTS
 
 from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, init
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError, StateError, UnknownNameError
 
 _GATED = "lora_bias=True,use_gating=True"

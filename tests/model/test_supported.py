@@ -18,7 +18,7 @@ from transformers import (
 
 import adapterzoo
 from adapterzoo import BOFTConfig, LoRAConfig, LoReftConfig, MissConfig, OFTConfig
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_strings
 from adapterzoo.errors import AdapterZooError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

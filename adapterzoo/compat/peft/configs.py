@@ -10,10 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import Config
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import FLAG, AdapterConfig
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.fields import FLAG
 from adapterzoo.formats.peft.config import exactly, task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model.heads.copies import names_of
@@ -45,13 +43,6 @@ class FromPeft:
 
     config: AdapterConfig
     is_frozen: bool
-
-
-def is_peft(config: object) -> bool:
-    """Return whether a value is a config object of PEFT, or the dict of one."""
-    if isinstance(config, Mapping):
-        return not isinstance(config, Config) and "peft_type" in config
-    return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
 
 
 def read(model: AdaptedModel, config: Any) -> FromPeft:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -21,14 +21,12 @@ from adapterzoo.model.activation import make_plan, set_active
 from adapterzoo.model.sharding import size_of
 from adapterzoo.model.state import AdaptedModel, parameters_of
 from adapterzoo.names import one_of
+from adapterzoo.peft_arguments import also_named, is_peft, or_with_config_of_peft
 
 from . import configs, tensors
 
 DEFAULT = "default"
 """PEFT's name of an adapter without one."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class PeftMethods:
@@ -193,47 +191,25 @@ def _refuse_merged(model: AdaptedModel) -> None:
 # --- the model's own methods, with PEFT's arguments ---
 
 
-def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a method: let some of its arguments have other names too.
-
-    Args:
-        **names: the other name → the argument.
-    """
-
-    def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def method(*args: P.args, **kwargs: P.kwargs) -> T:
-            given: dict[str, Any] = {}
-            for name, value in kwargs.items():
-                own = names.get(name, name)
-                given[own] = one_of(**{own: given.get(own), name: value})
-            return function(*args, **cast("Any", given))
-
-        return cast("Callable[P, T]", method)
-
-    return decorated
-
-
 _mixin: Any = AdapterModelMixin
 _own_add: Any = _mixin.add_adapter
 _own_supports: Any = AdaptersMethods.supports_adapter
 
 
-@functools.wraps(_own_add)
 def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
     # with the config first, as in transformers, the adapter is trained and active afterwards
     if "peft_config" in kwargs:
         given = kwargs.pop("peft_config")
         kwargs["config"] = one_of(config=kwargs.get("config"), peft_config=given)
     first = kwargs.pop("adapter_config", None)
-    if args and configs.is_peft(args[0]):
+    if args and is_peft(args[0]):
         first, args = one_of(adapter_config=first, config=args[0]), args[1:]
     if first is not None:
         given = kwargs.pop("adapter_name", None)
         name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
         args = name, first, *args[1:]
     call = inspect.signature(_own_add).bind(self, *args, **kwargs)
-    if configs.is_peft(call.arguments.get("config")):
+    if is_peft(call.arguments.get("config")):
         _add_from_peft(**call.arguments)
     else:
         _own_add(*call.args, **call.kwargs)
@@ -257,7 +233,7 @@ def _add_from_peft(
 
 @functools.wraps(_own_supports)
 def _supports_adapter(self: Any, type_or_config: Any) -> bool:
-    if configs.is_peft(type_or_config):
+    if is_peft(type_or_config):
         try:
             type_or_config = configs.read(self, type_or_config).config
         except (ConfigError, SiteError):
@@ -268,7 +244,7 @@ def _supports_adapter(self: Any, type_or_config: Any) -> bool:
 
 MEMBERS = {
     **{name: member for name, member in vars(PeftMethods).items() if not name.startswith("_")},
-    "add_adapter": _add_adapter,
+    "add_adapter": or_with_config_of_peft(_own_add, _add_adapter, "adapter_config", "peft_config"),
     "delete_adapter": also_named(adapter_names="adapter_name")(_mixin.delete_adapter),
     "merge_adapter": also_named(adapter_names="name")(_mixin.merge_adapter),
     "supports_adapter": _supports_adapter,

@@ -30,8 +30,9 @@ from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
 from adapterzoo.model.hf.init_data import InitData, collected
 from adapterzoo.model.state import base_prefix, modules_of, parameters_of
+from adapterzoo.peft_arguments import also_named
 
-from . import methods, tensors
+from . import tensors
 from .classes import PeftConfig, from_values
 from .methods import DEFAULT
 
@@ -183,7 +184,7 @@ class PeftModel:
         else:
             training.train_alone(self, names if len(names) > 1 else names[0], unfreezes=True)
 
-    @methods.also_named(adapter_names="adapter_name")
+    @also_named(adapter_names="adapter_name")
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
         """Delete adapters; if none is active afterwards, the first of the others is, as in PEFT.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
@@ -47,14 +47,7 @@ from adapterzoo.heads import STATIC, HeadConfig, head_types
 from adapterzoo.spelling import Container
 
 from .adapters import VERSION, check_convention, read_adapter, spelling_of, write_adapter
-from .names import (
-    BlockLocation,
-    find_location,
-    layout_of,
-    location_of,
-    name_of,
-    prefix_of,
-)
+from .names import BlockLocation, find_location, layout_of, location_of, name_of, prefix_of
 
 _FIELDS = frozenset(
     ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
     Place,

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from transformers.models.auto import modeling_auto
 
+from adapterzoo.config import Check, Text
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.fields import Check, Text
 from adapterzoo.formats.checkpoint import SavedModel, method_of, short
 from adapterzoo.patterns import fault
 from adapterzoo.peft_arguments import instead

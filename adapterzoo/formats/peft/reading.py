@@ -27,22 +27,16 @@ import transformers
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
-from adapterzoo.fields import checks
 from adapterzoo.formats.checkpoint import OWN_OUTPUT, SavedModel, places_of, shared_key, short
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
+from adapterzoo.methods.copies.config import all_placements
 from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
-from adapterzoo.spelling import (
-    Fields,
-    PeftLayer,
-    PeftSpelling,
-    Tensors,
-    peft_readable,
-)
+from adapterzoo.spelling import Fields, PeftLayer, PeftSpelling, Tensors, peft_readable
 
 from .config import (
     CONFIG,
@@ -108,7 +102,7 @@ def read_adapter(
         ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
         # legal values depend on the widths of the sites
-        config.all_placements(info.anatomy)
+        all_placements(config, info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
             f"the config of the checkpoint is not legal; nothing has been loaded. {error}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
 from adapterzoo.formats.checkpoint import Checkpoint, Place, SavedModel, places_of, shared_tensors
 from adapterzoo.formats.fit import same_bits

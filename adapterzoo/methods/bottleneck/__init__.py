@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import config_strings
+from adapterzoo.config import config_class, config_strings
 from adapterzoo.spelling import spelled
 
 from .config import BnConfig as BnConfig

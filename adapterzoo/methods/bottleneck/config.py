@@ -15,25 +15,27 @@ from torch import nn
 
 from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement, architectures
-from adapterzoo.contracts import Adapter, SharedModules
-from adapterzoo.errors import ConfigError, MissingEntryError
-from adapterzoo.fields import (
+from adapterzoo.config import (
     FACTOR,
     MAX_WIDTH,
     SEED,
+    AdapterConfig,
     Check,
     Choice,
     Either,
     Layers,
     Maybe,
+    Placement,
     Positive,
     Range,
     Share,
+    architectures,
+    config_class,
     declared,
     field,
 )
+from adapterzoo.contracts import Adapter, SharedModules
+from adapterzoo.errors import ConfigError, MissingEntryError
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
 from adapterzoo.methods.copies.config import ConfigWithCopies
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError
 from adapterzoo.methods._parts import UNSAYABLE
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same

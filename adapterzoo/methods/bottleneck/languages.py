@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement, architectures
+from adapterzoo.config import AdapterConfig, Layers, Placement, architectures, config_class, field
 from adapterzoo.contracts import BaseLayer, LanguageFreeAdapter
 from adapterzoo.errors import SiteError
-from adapterzoo.fields import Layers, field
 from adapterzoo.spelling import AdapterHubSpelling, spelled
 
 JOINING = (

@@ -16,9 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
-from adapterzoo.configs import AdapterConfig, Placement, check_blocks
+from adapterzoo.config import AdapterConfig, Choice, Placement, check_blocks
 from adapterzoo.errors import SiteError, listing
-from adapterzoo.fields import Choice
 
 from .languages import check_languages
 

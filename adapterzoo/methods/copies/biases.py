@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, Placement, config_class
 from adapterzoo.contracts import BaseLayer, replaced
 from adapterzoo.errors import SiteError, listing
 

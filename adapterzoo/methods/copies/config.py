@@ -6,31 +6,23 @@ Each adapts the model by copies (`copies`) beside the adapters of the method, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.fields import field
+from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, config_class, field
+from adapterzoo.errors import ConfigError
+from adapterzoo.patterns import Saved, TokenIds
 
 from .biases import BiasConfig
-from .layers import Saved, SavedModulesConfig
-from .rows import TokenIds, TokenRowsConfig
-
-Names: TypeAlias = str | tuple[str, ...] | None
-Tokens: TypeAlias = tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
-
-COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
-"""The fields that choose the copies."""
+from .layers import SavedModulesConfig
+from .rows import TokenRowsConfig
 
 
-def with_copies(config: Any, anatomy: Anatomy) -> list[Placement]:
-    """Return the placements of the method, and of the copies.
+def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
+    """Return the placements of a config, and those of its copies.
 
     Args:
-        config: a `ConfigWithCopies`, or another config with these fields; without the field `bias`
-            there are no copies of biases.
+        config: without one of the fields it has no such copies.
         anatomy: of the model.
 
     Raises:
@@ -38,31 +30,27 @@ def with_copies(config: Any, anatomy: Anatomy) -> list[Placement]:
         SiteError: a name matches nothing, nothing is left to adapt, or tokens are outside of
             the table.
     """
-    own, names = config.placements(anatomy), config.modules_to_save
+    if isinstance(config, ConfigUnion):
+        return [p for member in config.members for p in all_placements(member, anatomy)]
+    own, call = config.placements(anatomy), type(config).__name__
+    names, gives_way = config.get("modules_to_save"), getattr(config, "gives_way", False)
     copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
     copied = {p.site.path for p in copies}
     adapted = [p for p in own if p.site.path not in copied]
-    if len(adapted) < len(own) and not config.gives_way:
+    if copied and (not adapted or (len(adapted) < len(own) and not gives_way)):
         path = next(p.site.path for p in own if p.site.path in copied)
         raise ConfigError(
-            f"{type(config).__name__}(modules_to_save={names!r}): the layer at {path!r} is "
-            f"one where the method acts itself. Write names that do not match it."
-        )
-    if not adapted:
-        raise SiteError(
-            f"{type(config).__name__}(modules_to_save={names!r}): these have copies of all "
-            f"layers that the config would adapt. Write fewer."
+            f"{call}(modules_to_save={names!r}): the layer at {path!r} is one that the method "
+            f"adapts itself. Write names that do not match it, or adapt other layers too."
         )
     rows = [p for table in _rows(config) for p in table.placements(anatomy)]
-    paths = {p.site.path for p in adapted}
-    for path in (p.site.path for p in rows):
-        if path in copied or path in paths:
-            method = "target_modules" if config.gives_way else "the method"
-            raise ConfigError(
-                f"{type(config).__name__}: trainable_token_indices and "
-                f"{'modules_to_save' if path in copied else method} both change the "
-                f"table at {path!r}. Leave one of them out there."
-            )
+    paths = copied | {p.site.path for p in adapted}
+    if twice := [p.site.path for p in rows if p.site.path in paths]:
+        other = "modules_to_save" if twice[0] in copied else "target_modules"
+        raise ConfigError(
+            f"{call}: trainable_token_indices and {other} both change the table at {twice[0]!r}. "
+            f"Leave one of them out there."
+        )
     biases: list[Placement] = []
     if (kind := config.get("bias", "none")) != "none":
         layers = None if kind == "all" else tuple(dict.fromkeys(p.site.path for p in adapted))
@@ -70,9 +58,9 @@ def with_copies(config: Any, anatomy: Anatomy) -> list[Placement]:
     return [*adapted, *(p for p in biases if p.site.path not in copied), *copies, *rows]
 
 
-def _rows(config: Any) -> Iterator[TokenRowsConfig]:
+def _rows(config: AdapterConfig) -> Iterator[TokenRowsConfig]:
     """Yield a config for each table."""
-    given, dtype = config.trainable_token_indices, config.get("dtype")
+    given, dtype = config.get("trainable_token_indices"), config.get("dtype")
     if isinstance(given, Mapping):
         for table, tokens in given.items():
             yield TokenRowsConfig(table=table, tokens=tokens, dtype=dtype)
@@ -95,9 +83,7 @@ class ConfigWithCopies(AdapterConfig):
 
     gives_way: ClassVar[bool] = False
 
-    modules_to_save: Names = field(None, Saved(), ours=True)
-    trainable_token_indices: Tokens = field(None, TokenIds(), ours=True)
-
-    def all_placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return the placements of the method, and of the copies; see `with_copies`."""
-        return with_copies(self, anatomy)
+    modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
+        None, TokenIds(), ours=True
+    )

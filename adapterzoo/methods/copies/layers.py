@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import AdapterConfig, Placement, config_class
 from adapterzoo.contracts import BaseLayer, CopyAdapter, replaced
 from adapterzoo.errors import SiteError, listing
-from adapterzoo.patterns import Modules, matches
+from adapterzoo.patterns import around, matches
 
 from .base import Copy
 
@@ -95,20 +94,6 @@ class LayerCopy(Copy, CopyAdapter):
 # --- whole modules: `modules_to_save` ---
 
 
-class Saved(Modules):
-    """Names of modules, which PEFT compares with the ends of paths, within words too."""
-
-    def paths(self, anatomy: Anatomy) -> list[str]:
-        """Return the paths of all modules with parameters."""
-        layers = (site.path for site in (*anatomy, *anatomy.others))
-        return [*dict.fromkeys(path for layer in layers for path in _around(layer))]
-
-    @staticmethod
-    def fits_in_peft(path: str, name: str) -> bool:
-        """Return whether the path ends with the name."""
-        return path.endswith(name)
-
-
 @config_class
 class SavedModulesConfig(CopyConfig):
     """The part of a config that its `modules_to_save` add.
@@ -148,13 +133,7 @@ class SavedModulesConfig(CopyConfig):
 
 def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
     """Return whether a layer, or a module around it, matches."""
-    return any(matches(each, wanted) for each in _around(path))
-
-
-def _around(path: str) -> list[str]:
-    """Return the paths of a layer and of the modules around it, outermost first."""
-    names = path.split(".")
-    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
+    return any(matches(each, wanted) for each in around(path))
 
 
 def _refuse_shared(site: Site, anatomy: Anatomy) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.methods import _parts, _targets
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -18,8 +18,8 @@ from adapterzoo.spelling import (
     spelled,
 )
 
-from .config import LowRankConfig
 from .dora import DoRAConfig
+from .factors import LowRankConfig
 from .lora import LoRAConfig
 from .mtl_lora import MTLLoRAConfig
 from .vera import DvoRAConfig, VeraConfig

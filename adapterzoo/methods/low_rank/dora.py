@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,18 +29,10 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.caches import cached
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import Choice, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import (
-    direction_reference,
-    divided,
-    row_gain,
-    row_norm,
-    weight_norm,
-)
+from adapterzoo.kernels.dora import direction_reference, divided, row_gain, row_norm, weight_norm
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
@@ -52,14 +44,11 @@ from adapterzoo.methods._init import constant, drawn
 from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._targets import PLACES
 
-from .config import LowRankConfig
-from .factors import LowRank, LowRankUpdate
+from .factors import LowRank, LowRankConfig, LowRankUpdate
 from .starts import Factors
 
 
-@architectures.register("dora")
-@config_strings.register("dora")
-@config_class
+@method_config("dora")
 class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
@@ -67,8 +56,6 @@ class DoRAConfig(LowRankConfig):
         convention: "paper", which is PEFT's too; or "adapterhub": the norm is of W + B A without
             the factor s, gradients pass through it, and the bias is multiplied by g as well.
     """
-
-    architecture: ClassVar[str] = "dora"
 
     convention: str = field("paper", Choice("paper", "adapterhub"))
 

@@ -33,13 +33,15 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.anatomy.tree import below
 from adapterzoo.averaging import Combination
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import (
+from adapterzoo.config import (
     AdapterConfig,
+    Check,
+    Choice,
+    Maybe,
     Placement,
-    architectures,
     change_forms,
-    config_strings,
+    field,
+    method_config,
 )
 from adapterzoo.contracts import (
     BaseLayer,
@@ -50,7 +52,6 @@ from adapterzoo.contracts import (
     compute_dtype,
 )
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.fields import Check, Choice, Maybe, field
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
@@ -64,8 +65,7 @@ from adapterzoo.methods._init import constant, drawn, generator
 from adapterzoo.methods._parts import Gate, features, gated, restored
 from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
 
-from .config import LowRankConfig
-from .factors import LowRank
+from .factors import LowRank, LowRankConfig
 from .starts import (
     OPTIONS,
     PLANS,
@@ -113,10 +113,8 @@ class Invocation(Check):
         return [5, 6]
 
 
-@architectures.register("lora")
-@config_strings.register("lora")
 @change_forms.register("lora")
-@config_class
+@method_config("lora")
 class LoRAConfig(LowRankConfig):
     """Config of LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
@@ -134,7 +132,6 @@ class LoRAConfig(LowRankConfig):
         lora_bias: give B a bias.
     """
 
-    architecture: ClassVar[str] = "lora"
     training_fields: ClassVar[frozenset[str]] = LowRankConfig.training_fields | {"init_options"}
 
     init_weights: str = field("lora", Starts())

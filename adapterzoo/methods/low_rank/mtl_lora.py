@@ -23,22 +23,26 @@ from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, MultiTaskConfig, architectures, config_strings
+from adapterzoo.config import (
+    MAX_WIDTH,
+    AdapterConfig,
+    Choice,
+    MultiTaskConfig,
+    Positive,
+    Range,
+    field,
+    method_config,
+)
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
-from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.methods._init import constant, drawn
 
-from .config import LowRankConfig
-from .factors import LowRank
+from .factors import LowRank, LowRankConfig
 from .starts import Factors
 
 
-@architectures.register("mtl_lora")
-@config_strings.register("mtl_lora")
-@config_class
+@method_config("mtl_lora")
 class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
     """Config of MTL-LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
@@ -48,7 +52,6 @@ class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
         weights_sharpness: τ, above 0.
     """
 
-    architecture: ClassVar[str] = "mtl_lora"
     shareable: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
 
     n_up_projection: int = field(1, Range(1, MAX_WIDTH))

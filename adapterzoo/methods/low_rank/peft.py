@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import FACTOR, FLAG, AdapterConfig, AnyValue, Items, Placement, Range, Share
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.fields import FACTOR, FLAG, AnyValue, Items, Range, Share
 from adapterzoo.methods._peft import (
     EXCLUDED,
     STORED,
@@ -32,8 +31,7 @@ from adapterzoo.methods._peft import (
     row_numbers,
     whole_width,
 )
-from adapterzoo.methods._sizes import RANK
-from adapterzoo.methods.copies.config import COPIES
+from adapterzoo.methods._targets import COPIES, RANK
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     Fields,
@@ -46,8 +44,8 @@ from adapterzoo.spelling import (
     spelled,
 )
 
-from .config import LowRankConfig
 from .dora import DoRAConfig
+from .factors import LowRankConfig
 from .lora import Invocation, LoRAConfig
 from .starts import OPTIONS, factors
 from .vera import VeraConfig

@@ -28,18 +28,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.config import FLAG, Check, Choice, Range
 from adapterzoo.contracts import InputPlan, InputStatistics, WeightPlan, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FLAG, Check, Choice, Range
 from adapterzoo.methods._init import constant, kaiming, normal
 
-from .config import DRAWN, LowRankConfig
+if TYPE_CHECKING:
+    from .factors import LowRankConfig
+
+DRAWN = "lora", "bert", "gaussian", "orthogonal"
+"""The names of initial values that do not depend on the weight."""
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
 """A `[*experts, r, d_in]` and B `[*experts, d_out, r]`."""

@@ -24,24 +24,31 @@ Cannot do: embeddings; DVoRA also layers without a floating-point weight to take
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import Placement, architectures, config_strings
+from adapterzoo.config import (
+    FACTOR,
+    Choice,
+    Maybe,
+    Placement,
+    Range,
+    Share,
+    config_class,
+    field,
+    method_config,
+)
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FACTOR, Choice, Maybe, Range, Share, field
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named
-from adapterzoo.methods._sizes import RANK, check_site, refuse_larger
-from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.methods._targets import RANK, TargetedConfig, check_site, refuse_larger
 
 from .dora import Magnitudes
 from .starts import Factors
@@ -101,9 +108,7 @@ class ProjectedConfig(TargetedConfig):
         return Projections(self, sites, device, dtype)
 
 
-@architectures.register("vera")
-@config_strings.register("vera")
-@config_class
+@method_config("vera")
 class VeraConfig(ProjectedConfig):
     """Config of VeRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
 
@@ -112,7 +117,6 @@ class VeraConfig(ProjectedConfig):
             draw them again from `projection_prng_key`. Other formats always hold them.
     """
 
-    architecture: ClassVar[str] = "vera"
     training_fields = ProjectedConfig.training_fields | {"save_projection"}
 
     save_projection: bool = field(True, ours=True)
@@ -122,17 +126,13 @@ class VeraConfig(ProjectedConfig):
         return Vera(self, site, device, dtype)
 
 
-@architectures.register("dvora")
-@config_strings.register("dvora")
-@config_class
+@method_config("dvora")
 class DvoRAConfig(ProjectedConfig):
     """Config of DVoRA; `TargetedConfig` says where the adapters sit, `ProjectedConfig` the rest.
 
     In the convention "adapterhub" the norm is of W + B A without the factor alpha / r, gradients
     pass through it, and the bias is multiplied by m / ‖V‖.
     """
-
-    architecture: ClassVar[str] = "dvora"
 
     @property
     def gradients_are_exact(self) -> bool:

@@ -19,15 +19,14 @@ Cannot do: embeddings and convolutions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import method_config
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
@@ -38,9 +37,7 @@ from adapterzoo.spelling import PeftPart, Tensors, spelled
 from .lycoris import Lycoris, LycorisConfig, peft_spelling
 
 
-@architectures.register("loha")
-@config_strings.register("loha")
-@config_class
+@method_config("loha")
 class LoHaConfig(LycorisConfig):
     """Config of LoHa; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
 
@@ -48,8 +45,6 @@ class LoHaConfig(LycorisConfig):
         init_weights: True: w2_b is zero, so that a new adapter changes nothing; False: all four
             matrices are drawn.
     """
-
-    architecture: ClassVar[str] = "loha"
 
     init_weights: bool = True
 

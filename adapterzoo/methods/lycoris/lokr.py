@@ -22,16 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import FLAG, MAX_WIDTH, Choice, Either, Range, field, method_config
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.fields import FLAG, MAX_WIDTH, Choice, Either, Range, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
 from adapterzoo.methods._parts import features, restored, taken
@@ -41,9 +39,7 @@ from adapterzoo.spelling import spelled
 from .lycoris import Lycoris, LycorisConfig, peft_spelling
 
 
-@architectures.register("lokr")
-@config_strings.register("lokr")
-@config_class
+@method_config("lokr")
 class LoKrConfig(LycorisConfig):
     """Config of LoKr; `TargetedConfig` chooses the layers, `LycorisConfig` how large they are.
 
@@ -56,7 +52,6 @@ class LoKrConfig(LycorisConfig):
             w2 (or w2_b) is zero instead; False: all matrices are drawn.
     """
 
-    architecture: ClassVar[str] = "lokr"
     training_fields = LycorisConfig.training_fields | {"rank_dropout_scale"}
 
     decompose_both: bool = False

@@ -15,22 +15,29 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import (
+    FACTOR,
+    SEED,
+    AdapterConfig,
+    Check,
+    Placement,
+    Share,
+    config_class,
+    field,
+)
 from adapterzoo.contracts import BaseLayer, WeightAdapter
-from adapterzoo.fields import FACTOR, SEED, Check, Share, field
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE
 from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
-from adapterzoo.methods._sizes import (
+from adapterzoo.methods._targets import (
     RANK,
     SIZES,
+    TargetedConfig,
     check_site,
     check_size_keys,
     refuse_larger,
     rescaled,
 )
-from adapterzoo.methods._targets import TargetedConfig
 from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling

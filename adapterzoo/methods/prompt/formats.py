@@ -11,9 +11,8 @@ from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Anatomy, Site, usual_joins
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.config import MAX_WIDTH, AdapterConfig, Placement, Range
 from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.methods._peft import PROMPT, ours
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (

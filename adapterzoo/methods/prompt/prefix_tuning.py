@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,18 @@ from torch.nn.functional import dropout, linear
 
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import Placement, architectures, config_strings
+from adapterzoo.config import (
+    MAX_WIDTH,
+    SEED,
+    Choice,
+    Layers,
+    Placement,
+    Range,
+    Share,
+    config_strings,
+    field,
+    method_config,
+)
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
@@ -42,7 +52,6 @@ from adapterzoo.contracts import (
     SharedModules,
 )
 from adapterzoo.errors import SiteError
-from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, kaiming, normal, uniform
 from adapterzoo.methods._parts import Affine, Gate
 from adapterzoo.methods.copies.config import ConfigWithCopies
@@ -51,10 +60,8 @@ from adapterzoo.spelling import spelled
 from .formats import SELF, TIED, cartridge, prefix_adapterhub, prefix_peft
 
 
-@architectures.register("prefix_tuning")
-@config_strings.register("prefix_tuning")
 @spelled(prefix_adapterhub, prefix_peft, cartridge)
-@config_class
+@method_config("prefix_tuning")
 class PrefixTuningConfig(ConfigWithCopies):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
 
@@ -77,8 +84,6 @@ class PrefixTuningConfig(ConfigWithCopies):
         positions: "kept": tokens are numbered as without a prefix; "shifted": from P on.
         dtype: of the parameters, by name ("float32"); None for that of the model.
     """
-
-    architecture: ClassVar[str] = "prefix_tuning"
 
     encoder_prefix: bool = True
     cross_prefix: bool = True

@@ -26,11 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site, token_site, usual_joins, why_no_token_site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.config import (
+    MAX_WIDTH,
+    SEED,
+    AdapterConfig,
+    Choice,
+    Maybe,
+    Placement,
+    Range,
+    Text,
+    field,
+    method_config,
+)
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, uniform
 from adapterzoo.methods.copies.config import ConfigWithCopies
 from adapterzoo.spelling import spelled
@@ -40,10 +49,8 @@ from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft
 _OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
 
 
-@architectures.register("prompt_tuning")
-@config_strings.register("prompt_tuning")
 @spelled(prompt_adapterhub, prompt_peft, p_tuning, cpt)
-@config_class
+@method_config("prompt_tuning")
 class PromptTuningConfig(ConfigWithCopies):
     """Config of prompt tuning; the fields are those of adapters, and `joins`.
 
@@ -59,7 +66,6 @@ class PromptTuningConfig(ConfigWithCopies):
         dtype: of E, by name ("float32"); None for that of the model.
     """
 
-    architecture: ClassVar[str] = "prompt_tuning"
     training_fields: ClassVar[frozenset[str]] = AdapterConfig.training_fields | {
         "prompt_init", "prompt_init_text",
     }  # fmt: skip

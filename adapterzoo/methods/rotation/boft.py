@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import MAX_WIDTH, SEED, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.fields import MAX_WIDTH, SEED, Range, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley, cayley_fold
 from adapterzoo.kernels.compose import compose, compose_reference
@@ -34,17 +32,14 @@ from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._sizes import check_site
-from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.methods._targets import TargetedConfig, check_site
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
 from .rotating import Rotating, block_sizes, dropped, nearest
 
 
-@architectures.register("boft")
-@config_strings.register("boft")
-@config_class
+@method_config("boft")
 class BOFTConfig(TargetedConfig):
     """Config of BOFT; `TargetedConfig` chooses the layers.
 
@@ -60,7 +55,6 @@ class BOFTConfig(TargetedConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    architecture: ClassVar[str] = "boft"
     training_fields = TargetedConfig.training_fields | {"boft_dropout"}
 
     boft_block_size: int = field(0, Range(0, MAX_WIDTH))

@@ -19,25 +19,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config_base import config_class
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.config import FLAG, MAX_WIDTH, SEED, Positive, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.fields import FLAG, MAX_WIDTH, SEED, Positive, Range, Share, field
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._sizes import check_site
-from adapterzoo.methods._targets import TargetedConfig
+from adapterzoo.methods._targets import TargetedConfig, check_site
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
@@ -51,9 +48,7 @@ def rotated_features(site: Site) -> int:
     return site.d_out if site.kind == "embedding" else site.d_in
 
 
-@architectures.register("oft")
-@config_strings.register("oft")
-@config_class
+@method_config("oft")
 class OFTConfig(TargetedConfig):
     """Config of OFT; `TargetedConfig` chooses the layers.
 
@@ -73,7 +68,6 @@ class OFTConfig(TargetedConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    architecture: ClassVar[str] = "oft"
     training_fields = TargetedConfig.training_fields | {"module_dropout"}
 
     r: int = field(0, Range(0, MAX_WIDTH))

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from adapterzoo.composition import Composition
-from adapterzoo.config_base import Config
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig, Config
 from adapterzoo.errors import ConfigError, unknown_name
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model.state import AdapterState

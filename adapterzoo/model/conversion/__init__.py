@@ -22,10 +22,9 @@ from adapterzoo import inject
 from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.averaging import Density, Truncated, truncated
 from adapterzoo.composition import parse
-from adapterzoo.configs import AdapterConfig, change_forms
+from adapterzoo.config import MAX_WIDTH, AdapterConfig, Range, change_forms
 from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
-from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
 from adapterzoo.inject.layers import take_slice
 from adapterzoo.methods import undrawn

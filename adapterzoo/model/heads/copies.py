@@ -33,17 +33,11 @@ from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Fuse, Stack, fusion_key
 from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copies
 from adapterzoo.composition.rows import parts_of
-from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
+from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
 from adapterzoo.formats.peft.config import exactly
-from adapterzoo.inject.building import (
-    at_hand,
-    layer_at,
-    own_parameters,
-    plain_modules,
-    plain_state,
-)
+from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules, plain_state
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies.rows import ROWS, TokenRows
 from adapterzoo.methods.copies.table import Table

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.anatomy import without_wrappers
-from adapterzoo.configs import Placement
+from adapterzoo.config import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.quantized import packing_of

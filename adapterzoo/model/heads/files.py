@@ -24,7 +24,6 @@ from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import STATIC, StaticConfig, labels_from
 from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
-from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.hf.info import ModelInfo, StrPath, name_in, provenance, write
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name
@@ -84,13 +83,13 @@ def read(
     stored = formats.read(Path(folder), "head", ModelInfo(model))
     name = name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else active_name(model)
-    asked, warn = arguments.overwriting(asked, name, head=heads_of(model))
+    asked, warn = asked.overwriting(name, head=heads_of(model))
     enter_head = fitting(model, head_in(stored), target, asked)
 
     def enter() -> None:
         enter_head()
         warn()
-        arguments.report(asked.loading_info)
+        asked.report()
 
     return name, enter
 

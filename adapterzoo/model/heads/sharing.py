@@ -8,15 +8,11 @@ import torch
 from torch import nn
 
 from adapterzoo.composition import Composition
-from adapterzoo.configs import MultiTaskConfig, architectures
+from adapterzoo.config import MultiTaskConfig, architectures
 from adapterzoo.errors import ConfigError, FieldError, StateError, listing
 from adapterzoo.model.activation import refuse_merged, refuse_overridden, replan
 from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import (
-    AdaptedModel,
-    modules_of,
-    shareable_of,
-)
+from adapterzoo.model.state import AdaptedModel, modules_of, shareable_of
 
 from .copies import leave_groups, list_ties, renumber, update_rows
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
-from adapterzoo.configs import Placement
+from adapterzoo.config import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.formats.fit import digest
 from adapterzoo.inject.building import at_hand, device_of, layer_at

@@ -21,7 +21,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from adapterzoo import inject
-from adapterzoo.configs import AdapterConfig
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import StateError, naming
 from adapterzoo.inject import set_class
 from adapterzoo.interface import FILE

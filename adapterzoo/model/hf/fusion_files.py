@@ -16,7 +16,6 @@ from adapterzoo.formats import adapterhub, files, fit, native
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model import fusion, sharding
-from adapterzoo.model.adapterhub import arguments
 from adapterzoo.model.fusion import FuseArgument
 from adapterzoo.model.heads import files as head_files
 from adapterzoo.model.state import AdaptedModel, LoadOptions, fusion_modules, named_tensors
@@ -93,7 +92,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
     name = asked.load_as or str(stored.metadata.get("name"))
     fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
-    asked, warn = arguments.overwriting(asked, fuse.name, fusion=model._adapter_state.fusions)
+    asked, warn = asked.overwriting(fuse.name, fusion=model._adapter_state.fusions)
     fusion.check_free(model, fuse.name, bool(asked.overwrite_ok))
     config = AdapterFusionConfig.load(values)
     with torch.random.fork_rng(devices=()):
@@ -110,6 +109,6 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
     if enter_head is not None:
         enter_head()
     warn()
-    arguments.report(asked.loading_info)
-    arguments.load_weights(asked, folder, fuse.name)
+    asked.report()
+    asked.load_weights(folder, fuse.name)
     return fuse.name

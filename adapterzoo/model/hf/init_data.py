@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.inject import quantized

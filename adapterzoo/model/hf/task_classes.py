@@ -17,7 +17,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import input_embeddings_of
-from adapterzoo.config_base import Config
+from adapterzoo.config import Config
 from adapterzoo.errors import CheckpointError, ConfigError, listing
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.peft.writing import head_for

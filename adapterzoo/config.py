@@ -1,0 +1,1230 @@
+"""Configs: the declarations of their fields, their dicts, files and strings, and their registries.
+
+```python
+@method_config("mine")
+class MyConfig(AdapterConfig):
+    r: int = field(8, Range(1, MAX_WIDTH))
+    dropout: float = field(0.0, Share())
+```
+
+A config is a frozen, keyword-only dataclass in the file of its method. It declares what its fields
+may hold, returns the placements of its adapters (`placements`) and builds each (`build`). Fields
+annotated `bool` are checked without a declaration. A class that changes the default of an inherited
+field keeps its check.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import re
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from reprlib import recursive_repr
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar, cast, dataclass_transform
+
+from . import peft_arguments
+from .errors import CompositionError, ConfigError, FieldError, SiteError, listing, unknown_name
+from .registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from .anatomy import Anatomy, Site
+    from .averaging import Combination
+    from .contracts import Adapter, InputPlan, WeightPlan
+
+_T = TypeVar("_T")
+
+# far above any published use; stops typos before they allocate memory
+MAX_WIDTH = 65_536
+
+
+def is_number(value: object, *types: type) -> TypeGuard[float]:
+    """Return whether a value is an int or a float, or of the given types; bool is neither."""
+    return type(value) in (types or (int, float))
+
+
+class Check(metaclass=ABCMeta):
+    """The legal values of a field.
+
+    Attributes:
+        legal: the legal values in words, for "`field` is …".
+    """
+
+    legal: str
+
+    @abstractmethod
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+
+    def convert(self, value: object) -> object:
+        """Return the value as configs store it."""
+        return value
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return a legal value to suggest instead."""
+        return default
+
+    def below(self, value: Any, prefix: str, anatomy: Any) -> Any:
+        """Return a legal value with names of layers as names below the base model.
+
+        Args:
+            value: with names and expressions for the paths in the whole model, as PEFT reads them.
+            prefix: what precedes the paths of the base model, such as "model.".
+            anatomy: `Anatomy` of the base model.
+        """
+        return value
+
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
+        """Return the value to keep.
+
+        Args:
+            config: name of the config's class.
+            name: of the field.
+            value: as it was given.
+            default: of the field.
+
+        Raises:
+            ConfigError: the value is not legal.
+        """
+        kept = self.convert(value)
+        if self.fits(kept):
+            return kept
+        raise ConfigError(
+            f"{config}({name}={value!r}): {name} is {self.legal}. "
+            f"Write {name}={self.nearest(value, default)!r}."
+        )
+
+
+@dataclass(frozen=True)
+class Range(Check):
+    """A number within `low ≤ value ≤ high`; a whole one if both bounds are."""
+
+    low: float
+    high: float
+
+    @property
+    def legal(self) -> str:  # type: ignore[override]
+        """The bounds in words."""
+        kind = "a whole number" if self._types == (int,) else "a number"
+        return f"{kind} from {self.low} to {self.high}"
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a number within the bounds."""
+        return is_number(value, *self._types) and self.low <= value <= self.high
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the bound on the value's side."""
+        if is_number(value) and not math.isnan(value):
+            return self.low if value < self.low else self.high if value > self.high else default
+        return default
+
+    @property
+    def _types(self) -> tuple[type, ...]:
+        return (int,) if type(self.low) is type(self.high) is int else (int, float)
+
+
+class Share(Check):
+    """A number from 0 to below 1."""
+
+    legal = "a number from 0 to below 1"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 <= value < 1
+
+
+class Text(Check):
+    """Text, or None."""
+
+    legal = "text, or None for none"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return value is None or isinstance(value, str)
+
+
+class AnyValue(Check):
+    """Any value."""
+
+    legal = "any value"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return True
+
+
+class Positive(Check):
+    """A finite number above 0."""
+
+    legal = "a number above 0"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 < value < math.inf
+
+
+class Choice(Check):
+    """One of a few values."""
+
+    def __init__(self, *values: object) -> None:
+        """Take the legal values; the first is suggested if the default is not legal."""
+        self.values, self.legal = values, f"one of {listing(values)}"
+
+    def fits(self, value: object) -> bool:
+        """Return whether it equals one of them and has its type: True == 1."""
+        return any(value == choice and type(value) is type(choice) for choice in self.values)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the default, or the first."""
+        return default if self.fits(default) else self.values[0]
+
+
+@dataclass(frozen=True)
+class Maybe(Check):
+    """The values that another check accepts, or None.
+
+    Attributes:
+        check: the check of other values.
+        meaning: of None, such as "that of the model".
+    """
+
+    check: Check
+    meaning: str = ""
+
+    @property
+    def legal(self) -> str:  # type: ignore[override]
+        """The other check's legal values, or None."""
+        return f"{self.check.legal}, or None{' for ' if self.meaning else ''}{self.meaning}"
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is None or the other check accepts it."""
+        return value is None or self.check.fits(value)
+
+    def convert(self, value: object) -> object:
+        """Return None, or the value converted by the other check."""
+        return None if value is None else self.check.convert(value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the suggestion of the other check."""
+        return self.check.nearest(value, default)
+
+
+@dataclass(frozen=True)
+class Either(Check):
+    """The values that one of two checks accepts; only the second may convert."""
+
+    first: Check
+    second: Check
+
+    @property
+    def legal(self) -> str:  # type: ignore[override]
+        """The legal values of both checks."""
+        return f"{self.first.legal}, or {self.second.legal}"
+
+    def convert(self, value: object) -> object:
+        """Return a value that the first accepts unchanged, any other converted by the second."""
+        return value if self.first.fits(value) else self.second.convert(value)
+
+    def fits(self, value: object) -> bool:
+        """Return whether one of them accepts it."""
+        return self.first.fits(value) or self.second.fits(value)
+
+
+class Layers(Check):
+    """Numbers of layers: a list, a single number or None becomes a tuple."""
+
+    legal = "a list of layer numbers from 0"
+
+    def convert(self, value: object) -> object:
+        """Return a tuple."""
+        if value is None:
+            return ()
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(value)
+        return (value,)
+
+    def fits(self, value: object) -> bool:
+        """Return whether each is a whole number from 0."""
+        return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return the first two layers."""
+        return [0, 1]
+
+
+class StackLayers(Layers):
+    """The same, counted in each stack of blocks, as PEFT reads them in paths."""
+
+
+class Items(tuple[Any, ...]):
+    """The items of a field: a tuple that equals a list or a tuple of the same items."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the items are the same."""
+        return tuple.__eq__(self, tuple(other) if isinstance(other, list) else other)
+
+    def __ne__(self, other: object) -> bool:
+        """Return whether the items differ."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+FLAG = Choice(False, True)
+FACTOR = Range(-1e9, 1e9)
+SEED = Maybe(Range(-(2**63), 2**63 - 1))
+
+
+def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
+    """Declare a field of a config with its default and its check.
+
+    Args:
+        default: a dict is copied for each config.
+        check: the check of its values; None for only that of the annotation.
+        ours: whether the peers' files lack the field: it is written only if it is not the default.
+    """
+    metadata = declared(check) | ({"ours": True} if ours else {})
+    if isinstance(default, dict):
+        return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared(check: Check | None) -> dict[str, object]:
+    """Return the metadata with which a field without a default declares its check."""
+    return {} if check is None else {"check": check}
+
+
+@functools.cache
+def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
+    """Return the check and the default of each field of a config class that has a check."""
+    found: dict[str, tuple[Check, object]] = {}
+    for own in dataclasses.fields(cls):
+        declared_in = [vars(c).get("__dataclass_fields__", {}).get(own.name) for c in cls.__mro__]
+        named = [f.metadata["check"] for f in declared_in if f and "check" in f.metadata]
+        if named:
+            found[own.name] = named[0], own.default
+        elif own.type in (bool, "bool"):
+            found[own.name] = FLAG, own.default
+    return found
+
+
+@functools.cache
+def naming_checks(cls: Any) -> Mapping[str, Check]:
+    """Return the checks of the fields of a config class that name layers."""
+    return {n: each for n, (each, _) in checks(cls).items() if type(each).below is not Check.below}
+
+
+def check_fields(config: Any) -> None:
+    """Check each field of a config by its declaration, and store the converted value.
+
+    Raises:
+        ConfigError: a value is not legal.
+    """
+    cls: Any = type(config)
+    for name, (check, default) in checks(cls).items():
+        kept = check(cls.__name__, name, getattr(config, name), default)
+        object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
+
+
+def refuse_missing_layers(config: Any, count: int) -> None:
+    """Check that a model has the layers whose numbers are in a config.
+
+    Args:
+        config: of a method.
+        count: of the model's layers.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    for name, (check, _) in checks(cast("Any", type(config))).items():
+        are_layers = any(type(c) is Layers for c in (check, *vars(check).values()))
+        asked = getattr(config, name) if are_layers else ()
+        if isinstance(asked, tuple) and (missing := [n for n in asked if n >= count]):
+            kept = [n for n in asked if n < count] or [*range(count)][-1:]
+            raise ConfigError(
+                f"{type(config).__name__}({name}={[*asked]}): there is no block "
+                f"{listing(missing)}; the model has {count}, numbered from 0. Write {name}={kept}."
+            )
+
+
+# --- the base of all configs ---
+
+_CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def config_class(cls: type[_T]) -> type[_T]:
+    """Make a class below `Config` a frozen dataclass whose fields are given by their names.
+
+    `@dataclass(frozen=True, kw_only=True)` does the same, and takes twice as long: it also compiles
+    `__eq__` and `__repr__` for each class, which `Config` has for all.
+    """
+    # `dataclass` refuses to freeze a class with a `__setattr__` of its own, as `Config` has
+    frozen = "__setattr__" not in vars(cls)
+    return dataclass(frozen=frozen, kw_only=True, eq=False, repr=False)(cls)
+
+
+class ConfigType(ABCMeta):
+    """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
+
+    A call with fields that stand for another class makes a config of that one: `Config._resolved`.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute of the class, which `dataclass` does too.
+
+        Users may write `@dataclass(frozen=True)` or `@dataclass`: `Config` freezes all objects.
+        """
+        if name in ("__setattr__", "__delattr__"):
+            return
+        super().__setattr__(name, value)
+        if name == "__dataclass_params__":
+            # `dataclass` refuses to mix the two kinds, by the same flag of the bases
+            for base in cls.__mro__[1:]:
+                if own := vars(base).get(name):
+                    own.frozen = value.frozen
+
+    # type checkers read the signature of the dataclass instead
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *values: Any, **fields: Any) -> Any:
+            """Make a config.
+
+            Raises:
+                ConfigError: a field is unknown, missing or without its name.
+            """
+            found, fields = cls._resolved(fields)
+            if found is not cls:
+                return found(*values, **fields)
+            try:
+                return super().__call__(*values, **fields)
+            except ConfigError:
+                raise
+            except TypeError:
+                # errors inside the class itself are not changed
+                _check_names(cls, None, values, fields)
+                raise
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of the constructor, not of `__call__` above."""
+        return _signature(cls)
+
+
+@functools.cache
+def _signature(cls: type) -> inspect.Signature:
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    return inspect.Signature(parameters)
+
+
+def _check_names(
+    cls: type, shown: str | None, values: tuple[Any, ...], fields: Mapping[str, Any]
+) -> None:
+    """Check the names of the fields in a call; `shown` begins the message instead of the call.
+
+    Raises:
+        FieldError: one is unknown, missing or without its name.
+    """
+    known = inspect.signature(cls)
+    try:
+        known.bind(*values, **fields)
+    except TypeError as error:
+        legal = sorted(n for n, p in known.parameters.items() if p.kind is not p.VAR_POSITIONAL)
+        unknown = sorted(fields.keys() - {*legal}, key=str)
+        given = [*map(repr, values), *(f"{name}={fields[name]!r}" for name in unknown)]
+        if unknown:
+            what = f"there is no field {listing(unknown)}"
+        elif values:
+            what = "each field is given by its name"
+        else:
+            missing = [n for n, p in known.parameters.items() if p.default is p.empty]
+            what = f"{listing(n for n in missing if n not in fields)} must be given"
+        near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
+        close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
+        call = shown or f"{cls.__name__}({', '.join(given)})"
+        raise FieldError(
+            f"{call}: {what}.{close} Its fields: {listing(legal, limit=40)}. Write one of these."
+        ) from error
+
+
+@config_class
+class Config(Mapping[str, Any], metaclass=ConfigType):
+    """Base of all configs: of adapters, fusion layers and heads.
+
+    Two configs are equal if their dicts are. A config is a mapping: `config["r"]`,
+    `config.get("r")` and `dict(config)` read the fields, and the kind under its name in files.
+
+    Attributes:
+        kind_field: the key of `to_dict` that names the class of a dict; empty if there is one
+            class.
+        kinds: values of that key → classes.
+        default_kind: the kind of a dict without that key; None if it must be there.
+        strings: names that `load` accepts → functions that build the config.
+        default: the config that `load` returns for None.
+    """
+
+    kind_field: ClassVar[str] = ""
+    kinds: ClassVar[Registry[Any] | None] = None
+    default_kind: ClassVar[str | None] = None
+    strings: ClassVar[Registry[Any]] = Registry("config string")
+    default: ClassVar[object] = None
+
+    def __init_subclass__(cls) -> None:
+        """Keep `@dataclass` from replacing the comparison and the text."""
+        super().__init_subclass__()
+        for name in ("__eq__", "__hash__", "__repr__"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(cls, name))
+
+    def __post_init__(self) -> None:
+        """Check each field by its declaration; checks across fields come later.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        check_fields(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field that has no value yet.
+
+        Raises:
+            FrozenInstanceError: it has, or is not a field.
+        """
+        if name not in fields_of(type(self)) or name in vars(self):
+            raise dataclasses.FrozenInstanceError(
+                f"{type(self).__name__}.{name} = {value!r}: a config does not change. Write "
+                f"config.replace({name}={value!r}), or declare the field in a class of your own."
+            )
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse to delete an attribute.
+
+        Raises:
+            FrozenInstanceError: always.
+        """
+        raise dataclasses.FrozenInstanceError(
+            f"del {type(self).__name__}.{name}: a config does not change. Write config.replace(…)."
+        )
+
+    # --- dicts ---
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as JSON types, with its kind; `from_dict` reads it back."""
+        fields = {
+            f.name: _as_json(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if not ("ours" in f.metadata and getattr(self, f.name) == f.default)
+        }
+        return {self.kind_field: self._kind(), **fields} if self.kind_field else fields
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Return the config that `to_dict` wrote; a base class finds the class of the dict.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+            UnknownNameError: nothing is registered for its kind.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"config={values!r}: a config in a file or a union is a dict of its fields, not a "
+                f"{type(values).__name__}. Write {_example(cls)}."
+            )
+        fields = dict(values)
+        given = fields.pop(cls.kind_field, None) if cls.kind_field else None
+        own = cls._kind()
+        if own is None and cls.kinds is not None:
+            found: Any = cls.kinds.find(given or cls.default_kind)
+            made: Self = found._from_fields(fields)
+            return made
+        if given is not None and given != own:
+            root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
+            raise ConfigError(
+                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}, not {own!r}. "
+                f"Write {root.__name__}.from_dict(…)."
+            )
+        return cls._from_fields(fields)
+
+    @classmethod
+    def _kind(cls) -> Any:
+        return getattr(cls, cls.kind_field, None) if cls.kind_field else None
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        made = cls._made(cls.__name__, {name: _as_field(v) for name, v in fields.items()})
+        return cast("Self", made)
+
+    @classmethod
+    def _made(cls, shown: str, fields: Mapping[str, Any]) -> Any:
+        """Return a config with these fields; `shown` begins the messages.
+
+        Raises:
+            ConfigError: there is no such field, or a value is not legal.
+        """
+        found, fields = cls._resolved(fields)
+        _check_names(found, shown, (), fields)
+        try:
+            return found(**fields)
+        except ConfigError:
+            raise
+        except TypeError as error:
+            raise ConfigError(
+                f"{shown}: {error}. Its fields: {listing(sorted(fields_of(found)), limit=40)}. "
+                f"Write legal values for these."
+            ) from error
+
+    @classmethod
+    def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that the fields of a constructor call stand for, and its fields."""
+        return cls, fields
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same config with some fields changed.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+        """
+        return self._changed(type(self).__name__, changes)
+
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the config with some fields changed; errors begin with what the user wrote."""
+        return cast("Self", self._made(shown, {**_values(self), **changes}))
+
+    # --- values of `config=` ---
+
+    @classmethod
+    def load(cls, config: object = None, **changes: Any) -> Self:
+        """Return the config that a user means.
+
+        Args:
+            config: a config; a config string, `"name"` or `"name[field=value,…]"`; a dict from
+                `to_dict`; the path of a JSON file with such a dict; None for the default.
+            **changes: fields to change; None leaves a field as it is.
+
+        Raises:
+            ConfigError: it is none of these, or a value in it is not legal.
+            UnknownNameError: the config string names nothing that is registered.
+        """
+        asked: Any = cls.default if config is None else config
+        if isinstance(asked, cls):
+            found = asked
+        elif isinstance(asked, Mapping) and not isinstance(asked, Config):
+            found = cls.from_dict(asked)
+        elif isinstance(asked, os.PathLike) or (
+            isinstance(asked, str) and asked not in cls.strings and asked.endswith(".json")
+        ):
+            found = cls.from_dict(_read(asked))
+        elif isinstance(asked, str):
+            found = cls._parse(asked)
+        else:
+            raise ConfigError(
+                f"config={asked!r}: a {type(asked).__name__} is not a {cls.__name__}, a config "
+                f"string, a dict or the path of a JSON file. Write config={cls.default!r}."
+            )
+        given = {name: value for name, value in changes.items() if value is not None}
+        return found.replace(**given) if given else found
+
+    @classmethod
+    def _parse(cls, text: str) -> Any:
+        match = _CONFIG_STRING.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"config={text!r}: not a config string. Write a name, with fields in brackets if "
+                f"any: {_string_example(str(cls.default), cls.load())!r}."
+            )
+        config: Config = cls.strings.find(match["name"])()
+        keywords: list[ast.keyword] | None = None
+        try:
+            call = ast.parse(f"f({match['fields'] or ''}\n)", mode="eval").body
+            # one call of fields: not f(…)(…), nor f(…) + g(…)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+                keywords = call.keywords
+            # literal_eval accepts only constants, so no code of the string runs
+            fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
+        # the last three: keys that cannot be, and too many brackets or signs
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            keywords, fields = None, {}
+        if keywords is None or len(fields) < len(keywords):
+            raise ConfigError(
+                f"config={text!r}: the brackets hold field=value pairs, each field once, with "
+                f"values such as 8, True, 'relu' or [1,2]. "
+                f"Write {_string_example(match['name'], config)!r}."
+            )
+        return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
+
+    # --- as the peers' configs, which are mappings ---
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the fields, the kind's first."""
+        kind = (self.kind_field,) if self.kind_field else ()
+        return (*kind, *fields_of(type(self)))
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of a field.
+
+        Raises:
+            UnknownNameError: there is no such field.
+        """
+        if key not in self.field_names():
+            raise unknown_name(
+                f"{type(self).__name__}(…)[{key!r}]", "field", key, self.field_names()
+            )
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the fields."""
+        return iter(self.field_names())
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self.field_names())
+
+    @recursive_repr()
+    def __repr__(self) -> str:
+        """Return a constructor call with the fields that differ from their defaults."""
+        default = defaults(type(self))
+        changed = {n: v for n, v in _values(self).items() if n not in default or v != default[n]}
+        return f"{type(self).__qualname__}({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both have the same dict."""
+        if not isinstance(other, Config) or other.kind_field != self.kind_field:
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        """Return a hash that equal configs share."""
+        return hash(_hashable(self.to_dict()))
+
+
+@functools.cache
+def fields_of(cls: Any) -> Mapping[str, dataclasses.Field[Any]]:
+    """Return the fields of a config class by name."""
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+@functools.cache
+def defaults(cls: Any) -> Mapping[str, Any]:
+    """Return the defaults of the fields that have one, of a config class."""
+    made = {
+        name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for name, f in fields_of(cls).items()
+    }
+    return {name: value for name, value in made.items() if value is not dataclasses.MISSING}
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    try:
+        document = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of a file with "
+            f"a config's dict, as json.dumps(config.to_dict()) gives it."
+        ) from error
+    # as saved beside an adapter
+    inner = document.get("config") if isinstance(document, dict) else None
+    return inner if isinstance(inner, dict) else document
+
+
+def _example(cls: type[Config]) -> str:
+    kind = cls._kind() or next(iter(cls.kinds or ()), None)
+    return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
+
+
+def _string_example(name: str, config: Config) -> str:
+    """Return a config string that sets a field: a whole number, another number or a flag."""
+    fields = _values(config)
+    # a field that a class declares itself is more specific than one that it inherits
+    names = [
+        n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
+    ]
+    plain = [n for kind in (int, float, bool) for n in names if type(fields[n]) is kind]
+    return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
+
+
+def _values(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in fields_of(type(config))}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_json(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): _as_json(v) for k, v in value.items()}
+    return value
+
+
+def _as_field(value: Any) -> Any:
+    return tuple(map(_as_field, value)) if isinstance(value, list) else value
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(v)) for key, v in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+# --- configs of adapters ---
+
+METHODS = "adapterzoo.methods"
+"""The package that fills the registries of methods."""
+
+architectures: Registry[Any] = Registry("architecture", "its config class", filled_by=METHODS)
+"""The `architecture` of a config on disk → its class."""
+
+config_strings: Registry[Any] = Registry("config string", filled_by=METHODS)
+"""The short names that users write → functions that make the configs."""
+
+change_forms: Registry[Any] = Registry("conversion method", filled_by=METHODS)
+"""The method → the config class whose adapters can make any change of a weight.
+
+The class has `at_sites_of(config, anatomy)`, `at_layers(paths)` and `of_ranks(ranks)`, and its
+adapters are of `contracts.FactoredAdapter`.
+"""
+
+DEFAULT_CHANGE_FORM = "lora"
+
+variants: dict[type[Any], Any] = {}
+"""The classes that `adapters` has together with others as one class → their `AdapterHubSpelling`.
+
+`LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
+"""
+
+# quoted text in a config string
+_QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A site and the config of the adapter that it gets.
+
+    Attributes:
+        site: the place of the adapter.
+        config: builds the adapter.
+        location: its key in `get_adapter`, such as "output_adapter"; if empty, the site's role.
+    """
+
+    site: Site
+    config: AdapterConfig
+    location: str = ""
+
+
+@config_class
+class AdapterConfig(Config):
+    """Base of all adapter configs.
+
+    `architecture` is the name of the method in files. `training_fields` are those that do not
+    change what a trained adapter computes.
+    """
+
+    kind_field: ClassVar[str] = "architecture"
+    kinds: ClassVar[Registry[Any] | None] = architectures
+    # the peer's oldest files have none
+    default_kind: ClassVar[str | None] = "bottleneck"
+    strings: ClassVar[Registry[Any]] = config_strings
+    default: ClassVar[object] = "seq_bn"
+
+    architecture: ClassVar[str]
+    training_fields: ClassVar[frozenset[str]] = frozenset(
+        {"dropout", "init_weights", "init_weights_seed", "dtype"}
+    )
+
+    @classmethod
+    def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that fields of `adapters` or PEFT stand for, and its fields.
+
+        Raises:
+            ConfigError: there is no such method.
+        """
+        found, fields = peft_arguments.resolved(cls, fields)
+        return (found, fields) if found is not cls else _variant(cls, fields)
+
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the config with some fields changed, which may have PEFT's names."""
+        if type(self) in peft_arguments.classes_of_peft:
+            changes = peft_arguments.translated(type(self), changes)
+        return super()._changed(shown, changes)
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The fields in which an adapter may differ from the one whose place it takes.
+
+        Zeros make up for smaller sizes, and `Adapter.in_slot` for the rest; sites are compared
+        anyway.
+        """
+        return frozenset()
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the config of a slot for adapters of at most this rank; itself if it has none.
+
+        Raises:
+            ConfigError: its own rank is larger.
+        """
+        return self
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether a fresh adapter leaves the model's output unchanged, bit for bit."""
+        return True
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """Whether autograd gives the derivative of the output for every parameter.
+
+        False for a method that deliberately treats a part of its formula as a constant.
+        """
+        return True
+
+    @abstractmethod
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return every site of the model that gets an adapter.
+
+        Raises:
+            SiteError: the model, or one of its blocks, lacks the sites.
+        """
+
+    @abstractmethod
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Return a fresh adapter for the site, its parameters on the device and of the dtype.
+
+        Raises:
+            ConfigError: a value does not fit the site's widths.
+        """
+
+    @property
+    def members(self) -> tuple[AdapterConfig, ...]:
+        """This config, or the members of a union."""
+        return (self,)
+
+    def below(self, prefix: str, anatomy: Anatomy) -> Self:
+        """Return the config with names of layers as names below the base model.
+
+        Users name layers as PEFT does, by their paths in the whole model.
+
+        Args:
+            prefix: what precedes the paths of the base model, such as "model.".
+            anatomy: of the base model.
+
+        Raises:
+            ConfigError: the fields would mean other layers than in PEFT.
+        """
+        changes = {}
+        for name, check in naming_checks(type(self)).items():
+            given = getattr(self, name)
+            if (found := check.below(given, prefix, anatomy)) != given:
+                changes[name] = found
+        return self.replace(**changes) if changes else self
+
+    def shared(
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
+    ) -> nn.Module | None:
+        """Return a module that all layers of the adapter share as `base.shared`; None: none.
+
+        It is made, moved, copied, trained and saved once for each adapter.
+
+        Args:
+            placements: all adapters of this config, in model order.
+            device: where its tensors are made.
+            dtype: of its parameters.
+
+        Raises:
+            ConfigError: a value does not fit the placements.
+        """
+        return None
+
+    @property
+    def plain(self) -> AdapterConfig:
+        """The config of an equal adapter in the peers' files; see `plain_tensors`."""
+        return self
+
+    def plain_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of one place of the adapter of `plain`, by parameter.
+
+        Args:
+            tensors: of an adapter of this config, by parameter.
+        """
+        return tensors
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of one place, by parameter; undoes `plain_tensors`.
+
+        Args:
+            tensors: of an adapter of `plain`, by parameter.
+        """
+        return tensors
+
+    def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
+        """Return which inputs or original weights the initial values need; None: they need none."""
+        return None
+
+    @property
+    def averages_shared(self) -> bool:
+        """Whether shared parameters are averaged; otherwise they must be equal."""
+        return False
+
+    def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
+        """Initialize the shared module from a text, if the config asks for it.
+
+        It is called once, for a fresh adapter that is not filled from a file.
+
+        Args:
+            shared: made by `shared`.
+            embedded: returns the embeddings `[tokens, d]` of a text from the model's table.
+
+        Raises:
+            ConfigError: the text has no tokens.
+        """
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
+    ) -> AdapterConfig:
+        """Return the config of the adapter that several are combined into.
+
+        Args:
+            configs: at least one, of this architecture.
+            strategy: how the adapters are combined.
+            anatomy: of the model.
+
+        Raises:
+            CompositionError: configs that differ in this way cannot be combined.
+        """
+        strategy.refuse_differing([config.to_dict() for config in configs], cls.training_fields)
+        return configs[0]
+
+    @classmethod
+    def _parse(cls, text: str) -> Any:
+        # quoted text may contain any characters, also the separators of a union
+        blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
+        bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
+        ends = zip([-1, *bars], [*bars, len(text)], strict=True)
+        parse = super()._parse
+        parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
+        members = [member for part in parts for member in part.members]
+        return parts[0] if len(parts) == 1 else ConfigUnion(*members)
+
+
+def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return the class that fields of `adapters` stand for, and its fields."""
+    own = variants.get(cls)
+    if own is None:
+        return cls, fields
+    group = {c: v for c, v in variants.items() if v.architecture[0] == own.architecture[0]}
+    default = defaults(cls)
+    extra = {n for v in group.values() for n in v.identifying} & fields.keys() - default.keys()
+    if not extra:
+        return cls, fields
+    values = {**own.fixed, **default, **fields}
+    found = [c for c, variant in group.items() if not variant.differing(values)]
+    if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
+        found.append(cls)
+    if not found:
+        shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
+        raise ConfigError(
+            f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
+            f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
+        )
+    chosen: Any = max(found, key=lambda c: group[c].strictness)
+    variant, legal = group[chosen], defaults(chosen)
+    # the fields that identify the method have been read
+    read = {**variant.fixed, **variant.constants, **(default if chosen is not cls else {})}
+    kept = {n: v for n, v in fields.items() if n in legal or n not in read or read[n] != v}
+    if chosen is cls:
+        return cls, kept
+    # fields that were not given have the values of the class that was called, except those of
+    # training: each method has initial values of its own
+    same = {n: v for n, v in default.items() if n in legal.keys() - chosen.training_fields}
+    given = {n: v for n, v in kept.items() if n not in default or default[n] != v}
+    return chosen, {**same, **variant.as_another, **given}
+
+
+def check_blocks(anatomy: Anatomy, config: str) -> None:
+    """Check that a model has transformer blocks.
+
+    Args:
+        anatomy: of the model.
+        config: the name of the config that needs them.
+
+    Raises:
+        SiteError: it has none.
+    """
+    if not anatomy.blocks:
+        raise SiteError(
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"target_modules, such as LoRAConfig(target_modules=[…])."
+        )
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def method_config(architecture: str) -> Callable[[type[_T]], type[_T]]:
+    """Return `config_class` for the config of a method, which it registers.
+
+    Args:
+        architecture: the name of the method, in files and as a config string.
+    """
+
+    def enter(cls: type[_T]) -> type[_T]:
+        cls.architecture = architecture  # type: ignore[attr-defined]
+        return config_strings.register(architecture)(
+            architectures.register(architecture)(config_class(cls))
+        )
+
+    return enter
+
+
+@config_class
+class MultiTaskConfig(AdapterConfig):
+    """Base of the configs of methods for several tasks, which can share parameters.
+
+    Attributes:
+        shareable: the parameters of each layer that `share_parameters` shares.
+    """
+
+    shareable: ClassVar[tuple[str, ...]] = ()
+
+
+@method_config("union")
+class ConfigUnion(AdapterConfig):
+    """Several configs under one adapter name: `ConfigUnion(config, other_config)`."""
+
+    configs: tuple[AdapterConfig, ...] = ()
+
+    def __init__(self, *configs: AdapterConfig) -> None:
+        """Join the configs.
+
+        Args:
+            configs: two or more; of a union, its members. If two adapt one layer, the earlier acts
+                first.
+
+        Raises:
+            ConfigError: fewer than two, or one is not a config.
+        """
+        known = all(isinstance(config, AdapterConfig) for config in configs)
+        members = [member for config in configs for member in config.members] if known else []
+        if len(members) < 2:
+            raise FieldError(
+                f"ConfigUnion{configs!r}: a union joins two or more configs. "
+                f"Write ConfigUnion(config, other_config)."
+            )
+        # adapters are told apart by the config object that makes them
+        distinct = {id(member): member for member in members}
+        each = [distinct.pop(id(c)) if id(c) in distinct else copy.copy(c) for c in members]
+        object.__setattr__(self, "configs", tuple(each))
+
+    @property
+    def members(self) -> tuple[AdapterConfig, ...]:
+        """The joined configs."""
+        return self.configs
+
+    def below(self, prefix: str, anatomy: Anatomy) -> Self:
+        """Return the union of the members with names below the base model."""
+        found = [config.below(prefix, anatomy) for config in self.configs]
+        same = all(one is other for one, other in zip(found, self.configs, strict=True))
+        return self if same else type(self)(*found)
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether all members start as the identity."""
+        return all(config.starts_as_identity for config in self.configs)
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """Whether the gradients of all members are exact."""
+        return all(config.gradients_are_exact for config in self.configs)
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the union of the configs for slots of a rank."""
+        return type(self)(*(config.of_rank(rank) for config in self.configs))
+
+    @property
+    def plain(self) -> AdapterConfig:
+        """The union of what the members are in files of the peers."""
+        return ConfigUnion(*(config.plain for config in self.configs))
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return the placements of all members, in their order."""
+        return [placement for config in self.configs for placement in config.placements(anatomy)]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Raise: each placement of a union names the member that builds it."""
+        raise ConfigError(
+            f"ConfigUnion.build({site.path!r}): a union builds nothing itself. "
+            f"Write placement.config.build(…)."
+        )
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
+    ) -> AdapterConfig:
+        """Return the union of the members' combinations."""
+        unions = [config.configs for config in configs if isinstance(config, ConfigUnion)]
+        kinds = {tuple(member.architecture for member in members) for members in unions}
+        if len(kinds) > 1:
+            shown = listing("|".join(kind) for kind in sorted(kinds))
+            raise CompositionError(
+                f"unions are combined member by member, but these are {shown}. "
+                f"Add the adapters with the same methods in the same order."
+            )
+        members = zip(*unions, strict=True)
+        return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the members' fields, "0.r" for `r` of the first."""
+        return tuple(f"{i}.{name}" for i, c in enumerate(self.configs) for name in c.field_names())
+
+    def __getitem__(self, key: str | int) -> Any:
+        """Return a member by its number, a field of one by `"0.r"`, or a field of the union.
+
+        Raises:
+            UnknownNameError: there is no such field.
+            IndexError: there is no such member.
+        """
+        if isinstance(key, int):
+            return self.configs[key]
+        if key in ("architecture", "configs"):
+            return getattr(self, key)
+        if key not in self.field_names():
+            return super().__getitem__(key)
+        number, _, name = key.partition(".")
+        return self.configs[int(number)][name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the members' dicts under `configs`."""
+        return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
+
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the union with the changes in each member."""
+        return type(self)(*(c._changed(shown, changes) for c in self.configs))
+
+    def __repr__(self) -> str:
+        """Return a constructor call."""
+        return f"{type(self).__name__}({', '.join(map(repr, self.configs))})"
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        members = fields.pop("configs", [])
+        if fields or not isinstance(members, Sequence):
+            raise ConfigError(
+                f"union config: 'configs' is a list and the only field, got configs={members!r} "
+                f"and {listing(fields)}. Write {{'architecture': 'union', 'configs': […]}}."
+            )
+        return cls(*(AdapterConfig.from_dict(c) for c in members))
