@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,34 +116,16 @@ def tokenizer_of(base: str) -> Any:
 
 
 def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
-    """Return the maximum number of tokens per text.
+    """Return the maximum number of tokens per text: the user's choice or 128, or what is taken.
 
     Args:
         model: limits the number.
         tokenizer: limits the number.
-        wanted: the user's choice; None: 128, or the limit if that is smaller.
-
-    Raises:
-        ConfigError: the choice exceeds the limit.
+        wanted: the user's choice; None: 128.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
-    known = (tokenizer.model_max_length, positions, *_places_after_padding(model, positions))
-    limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
-    if wanted is not None and wanted > limit:
-        raise ConfigError(
-            f"--max-length {wanted} exceeds the {limit} tokens of the model. Write --max-length "
-            f"{limit} or less."
-        )
-    return min(_MAX_LENGTH, limit) if wanted is None else wanted
-
-
-def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
-    """Yield the lengths that RoBERTa and the like support: positions start after padding."""
-    words = model.get_input_embeddings()
-    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words)
-    for table in tables:
-        if table.num_embeddings == positions and table.padding_idx is not None:
-            yield table.num_embeddings - table.padding_idx - 1
+    limits = (tokenizer.model_max_length, positions, wanted or _MAX_LENGTH)
+    return min(n for n in limits if isinstance(n, int) and n > 0)
 
 
 def on_fitted(

@@ -192,8 +192,9 @@ def predict(
         )
     adapted.to(device or _default_device())
     tokenizer = tokenizer_of(base)
-    wanted = max_length or _trained_length(checkpoint)
-    length = tokens_of_text(adapted, tokenizer, wanted)
+    settings = checkpoint.meta.get("train")
+    trained = settings.get("max_length") if isinstance(settings, dict) else None
+    length = tokens_of_text(adapted, tokenizer, max_length or trained)
     logits = logits_of(adapted, tokenizer, texts, length, batch_size, progress)
     count = logits.shape[-1]
     labels = config.id2label or {number: str(number) for number in range(count)}
@@ -269,9 +270,3 @@ def _prediction(text: str, logits: Tensor, names: list[str], several: bool) -> d
 
 def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _trained_length(checkpoint: CheckpointFolder) -> int | None:
-    settings = checkpoint.meta.get("train")
-    length = settings.get("max_length") if isinstance(settings, dict) else None
-    return length if isinstance(length, int) and length > 0 else None
