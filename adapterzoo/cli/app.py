@@ -223,15 +223,7 @@ def train_command(
     if as_json:
         print_json(metrics)
         return
-    print_facts({key.replace("_", " "): _metric_text(value) for key, value in metrics.items()})
-
-
-def _metric_text(value: object) -> object:
-    if isinstance(value, list):
-        return ", ".join(value)
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else value
+    print_facts(metrics)
 
 
 @command(
@@ -305,14 +297,14 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     model, and its config is shown as adapterzoo reads it.
     """
     from .checkpoints import open_checkpoint
-    from .inspecting import facts_of, for_people
+    from .inspecting import facts_of
 
     be_quiet(False)
     facts = facts_of(open_checkpoint(path, revision), model)
     if as_json:
         print_json(facts)
     else:
-        print_facts(for_people(facts))
+        print_facts(facts)
 
 
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
@@ -348,15 +340,14 @@ def verify_command(
                  "compared_with")  # fmt: skip
         print_json({"ok": True, "digests": has_digests} | {key: facts[key] for key in shown})
         return
-    what = f"{path}: {facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
-    if has_digests:
-        click.echo(f"{what}: complete, digests correct, all values finite")
-    else:
-        click.echo(f"{what}: readable, all values finite")
-        without = "" if model is not None else ", and a missing tensor only with --model"
-        click.echo(f"this format has no digests: a changed value cannot be detected{without}")
-    if has_digests and f"{checkpoint.kind}_config.json" not in checkpoint.sizes:
-        click.echo(f"{checkpoint.kind}_config.json is missing: `push` needs it, loading does not")
+    looked_at = "complete, digests correct" if has_digests else "readable"
+    what = f"{facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
+    click.echo(f"{path}: {what}: {looked_at}, all values finite")
+    if not has_digests:
+        click.echo(
+            "this format has no digests: a changed value cannot be detected, and a missing tensor "
+            "only with --model"
+        )
     if facts["compared_with"] is not None:
         click.echo(f"fits {facts['compared_with']}: every tensor has its layer and shape there")
     if facts["fingerprint"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,29 +63,6 @@ def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
         facts["config"] = config
         facts["fingerprint"] = found.model.adapter_fingerprint(found.name)
     return facts
-
-
-def for_people(facts: Mapping[str, Any]) -> dict[str, object]:
-    """Return the facts that a person reads, by their titles."""
-    config = facts["config"] if isinstance(facts["config"], dict) else None
-    head = facts["head"]
-    if head is not None and facts["labels"]:
-        head = f"{head}: {', '.join(facts['labels'])}"
-    return {
-        facts["holds"]: facts["name"] or facts["path"],
-        "format": facts["format"],
-        "base model": facts["base_model"],
-        "model type": facts["model_type"],
-        "method": facts["method"],
-        "config": ", ".join(f"{k}={v!r}" for k, v in config.items()) if config else None,
-        "head": head,
-        "parameters": f"{facts['parameters']:,} in {facts['tensors']:,} tensors",
-        "dtype": ", ".join(facts["dtypes"]),
-        "size": f"{facts['bytes']:,} bytes: {', '.join(facts['files'])}",
-        "meta": facts["meta"] or None,
-        "fingerprint": facts["fingerprint"],
-        "fits": facts["compared_with"],
-    }
 
 
 def verify(

@@ -22,15 +22,15 @@ def print_json(value: Any) -> None:
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print names and values in two columns; leave out values of None.
+    """Print names and values in two columns; leave out empty values.
 
     Args:
         facts: in the order to show them.
     """
-    shown = {name: value for name, value in facts.items() if value is not None}
+    shown = {k.replace("_", " "): _shown(v) for k, v in facts.items() if v not in (None, {}, [])}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        click.echo(f"{name:<{width}}  {printable(str(value))}")
+        click.echo(f"{name:<{width}}  {value}")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -100,9 +100,15 @@ def be_quiet(shown: bool) -> None:
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+    if isinstance(value, Mapping):
+        value = [f"{key}={each!r}" for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "-" if value is None else printable(str(value))
 
 
 def printable(text: str, kept: str = "") -> str:

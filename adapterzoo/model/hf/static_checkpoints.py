@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
+from adapterzoo.hub import OPTIONS
 from adapterzoo.model.heads import named, store
 from adapterzoo.model.state import base_prefix
 
@@ -26,9 +27,7 @@ from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_HEAD = "default"
-HUB_ARGUMENTS = (
-    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
-)  # fmt: skip
+HUB_ARGUMENTS = (*OPTIONS, "subfolder")
 """Arguments of `from_pretrained` that locate a checkpoint on the Hub."""
 
 
@@ -61,8 +60,10 @@ def keep_static_head(
         return
     prefix = base_prefix(model)
     wanted = {k for key in info["unexpected_keys"] for k in (key, key.removeprefix(prefix))}
-    found = tensors_of(str(path), hub) if wanted else ()
-    tensors = {key: read() for key, read in found if key in wanted}
+    tensors = dict[str, Tensor]()
+    if wanted:
+        found = tensors_of(str(path), hub)
+        tensors = {key: read() for key, read in found if key in wanted}
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
