@@ -13,7 +13,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from .errors import ConfigError
 from .model.heads.model import AdapterModel
 from .model.hf import adapter_folders
-from .model.hf.factory import named_class
+from .model.hf.factory import class_of
 from .model.hf.static_checkpoints import HUB_ARGUMENTS
 
 # its name in `adapters`
@@ -98,7 +98,7 @@ def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
             f"AutoModel knows no {type(config).__name__}. Write a config of a type that it knows."
         )
     backbone = _get_model_class(config, modeling_auto.MODEL_MAPPING)
-    return named_class(AdapterModel, backbone, type(config))
+    return class_of(AdapterModel, backbone, type(config))
 
 
 def class_named(name: str) -> type[AdapterModel]:
@@ -113,4 +113,4 @@ def class_named(name: str) -> type[AdapterModel]:
     config_class: Any = getattr(backbone, "config_class", None)
     if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
         raise AttributeError(f"transformers has no base model for {name!r}")
-    return named_class(AdapterModel, backbone, config_class)
+    return class_of(AdapterModel, backbone, config_class)

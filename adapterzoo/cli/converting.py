@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -159,7 +160,12 @@ def _convert_foreign(
             f"{checkpoint.path!r} has {listing(trained)}, which only {checkpoint.method} could "
             f"load. Write {argument('with_head', False)} to leave it out."
         )
-    plain = load(_class_in(checkpoint, base), base, dtype=checkpoint.dtype).eval()
+    config = load(AutoConfig, base)
+    # the class for the task in PEFT's config, or that of the base model
+    names = TASKS.get(str(checkpoint.metadata.get("task_type")), {}).get(config.model_type)
+    cls = names[0] if isinstance(names, tuple | list) else names
+    cls = cls or next(iter(config.architectures or ("AutoModel",)))
+    plain = load(getattr(transformers, cls), base, dtype=checkpoint.dtype).eval()
     model = init(copy.deepcopy(plain)).eval()
     inputs = random_inputs(model) if text is None else _inputs(model, base, text)
     found = changes_by_peft(
@@ -175,15 +181,6 @@ def _convert_foreign(
         folder, name, with_head=False, meta_dict=checkpoint.meta, format=checkpoint.format
     )
     return certificate
-
-
-def _class_in(checkpoint: CheckpointFolder, base: str) -> Any:
-    """Return the class of transformers for the task in PEFT's config, or that of the base model."""
-    config = load(AutoConfig, base)
-    names = TASKS.get(str(checkpoint.metadata.get("task_type")), {}).get(config.model_type)
-    own = next(iter(config.architectures or ()), None)
-    name = names[0] if isinstance(names, tuple | list) else names or own
-    return AutoModel if name is None else task_class(name)
 
 
 def merge(

@@ -26,11 +26,14 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def examine() -> dict[str, Any]:
     """Collect all facts, as JSON types."""
-    peers = {name: _obstacle(name) for name in _PEERS if _version(name) is not None}
+    required = [requirement.name for requirement in _required()]
+    versions = {name: _version(name) for name in (*required, *_OPTIONAL, *_PEERS)}
+    devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    devices += ["mps"] if torch.backends.mps.is_available() else []
     return {
-        "versions": _versions(),
-        "peers": peers,
-        "devices": [_device(device) for device in _devices()],
+        "versions": {"python": platform.python_version(), _OWN: __version__} | versions,
+        "peers": {name: _obstacle(name) for name in _PEERS if versions[name] is not None},
+        "devices": [_device(torch.device(name)) for name in devices],
         "hub": hub_settings(),
         "problems": _problems(),
     }
@@ -51,12 +54,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _versions() -> dict[str, str | None]:
-    names = [*(requirement.name for requirement in _required()), *_OPTIONAL, *_PEERS]
-    own = {"python": platform.python_version(), _OWN: __version__}
-    return own | {name: _version(name) for name in dict.fromkeys(names)}
 
 
 def _problems() -> list[str]:
@@ -94,14 +91,6 @@ def _obstacle(name: str) -> str | None:
     except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return None
-
-
-def _devices() -> list[torch.device]:
-    found = [torch.device("cpu")]
-    found += [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append(torch.device("mps"))
-    return found
 
 
 def _device(device: torch.device) -> dict[str, Any]:

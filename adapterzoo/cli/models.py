@@ -159,7 +159,14 @@ def on_fitted(
     if not copies and FIELD not in (checkpoint.head or {}):
         # NotImplementedError: of torch, for values of weights on the meta device
         with contextlib.suppress(NotImplementedError, StateError):
-            return work(_filled(checkpoint, _structure(checkpoint, base), name))
+            cls = _class_of(checkpoint)
+            make = cls.from_config if cls is AutoAdapterModel else cls._from_config
+            with torch.device("meta"):
+                # other attention implementations do not support the meta device
+                model = make(
+                    load(AutoConfig, base), dtype=checkpoint.dtype, attn_implementation="eager"
+                )
+            return work(_filled(checkpoint, init(model).eval(), name))
     return work(fitted(checkpoint, base, name))
 
 
@@ -193,16 +200,6 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
         theirs, own = checkpoint.dtype, model.dtype
         if torch.promote_types(theirs, own) != own:
             note(f"The adapter's {theirs} has been rounded to the base model's {own}.")
-
-
-def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
-    config = load(AutoConfig, base)
-    cls = _class_of(checkpoint)
-    make = cls.from_config if cls is AutoAdapterModel else cls._from_config
-    # other attention implementations do not support the meta device
-    with torch.device("meta"):
-        model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
-    return init(model).eval()
 
 
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:

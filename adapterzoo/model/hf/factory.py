@@ -61,7 +61,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """
     if issubclass(cls, AdapterModelMixin):
         return cls
-    return _class_of(cls)
+    return class_of(cls)
 
 
 def own_config(value: Any, memo: dict[int, Any]) -> Any:
@@ -74,8 +74,8 @@ def own_config(value: Any, memo: dict[int, Any]) -> Any:
 _classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
-def _class_of(*made_from: Any) -> type[nn.Module]:
-    """Return the class made from a class of transformers, or the arguments of `named_class`."""
+def class_of(*made_from: Any) -> type[Any]:
+    """Return the class made from one of transformers, or from the arguments of `_make_named`."""
     if made_from not in _classes:
         make: Callable[..., type[nn.Module]] = _make_named if len(made_from) > 1 else _make_static
         made = make(*made_from)
@@ -95,7 +95,7 @@ def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
 
 def blank(*made_from: Any) -> nn.Module:
     """Return an empty model, for copies and pickles, of a class by what it is made from."""
-    made = _class_of(*made_from)
+    made = class_of(*made_from)
     return made.__new__(made)
 
 
@@ -126,22 +126,16 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def named_class(
+def _make_named(
     base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[Any]:
-    """Return the class of models with named heads on a base model.
+) -> type[nn.Module]:
+    """Make the class of models with named heads on a base model.
 
     Args:
         base: `AdapterModel`.
         backbone: class of the base model.
         config_class: several types of configs may have one base model.
     """
-    return _class_of(base, backbone, config_class)
-
-
-def _make_named(
-    base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[nn.Module]:
     family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
     )

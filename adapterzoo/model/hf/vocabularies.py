@@ -79,29 +79,19 @@ def add(
         nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding
     )
     if reference_embedding is not None:
-        known = reference_tokenizer.get_vocab()
-        _copy_rows(model, made, reference_embedding, vocabulary, known)
+        # the rows of the tokens that both vocabularies have, and their biases
+        source, known = find(model, reference_embedding).weight, reference_tokenizer.get_vocab()
+        shared = [token for token in vocabulary if token in known]
+        to = torch.tensor([vocabulary[token] for token in shared], dtype=torch.long)
+        of = torch.tensor([known[token] for token in shared], dtype=torch.long)
+        of = of.to(source.device)
+        made.weight[to.to(source.device)] = source[of].to(made.weight.dtype)
+        for key, bias in biases_of(model, reference_embedding).items():
+            own = bias.new_zeros(*bias.shape[:-1], rows)
+            own[..., to.to(bias.device)] = bias[..., of.to(bias.device)]
+            made.keep(key, nn.Parameter(own, False) if isinstance(bias, nn.Parameter) else own)
     enter(model, name, made)
     warn_of_positions(model, tokenizer)
-
-
-def _copy_rows(
-    model: AdaptedModel,
-    made: InactiveTable,
-    reference: str,
-    vocabulary: Mapping[str, int],
-    known: Mapping[str, int],
-) -> None:
-    """Copy the rows of the tokens that both vocabularies have, and their biases."""
-    source = find(model, reference).weight
-    shared = [token for token in vocabulary if token in known]
-    to = torch.tensor([vocabulary[token] for token in shared], dtype=torch.long)
-    of = torch.tensor([known[token] for token in shared], dtype=torch.long, device=source.device)
-    made.weight[to.to(source.device)] = source[of].to(made.weight.dtype)
-    for key, bias in biases_of(model, reference).items():
-        mine = bias.new_zeros(*bias.shape[:-1], len(made.weight))
-        mine[..., to.to(bias.device)] = bias[..., of.to(bias.device)]
-        made.keep(key, nn.Parameter(mine, False) if isinstance(bias, nn.Parameter) else mine)
 
 
 def padding_of(model: AdaptedModel, tokenizer: Any, rows: int) -> int | None:
@@ -156,7 +146,8 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
-    tables, output = _tables(model), _output_in_base(model)
+    tables, layer_of_output = _tables(model), cast("Any", model).get_output_embeddings()
+    output = {path: m for path, m in plain_modules(model._backbone) if m is layer_of_output}
     layers = tables | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
@@ -176,7 +167,9 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
             layer = layer_at(backbone, path)
-            for adapter in inject.adapters_of(layer).values() if _is_adapted(layer) else ():
+            for adapter in (
+                inject.adapters_of(layer).values() if isinstance(layer, inject.Adapted) else ()
+            ):
                 if isinstance(adapter, CopyAdapter):
                     adapter.layer = copies.fitted(layer, adapter.layer)
         for owner, old in heads.items():
@@ -199,16 +192,6 @@ def _tables(model: AdaptedModel) -> dict[str, nn.Module]:
     return found or {path: m for path, m in plain_modules(model._backbone) if m is table}
 
 
-def _output_in_base(model: AdaptedModel) -> dict[str, nn.Module]:
-    """Return the output layer that is part of the base model, by path."""
-    layer = cast("Any", model).get_output_embeddings()
-    return {path: m for path, m in plain_modules(model._backbone) if m is layer}
-
-
-def _is_adapted(layer: nn.Module) -> bool:
-    return isinstance(layer, inject.Adapted)
-
-
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
     state = model._adapter_state
     if state.head or layers.keys() & state.originals.keys():
@@ -218,7 +201,7 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
     there = [
         (name, adapter)
         for layer in layers.values()
-        if _is_adapted(layer)
+        if isinstance(layer, inject.Adapted)
         for name, adapter in inject.adapters_of(layer).items()
     ]
     if large := [name for name, adapter in there if not isinstance(adapter, _RESIZED)]:
