@@ -6,7 +6,7 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -32,11 +32,9 @@ from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import copies
-from .heads.copies import leave_groups, list_ties, tables_of
 from .heads.embeddings import refuse_own_size
 from .heads.named import release, share_table
 from .hf import hosts
-from .hf.hosts import refuse_while_batching
 from .hf.init_data import Collected, InitData, embedded_text, fitted
 from .sharding import refuse_if_sharded
 from .state import (
@@ -69,7 +67,6 @@ def add(
     it is in the model.
     """
     check_name(name)
-    check_autocast(autocast_adapter_dtype)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     if autocast_adapter_dtype:
@@ -90,10 +87,8 @@ def add(
             init_shared(model, loaded, adapter)
     if check is not None:
         check(record)
-    bring_in(model, name, record, active)
-    if with_output:
-        copies.put(model, name, copies.made(model, with_output=True))
-        replan(model)
+    head = copies.made(model, with_output=True) if with_output else None
+    bring_in(model, name, record, active, head)
 
 
 def _for_model(
@@ -172,7 +167,13 @@ def delete(model: AdaptedModel, *names: str) -> None:
     replan(model)
 
 
-def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool) -> None:
+def bring_in(
+    model: AdaptedModel,
+    name: str,
+    record: AdapterRecord,
+    active: bool,
+    head: Mapping[str, nn.Module] | None = None,
+) -> None:
     """Install an adapter, replacing one of its name; on failure nothing changes.
 
     It is frozen if others are trained.
@@ -182,6 +183,7 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
         name: of the adapter.
         record: of the adapter, with its modules and their values.
         active: whether to activate it as the only adapter.
+        head: its copies of layers of a static head, by path.
 
     Raises:
         AdapterZooError: it cannot be active, or conflicts with merged adapters.
@@ -189,7 +191,7 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
     state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
-        refuse_while_batching(model)
+        hosts.refuse_while_batching(model)
         setup, skipped = parse(name), ()
     is_active = setup is not None and name in setup.flatten()
     if is_active:
@@ -207,6 +209,9 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
     if active:
         set_active(model, name)
     elif is_active:
+        replan(model)
+    if head:
+        copies.put(model, name, head)
         replan(model)
 
 
@@ -324,9 +329,9 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     model._adapter_state.records[name] = record
     share_table(model, name)
     # other adapters change no ties
-    if tables_of(model, name) or copies.rows_of(model, name):
+    if copies.tables_of(model, name) or copies.rows_of(model, name):
         copies.update_rows(model)
-    list_ties(model, name)
+    copies.list_ties(model, name)
 
 
 def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
@@ -343,9 +348,9 @@ def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey
 def remove(model: AdaptedModel, name: str) -> None:
     """Remove an adapter with its copy of a static head, and from the group that it shares with."""
     release(model, name)
-    leave_groups(model, [name])
+    copies.leave_groups(model, [name])
     uninstall(model, name)
-    list_ties(model, name)
+    copies.list_ties(model, name)
 
 
 def uninstall(model: AdaptedModel, name: str) -> None:
@@ -388,16 +393,6 @@ def remove_all(model: AdaptedModel) -> None:
 # --- inspect and move ---
 
 
-def check_autocast(flag: object) -> None:
-    """Check PEFT's switch.
-
-    Raises:
-        ConfigError: it is not a bool.
-    """
-    if not isinstance(flag, bool):
-        raise ConfigError(f"autocast_adapter_dtype={flag!r} is not True or False. Leave it out.")
-
-
 def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     """Return the config with float32 parameters over layers in half precision.
 
@@ -430,12 +425,6 @@ def widen(model: AdaptedModel, name: str) -> None:
         record, config=config, places={**record.places, **made.places}
     )
     replan(model)
-
-
-def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
-    """Yield the number and module of each block."""
-    for block in model.anatomy.blocks:
-        yield block.layer, layer_at(model._backbone, block.path)
 
 
 def move(

@@ -14,7 +14,7 @@ import torch
 from adapterzoo import formats, hub
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import CopyAdapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import inject_path
@@ -257,11 +257,6 @@ def fitting(
             if model._has_named_heads or "config" not in record_of_head.document:
                 raise
             lost = f"the adapter {name!r} has been loaded without its head: {error}"
-    elif asked.id2label is not None:
-        raise ConfigError(
-            f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
-            f"Leave id2label out, or load a checkpoint with a head."
-        )
 
     def enter() -> None:
         # the step that may fail comes first
@@ -306,8 +301,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     names = [name for name, _ in loads]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DuplicateNameError(
-            f"two sub-folders hold an adapter {twice[0]!r}. Load them one by one: "
-            f"load_adapter(folder, load_as='another_name')."
+            f"two sub-folders hold an adapter {twice[0]!r}. Write load_adapter(…, load_as='new')."
         )
     for _, enter in loads:
         enter()
@@ -337,11 +331,6 @@ def filled(
     skeleton = adapters.make(model, config, meta)
     gone = everywhere - skeleton.places.keys()
     tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
-    if both := sorted(skeleton.coming.keys() & {*paths}):
-        raise CheckpointError(
-            f"the checkpoint has trained embeddings and an adapter at {listing(both)}. "
-            f"Save it again."
-        )
     modules = tables.with_table(model, skeleton, paths, meta).coming
     copied = named_tensors({p: m for p, m in modules.items() if isinstance(m, CopyAdapter)})
     own = named_tensors(modules, keep_vars=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Fuse, fused, fusion_key, fusions_of, parse, without
+from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse
 from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, set_active
+from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, replan, set_active
 from .heads import copies
 from .hf.hosts import refuse_while_batching
 from .hf.task_classes import text_config
@@ -50,7 +50,7 @@ def add(
     check_free(model, fuse.name, overwrite_ok)
     for adapter in fuse.flatten():
         model._adapter_state.find(adapter)
-    enter(model, fuse, loaded, make(model, fused(fuse), loaded), active)
+    enter(model, fuse, loaded, make(model, fuse.fused, loaded), active)
 
 
 def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
@@ -90,10 +90,7 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     """
     if name in model._adapter_state.fusions:
         if not overwrite_ok:
-            raise DuplicateNameError(
-                f"there is a fusion {name!r}. Write overwrite_ok=True, or "
-                f"delete_adapter_fusion({name!r})."
-            )
+            raise DuplicateNameError(f"there is a fusion {name!r}. Write overwrite_ok=True.")
         refuse_overridden(model, name)
 
 
@@ -143,9 +140,9 @@ def enter(
     """
     fusions, default = model._adapter_state.fusions, model._active.default
     name, plan = fuse.name, default.plan
-    record = FusionRecord(config, fused(fuse), tuple(made))
+    record = FusionRecord(config, fuse.fused, tuple(made))
     # an active fusion that is replaced stays active
-    stays = any(f.name == name and fused(f) == record.adapters for f in fusions_of(plan.setup))
+    stays = any(f.name == name and f.fused == record.adapters for f in fusions_of(plan.setup))
     if active:
         refuse_while_batching(model)
         check_setup(model, fuse, (), fusions={name: record})
@@ -163,15 +160,10 @@ def enter(
 
 def _remove(model: AdaptedModel, name: str) -> None:
     model._active.forget(name, is_fusion=True)
-    # plans hold the layers
-    model._adapter_state.plans.clear()
     copies.take(model, fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(layer_at(model._backbone, path), fusion_key(name))
-    plan = model._active.default.plan
-    if any(fuse.name == name for fuse in fusions_of(plan.setup)):
-        setup = without(plan.setup, (), [name])
-        model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
+    replan(model)
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:
@@ -274,7 +266,7 @@ def _fusions_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> It
     for fuse in {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}.values():
         if fuse.name not in model._adapter_state.fusions:
             continue
-        places = model._adapter_state.records[fused(fuse)[-1]].places
+        places = model._adapter_state.records[fuse.fused[-1]].places
         for path, layer in fusion_modules(model, fuse.name):
             at = fuse.name, places[path][0].site.layer, places[path][0].location
             yield at, layer, lambda out: out[1]  # [batch, tokens, adapters]

@@ -20,6 +20,7 @@ from adapterzoo.config import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
+from adapterzoo.inject.building import layer_at
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
@@ -117,7 +118,8 @@ class AdapterModelMixin:
 
     def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each block's number and module, an encoder's blocks before its decoder's."""
-        return adapters.blocks_of(self)
+        for block in self.anatomy.blocks:
+            yield block.layer, layer_at(self._backbone, block.path)
 
     @overload
     def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...
@@ -586,8 +588,8 @@ class AdapterModelMixin:
             group: of `torch.distributed`; None for the default one.
 
         Raises:
-            StateError: no process group runs, or processes differ; the message names the
-                tensors and the ranks.
+            StateError: processes differ; the message names the tensors and the ranks.
+            ValueError: no process group runs.
         """
         training.verify_replicas(self, group)
 

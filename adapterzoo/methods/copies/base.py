@@ -47,7 +47,8 @@ class Copy(WeightAdapter):
         Raises:
             CompositionError: the strategy leaves out entries.
         """
-        strategy.refuse_pruning(self.noun)
+        if strategy.prunes:
+            raise strategy.refusal(f"{self.noun} is not a sum of such")
         names = [name for name, _ in self.named_parameters()]
         self.combine_linearly(names, adapters, weights, strategy, base)
 
