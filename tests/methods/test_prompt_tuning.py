@@ -436,7 +436,7 @@ def test_rows_start_from_a_text(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     config = prompt(5, prompt_init="from_string", prompt_init_text="good or bad")
     model = init(plain("bert"))
-    with pytest.raises(OSError, match="tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         model.add_adapter("a", config)
     assert not model.adapters_config
     model.config._name_or_path = str(tmp_path)

@@ -231,14 +231,18 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
         text: any text.
 
     Raises:
-        ConfigError: the text has no tokens.
+        ConfigError: there is no tokenizer, or the text has no tokens.
     """
     # importing tokenizers takes a tenth of all imports, and most models need none
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(model.config._name_or_path)(text)["input_ids"]
+    name = model.config._name_or_path
+    ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
     if not ids:
-        raise ConfigError(f"the text {text!r} has no tokens. Write another one.")
+        raise ConfigError(
+            f"the text has no tokens for the tokenizer of {name!r}. Load the model from a folder "
+            "with one."
+        )
     weight = cast("Tensor", table._parameters["weight"])
     with torch.no_grad():
         return cast("Tensor", table(torch.tensor(ids, device=weight.device)))  # [tokens, d]
