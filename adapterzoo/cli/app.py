@@ -36,11 +36,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("native", "adapterhub", "adapterhub-safetensors", "peft")
 POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
 
-# arguments of Python that have other names as options, and those that are environment variables
+# arguments of Python that have other names as options
 _OPTIONS = {"format": ("to",), "load_as": ("name",), "model": ("model", "base"),
             "with_head": ("head",)}  # fmt: skip
-_VARIABLES = {"cache_dir": "HF_HUB_CACHE=…", "token": "HF_TOKEN=…"}
-_NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN=1"
 
 
 def spell(name: str, value: object) -> str:
@@ -53,8 +51,6 @@ def spell(name: str, value: object) -> str:
         name: of the argument.
         value: of the argument.
     """
-    if name in _VARIABLES:
-        return _NO_TOKEN if value is False else _VARIABLES[name]
     for command in (click.get_current_context().command, convert_command):
         found = {parameter.name: parameter for parameter in command.params}
         parameter = next((found[n] for n in _OPTIONS.get(name, (name,)) if n in found), None)

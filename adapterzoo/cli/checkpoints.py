@@ -94,11 +94,9 @@ class CheckpointFolder:
         """The head's classes in the order of their ids."""
         config = self.head.get("config") if self.head is not None else None
         numbers = config.get("label2id") if isinstance(config, Mapping) else None
-        if not isinstance(numbers, Mapping):
-            return None
-        if not all(isinstance(number, int) for number in numbers.values()):
-            return None
-        return sorted(numbers, key=numbers.__getitem__)
+        if isinstance(numbers, Mapping) and all(isinstance(n, int) for n in numbers.values()):
+            return sorted(numbers, key=numbers.__getitem__)
+        return None
 
 
 def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
