@@ -27,10 +27,9 @@ from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import checkpointing
-from .model.heads import files as head_files
-from .model.heads import named
+from .model.heads import named, store
 from .model.heads.forward import decoder_labels, shift_labels
-from .model.heads.records import completed, record_of, saved_names
+from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hf import fusion_files
 from .model.hf.hosts import collated
@@ -432,7 +431,7 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
     for name in _apart(model):
-        head_files.save(model, folder / _folder_of(name), name)
+        store.save(model, folder / _folder_of(name), name)
     for name, fusion in state.fusions.items():
         fusion_files.save(model, folder / name, Fuse(*fusion.adapters, name=name))
     if tensors := unfrozen(model):

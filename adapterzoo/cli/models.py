@@ -25,7 +25,7 @@ from adapterzoo.errors import (
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
 from adapterzoo.model import init
-from adapterzoo.model.heads.records import FIELD
+from adapterzoo.model.heads.named import FIELD
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import task_class, text_config
 

@@ -26,13 +26,13 @@ from adapterzoo.inject.building import (
     inject_path,
     layer_at,
 )
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import copies
-from .heads.embeddings import refuse_own_size
+from .heads.copies import refuse_own_size
 from .heads.named import release, share_table
 from .hf import hosts
 from .hf.init_data import Collected, InitData, embedded_text, fitted
@@ -356,8 +356,9 @@ def remove(model: AdaptedModel, name: str) -> None:
 def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
-    copies.leave_rows(model, name)
     record = state.records.pop(name)
+    if copies.ROWS in record.located:
+        copies.update_rows(model)
     model._active.forget(name)
     state.plans.clear()
     fused = ((path, path) for path in model.anatomy.fused)

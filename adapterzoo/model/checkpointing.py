@@ -19,13 +19,12 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
-from .heads import files as head_files
-from .heads import records, sharing, tables
+from .heads import named, store, tables
 from .hf.info import (
     BASE,
     ModelInfo,
@@ -141,8 +140,8 @@ def checkpoint_of(
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
     head = None
     if with_head:
-        head_name = records.name_with(model, name)
-        head = records.record_of(model, head_name, head_name != name, format == "native")
+        head_name = named.name_with(model, name)
+        head = named.record_of(model, head_name, head_name != name, format == "native")
     base = {}
     if format == "native" and (sampled := sample_of_base(model)):
         base[BASE] = sampled
@@ -187,7 +186,7 @@ def load_adapter(
     """
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
-    sharing.share_equal(model, [name])
+    tables.share_equal(model, [name])
     asked.load_weights(folder, name)
     return name
 
@@ -249,9 +248,9 @@ def fitting(
     record = filled(model, stored, left_out, asked.dtype)
     enter_head, lost = None, ""
     if with_head:
-        record_of_head = head_files.head_in(stored)
+        record_of_head = store.head_in(stored)
         try:
-            enter_head = head_files.fitting(model, record_of_head, head_name, of_head)
+            enter_head = store.fitting(model, record_of_head, head_name, of_head)
         except CheckpointError as error:
             # a named head that the model's class cannot have
             if model._has_named_heads or "config" not in record_of_head.document:
@@ -305,7 +304,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         )
     for _, enter in loads:
         enter()
-    sharing.share_equal(model, names)
+    tables.share_equal(model, names)
     return names
 
 

@@ -27,8 +27,7 @@ from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
-from .heads import copies, records
-from .heads import files as head_files
+from .heads import copies, named, store
 from .hf.hosts import refuse_while_batching
 from .hf.info import ModelInfo, name_in
 from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
@@ -249,18 +248,18 @@ def _writes_of_head(
         CheckpointError: the head has other sizes, or another config.
         ConfigError: there is none.
     """
-    record = head_files.head_in(stored)
+    record = store.head_in(stored)
     hint = f"Write {argument('with_head', False, 'load_adapter')}."
-    if name not in records.saved_names(model):
+    if name not in named.saved_names(model):
         raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
     # its checks; what it returns would replace the head
-    head_files.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
+    store.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
     if model._has_named_heads and not isinstance(record.document.get("config"), Mapping):
         raise ConfigError(
             f"the file holds the head of a task class, and {name!r} has a named one. {hint}"
         )
-    tensors = records.completed(model, name, record.document, record.tensors)
-    own = records.record_of(model, name)
+    tensors = named.completed(model, name, record.document, record.tensors)
+    own = named.record_of(model, name)
     mine = {} if own is None else own.tensors
     fit.check_fit(type(model).__name__, tensors, mine, asked.dtype)
     return [Write(mine[key], values) for key, values in tensors.items()]

@@ -17,13 +17,13 @@ from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods.copies.table import Table
+from adapterzoo.methods.copies import Table
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active
-from .heads import copies, embeddings, tables
+from .heads import copies, tables
 from .heads.copies import tables_of
-from .heads.records import all_tensors
+from .heads.named import all_tensors
 from .hf.hosts import refuse_untrained
 from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
@@ -184,8 +184,8 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
-    for parameter in embeddings.inactive_parameters(model) if freezes else ():
-        parameter.requires_grad_(False)
+    for inactive in tables.inactive_of(model).values() if freezes else ():
+        inactive.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
@@ -310,7 +310,7 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
             for name, own in modules.items()
             for key, tensor in named_tensors(own).items()
         }
-        for name, tensor in embeddings.tensors(model).items():
+        for name, tensor in tables.tensors(model).items():
             tensors[f"embedding {name}"] = tensor
         mine = {"configs": repr(configs), **digests(gathered({**tensors, **all_tensors(model)}))}
     everyone: list[Any] = [None] * dist.get_world_size(group)

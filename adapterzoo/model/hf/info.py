@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from adapterzoo import formats
 from adapterzoo.anatomy import Anatomy, without_wrappers
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.formats import base_sample
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
@@ -31,7 +31,7 @@ from adapterzoo.inject.quantized import is_quantized
 from adapterzoo.model import sharding
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors
-from adapterzoo.model.heads.records import of_named, record_of
+from adapterzoo.model.heads.named import of_named, record_of
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -523,7 +523,7 @@ def base_weights(
 
 def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
     """Return a sample of the base model's weights; a collective call if they are sharded."""
-    return base_sample.sample(sharding.gathered(base_weights(model, base_sample.chosen)))
+    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
@@ -531,7 +531,7 @@ def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
     kept = stored.metadata.get(BASE)
     if not isinstance(kept, Mapping):
         return
-    if base_sample.is_other(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
+    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
         trained_on = stored.metadata.get("model_name")
         _LOG.warning(
             "load_adapter: the adapter %r was trained on other weights of the base model%s than "
