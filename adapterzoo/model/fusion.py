@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
+from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse
 from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, set_active
+from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
 from .heads import copies
 from .hf.backbone import text_config
 from .hf.hosts import refuse_while_batching
@@ -59,7 +59,8 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
     model._adapter_state.find_fusion(name)
     refuse_if_sharded(model, "Write set_active_adapters(None).")
     refuse_overridden(model, name)
-    _remove(model, name)
+    _take(model, name)
+    replan(model)
 
 
 def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
@@ -90,10 +91,7 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     """
     if name in model._adapter_state.fusions:
         if not overwrite_ok:
-            raise DuplicateNameError(
-                f"there is a fusion {name!r}. Write overwrite_ok=True, or "
-                f"delete_adapter_fusion({name!r})."
-            )
+            raise DuplicateNameError(f"there is a fusion {name!r}. Write overwrite_ok=True.")
         refuse_overridden(model, name)
 
 
@@ -141,37 +139,28 @@ def enter(
         made: its layers by path.
         active: whether to activate the fusion.
     """
-    fusions, default = model._adapter_state.fusions, model._active.default
-    name, plan = fuse.name, default.plan
+    fusions, name = model._adapter_state.fusions, fuse.name
     record = FusionRecord(config, fuse.fused, tuple(made))
-    # an active fusion that is replaced stays active
-    stays = any(f.name == name and f.fused == record.adapters for f in fusions_of(plan.setup))
     if active:
         refuse_while_batching(model)
         check_setup(model, fuse, (), fusions={name: record})
     if name in fusions:
-        _remove(model, name)
+        _take(model, name)
     for path, layer in made.items():
         at = layer_at(model._backbone, path)
         inject.put(at, fusion_key(name), layer, model._active, path)
     fusions[name] = record
+    # an active fusion that is replaced stays active
+    replan(model)
     if active:
         set_active(model, fuse)
-    elif stays:
-        default.plan = make_plan(model, plan.setup, plan.heads, plan.skip_layers)
 
 
-def _remove(model: AdaptedModel, name: str) -> None:
+def _take(model: AdaptedModel, name: str) -> None:
     model._active.forget(name, is_fusion=True)
-    # plans hold the layers
-    model._adapter_state.plans.clear()
     copies.take(model, fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(layer_at(model._backbone, path), fusion_key(name))
-    plan = model._active.default.plan
-    if any(fuse.name == name for fuse in fusions_of(plan.setup)):
-        setup = without(plan.setup, (), [name])
-        model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:

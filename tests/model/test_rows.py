@@ -449,7 +449,7 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
 def test_names_are_refused_in_a_merged_model_and_in_a_setup():
     model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
     inputs = tiny_inputs("bert", batch=2)
-    with AdapterSetup("b"), refused(model, StateError, "Stack('b')", "Leave the 'with AdapterSet"):
+    with AdapterSetup("b"), refused(model, StateError, "Stack('b')", "Leave the block"):
         model(**inputs, adapter_names=["a", "b"])
     model.merge_adapter("a")
     with refused(model, StateError, "'a' is merged", "Write reset_adapter() first"):
@@ -539,7 +539,7 @@ def test_rows_of_inputs_that_differ_are_refused():
     model = with_adapters("clip", {"a": "lora"}, dtype=torch.float32)
     inputs = tiny_inputs("clip", batch=2)
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
-    with refused(model, CompositionError, "pixel_values: 4", "the same number of rows"):
+    with refused(model, CompositionError, "pixel_values: 4", "different numbers of rows"):
         model(**inputs, adapter_names=["a", None])
 
 
@@ -585,7 +585,7 @@ def test_parallel_is_each_adapter_on_the_whole_batch(static):
 
 
 @pytest.mark.parametrize(("setup", "count", "says"), [
-    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows, legal are 2.*other sizes"),
+    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows"),
     (Parallel("a", "b"), 0, "the batch has 0 rows, legal are 1"),
 ])  # fmt: skip
 def test_a_batch_of_another_size_is_refused(setup, count, says):
@@ -630,9 +630,9 @@ def test_labels_of_another_number_of_rows_are_refused():
     model = with_heads(a=2, b=3).float()
     inputs, labels = tiny_inputs("bert", batch=4), torch.tensor([0, 1, 1])
     for given in (labels, {"a": labels}):
-        with refused(model, ConfigError, "4 rows and the head 'a' reads 2 of them", "labels={'a'"):
+        with refused(model, ConfigError, "Write 4 rows", "labels={'a'"):
             model(**inputs, adapter_names=["a", "b"] * 2, labels=given)
-    says = r"shape \[3\]\. Write labels of 4 rows"
+    says = r"shape \[3\]\. Write 4 rows"
     with AdapterSetup(Parallel("a", "b")), pytest.raises(ConfigError, match=says):
         model(**inputs, labels=labels)
 
@@ -770,7 +770,7 @@ def test_an_input_given_twice_or_to_nobody_is_an_error(rows):
         model(ids, input_ids=ids, **given)
     parameters = inspect.signature(BertModel.forward).parameters
     names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    with refused(model, ConfigError, f"{len(names) + 1} inputs", "'input_ids'", "by name"):
+    with refused(model, ConfigError, f"{len(names) + 1} inputs", "'input_ids'", "by position"):
         model(ids, *[None] * len(names), **given)
     whole = model(ids, None, **given)
     assert torch.equal(first_output(whole), first_output(model(input_ids=ids, **given)))
