@@ -124,15 +124,12 @@ TABLE = {
     ],
     "KernelError": [
         ("kernels.use('cuda')", r"Write (use\('auto'\))", "kernels.{0}"),
-        ("with no_gpu(): kernels.use('triton')", r"write (use\('auto'\))", "with no_gpu(): kernels.{0}; model(**inputs)"),
         ("kernels.ops._mode = 'triton'; kernels.ops.takes_triton('shrink', y)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; assert not kernels.ops.takes_triton('shrink', y)"),
-        ("from adapterzoo.kernels import low_rank_triton\nwith no_gpu(): low_rank_triton.shrink(torch.ones(5, 40), torch.ones(8, 40), 0.0, None)", r"Write (adapterzoo.kernels.use\('auto'\))", "{0}; from adapterzoo.kernels.low_rank import low_rank; low_rank(torch.ones(5, 8), torch.ones(5, 40), torch.ones(8, 40), torch.ones(8, 8), 1.0)"),
         ("Groups.of([0, -2])", r"Write (Groups.of\(\[.*\]\))", "{0}"),
         ("Groups.of(torch.zeros(2))", r"Write (Groups.of\(\[.*\]\))", "{0}"),
-        ("grouped([0, 1, 0])", r"Write (Groups.of\(index\)) with an entry for each row", "index = [0, 1]; {0}; grouped(index)"),
-        ("grouped([0, 4])", r"Legal are (\d) to (\d)\. Write Groups.of\(index\) with these, or (None)", "grouped([{0}, {1}]); grouped([{2}, {1}])"),
-        ("in_place(); backward('d')", r"write (adapterzoo.kernels.use\('reference'\)), which", "{0}; backward('d')"),
-        ("in_place(); backward('d')", r"leave the layer out by (exclude_modules)", "model.add_adapter('e', DoRAConfig(r=2, {0}=['encoder.layer.0.attention.self.query'])); backward('e')"),
+        ("grouped([0, 1, 0])", r"Write (Groups.of\(index\)) for these", "index = [0, 1]; {0}; grouped(index)"),
+        ("in_place(); backward('d')", r"Write (adapterzoo.kernels.use\('reference'\)), or", "{0}; backward('d')"),
+        ("in_place(); backward('d')", r"leave it out by (exclude_modules)", "model.add_adapter('e', DoRAConfig(r=2, {0}=['encoder.layer.0.attention.self.query'])); backward('e')"),
     ],
     "BatchError": [
         ("model(**inputs, adapter_names=['a'])", r"Write one name, or (None), for each row", "model(**inputs, adapter_names=['a', {0}])"),
