@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import safetensors
 import torch
 from torch import Tensor, nn
+from transformers import utils
+from transformers.utils.hub import cached_file
 
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
@@ -20,7 +25,6 @@ from adapterzoo.model.activation import AdapterSetup
 from adapterzoo.model.state import AdaptedModel, base_prefix
 
 from .info import renamer
-from .static_checkpoints import tensors_of
 
 _PASSES, _IGNORED = 100, -100
 
@@ -217,6 +221,56 @@ def _tensors_in(
     except OSError:
         # transformers raises it for a name that is neither a folder nor a repository
         return [], repr(path)
+
+
+# --- The tensors of a checkpoint of a model ---
+
+# names of the file with all weights, and of the index if there are several files
+_WEIGHTS = (
+    (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME),
+    (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME),
+)
+
+
+def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the keys of a checkpoint's tensors, with functions that read them.
+
+    Args:
+        path: a folder, a file of safetensors, or a name on the Hub; nothing is yielded if there
+            are no weights.
+        hub: arguments for the Hub, such as `revision`.
+    """
+    for file in _files(path, hub):
+        if file.endswith(".safetensors"):
+            with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+                keys = [*opened.keys()]
+            for key in keys:
+                yield key, functools.partial(_read, file, key)
+        else:
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+            yield from ((key, tensor.detach) for key, tensor in loaded.items())
+
+
+def _read(file: str, key: str) -> Tensor:
+    with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+        tensor: Tensor = opened.get_tensor(key)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
+    if Path(path).suffix == ".safetensors":
+        return [path] if Path(path).is_file() else []
+    find = functools.partial(
+        cached_file, path, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, **hub,
+    )  # fmt: skip
+    for name, index in _WEIGHTS:
+        if whole := find(name):
+            return [whole]
+        if listed := find(index):
+            shards = json.loads(Path(listed).read_text())["weight_map"]
+            return [file for name in sorted({*shards.values()}) if (file := find(name))]
+    return []
 
 
 # --- Embeddings of a text, by a model's tokenizer and table of tokens ---

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, utils
-from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
@@ -23,19 +18,13 @@ from adapterzoo.model.heads import named, store
 from adapterzoo.model.state import base_prefix
 
 from .info import ModelInfo
+from .init_data import tensors_of
 from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_HEAD = "default"
 HUB_ARGUMENTS = (*OPTIONS, "subfolder")
 """Arguments of `from_pretrained` that locate a checkpoint on the Hub."""
-
-
-# names of the file with all weights, and of the index if there are several files
-_WEIGHTS = (
-    (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME),
-    (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME),
-)
 
 
 def keep_static_head(
@@ -104,47 +93,3 @@ def report_unused(model: Any, info: Mapping[str, Any]) -> None:
             f"{type(model).__name__}: the checkpoint has weights that the model does not use: "
             f"{listing(unused)}."
         )
-
-
-# --- The tensors of a checkpoint of a model ---
-
-
-def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the keys of a checkpoint's tensors, with functions that read them.
-
-    Args:
-        path: a folder, a file of safetensors, or a name on the Hub; nothing is yielded if there
-            are no weights.
-        hub: arguments for the Hub, such as `revision`.
-    """
-    for file in _files(path, hub):
-        if file.endswith(".safetensors"):
-            with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-                keys = [*opened.keys()]
-            for key in keys:
-                yield key, functools.partial(_read, file, key)
-        else:
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-            yield from ((key, tensor.detach) for key, tensor in loaded.items())
-
-
-def _read(file: str, key: str) -> Tensor:
-    with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-        tensor: Tensor = opened.get_tensor(key)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
-    if Path(path).suffix == ".safetensors":
-        return [path] if Path(path).is_file() else []
-    find = functools.partial(
-        cached_file, path, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False, **hub,
-    )  # fmt: skip
-    for name, index in _WEIGHTS:
-        if whole := find(name):
-            return [whole]
-        if listed := find(index):
-            shards = json.loads(Path(listed).read_text())["weight_map"]
-            return [file for name in sorted({*shards.values()}) if (file := find(name))]
-    return []
