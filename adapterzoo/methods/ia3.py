@@ -277,7 +277,7 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         unsayable=_unsayable,
         write=lambda part: _join([part], lambda: None),
         join=_join,
-        write_layers=lambda layers: [{"init_ia3_weights": True} for _ in layers],
+        write_layers=lambda layers, _said: [{"init_ia3_weights": True} for _ in layers],
     )
 
 
@@ -286,13 +286,7 @@ def _scales_input(tensors: Tensors) -> bool:
 
 
 def _from_peft(layer: PeftLayer) -> Tensors:
-    vector = layer.tensors["ia3_l"]
-    if vector.dim() != 2 or 1 not in vector.shape:
-        raise CheckpointError(
-            f"at {layer.name!r} ia3_l is {list(vector.shape)}; it is [d_out, 1] or [1, d_in]. Copy "
-            f"the file again from where it was saved."
-        )
-    return {"ia3_l": vector.flatten()}
+    return {"ia3_l": layer.tensors["ia3_l"].squeeze(0 if _scales_input(layer.tensors) else 1)}
 
 
 def _unsayable(placement: Placement) -> str | None:
