@@ -356,8 +356,8 @@ def refuse_missing_layers(config: Any, count: int) -> None:
         if isinstance(asked, tuple) and (missing := [n for n in asked if n >= count]):
             kept = [n for n in asked if n < count] or [*range(count)][-1:]
             raise ConfigError(
-                f"{type(config).__name__}({name}={[*asked]}): there is no block "
-                f"{listing(missing)}; the model has {count}, numbered from 0. Write {name}={kept}."
+                f"{type(config).__name__}({name}={[*asked]}): the model has {count} blocks, "
+                f"numbered from 0, without {listing(missing)}. Write {name}={kept}."
             )
 
 
@@ -448,13 +448,7 @@ def _check_names(
         legal = sorted(n for n, p in known.parameters.items() if p.kind is not p.VAR_POSITIONAL)
         unknown = sorted(fields.keys() - {*legal}, key=str)
         given = [*map(repr, values), *(f"{name}={fields[name]!r}" for name in unknown)]
-        if unknown:
-            what = f"there is no field {listing(unknown)}"
-        elif values:
-            what = "each field is given by its name"
-        else:
-            missing = [n for n, p in known.parameters.items() if p.default is p.empty]
-            what = f"{listing(n for n in missing if n not in fields)} must be given"
+        what = f"there is no field {listing(unknown)}" if unknown else str(error)
         near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
         close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
         call = shown or f"{cls.__name__}({', '.join(given)})"
@@ -543,10 +537,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             UnknownNameError: nothing is registered for its kind.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"config={values!r}: a config in a file or a union is a dict of its fields, not a "
-                f"{type(values).__name__}. Write {_example(cls)}."
-            )
+            raise ConfigError(f"config={values!r} is not a dict of fields. Write {_example(cls)}.")
         fields = dict(values)
         given = fields.pop(cls.kind_field, None) if cls.kind_field else None
         own = cls._kind()
@@ -557,8 +548,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         if given is not None and given != own:
             root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
             raise ConfigError(
-                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}, not {own!r}. "
-                f"Write {root.__name__}.from_dict(…)."
+                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}. Write "
+                f"{root.__name__}.from_dict(…)."
             )
         return cls._from_fields(fields)
 
@@ -580,15 +571,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """
         found, fields = cls._resolved(fields)
         _check_names(found, shown, (), fields)
-        try:
-            return found(**fields)
-        except ConfigError:
-            raise
-        except TypeError as error:
-            raise ConfigError(
-                f"{shown}: {error}. Its fields: {listing(sorted(fields_of(found)), limit=40)}. "
-                f"Write legal values for these."
-            ) from error
+        return found(**fields)
 
     @classmethod
     def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -635,24 +618,21 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             found = cls._parse(asked)
         else:
             raise ConfigError(
-                f"config={asked!r}: a {type(asked).__name__} is not a {cls.__name__}, a config "
-                f"string, a dict or the path of a JSON file. Write config={cls.default!r}."
+                f"config={asked!r} is not a {cls.__name__}, a config string, a dict or the path of "
+                f"a JSON file. Write config={cls.default!r}."
             )
         given = {name: value for name, value in changes.items() if value is not None}
         return found.replace(**given) if given else found
 
     @classmethod
     def _parse(cls, text: str) -> Any:
+        # without a match the text is a name that nothing has
         match = _CONFIG_STRING.fullmatch(text)
-        if match is None:
-            raise ConfigError(
-                f"config={text!r}: not a config string. Write a name, with fields in brackets if "
-                f"any: {_string_example(str(cls.default), cls.load())!r}."
-            )
-        config: Config = cls.strings.find(match["name"])()
+        name, brackets = (match["name"], match["fields"]) if match else (text, None)
+        config: Config = cls.strings.find(name)()
         keywords: list[ast.keyword] | None = None
         try:
-            call = ast.parse(f"f({match['fields'] or ''}\n)", mode="eval").body
+            call = ast.parse(f"f({brackets or ''}\n)", mode="eval").body
             # one call of fields: not f(…)(…), nor f(…) + g(…)
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
                 keywords = call.keywords
@@ -663,9 +643,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs, each field once, with "
-                f"values such as 8, True, 'relu' or [1,2]. "
-                f"Write {_string_example(match['name'], config)!r}."
+                f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
+                f"{_string_example(name, config)!r}."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
@@ -735,8 +714,8 @@ def _read(path: str | os.PathLike[str]) -> Any:
         document = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of a file with "
-            f"a config's dict, as json.dumps(config.to_dict()) gives it."
+            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of one with a "
+            f"config's dict."
         ) from error
     # as saved beside an adapter
     inner = document.get("config") if isinstance(document, dict) else None
@@ -1038,8 +1017,8 @@ def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any
     if not found:
         shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
         raise ConfigError(
-            f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
-            f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
+            f"{cls.__name__}({shown}): there is no method with these fields. Write one of "
+            f"{listing(sorted(c.__name__ for c in group))}."
         )
     chosen: Any = max(found, key=lambda c: group[c].strictness)
     variant, legal = group[chosen], defaults(chosen)
@@ -1067,8 +1046,8 @@ def check_blocks(anatomy: Anatomy, config: str) -> None:
     """
     if not anatomy.blocks:
         raise SiteError(
-            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
-            f"target_modules, such as LoRAConfig(target_modules=[…])."
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Write a config "
+            f"with names of layers, such as LoRAConfig(target_modules=[…])."
         )
 
 
@@ -1122,8 +1101,7 @@ class ConfigUnion(AdapterConfig):
         members = [member for config in configs for member in config.members] if known else []
         if len(members) < 2:
             raise FieldError(
-                f"ConfigUnion{configs!r}: a union joins two or more configs. "
-                f"Write ConfigUnion(config, other_config)."
+                f"ConfigUnion{configs!r}: not two or more configs. Write ConfigUnion(one, other)."
             )
         # adapters are told apart by the config object that makes them
         distinct = {id(member): member for member in members}
@@ -1165,11 +1143,8 @@ class ConfigUnion(AdapterConfig):
         return [placement for config in self.configs for placement in config.placements(anatomy)]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """Raise: each placement of a union names the member that builds it."""
-        raise ConfigError(
-            f"ConfigUnion.build({site.path!r}): a union builds nothing itself. "
-            f"Write placement.config.build(…)."
-        )
+        """Raise: each placement of a union has the member that builds it as its config."""
+        raise NotImplementedError
 
     @classmethod
     def combined(
@@ -1180,10 +1155,7 @@ class ConfigUnion(AdapterConfig):
         kinds = {tuple(member.architecture for member in members) for members in unions}
         if len(kinds) > 1:
             shown = listing("|".join(kind) for kind in sorted(kinds))
-            raise CompositionError(
-                f"unions are combined member by member, but these are {shown}. "
-                f"Add the adapters with the same methods in the same order."
-            )
+            raise CompositionError(f"unions of different methods cannot be combined: {shown}.")
         members = zip(*unions, strict=True)
         return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
 
@@ -1224,7 +1196,7 @@ class ConfigUnion(AdapterConfig):
         members = fields.pop("configs", [])
         if fields or not isinstance(members, Sequence):
             raise ConfigError(
-                f"union config: 'configs' is a list and the only field, got configs={members!r} "
-                f"and {listing(fields)}. Write {{'architecture': 'union', 'configs': […]}}."
+                f"a union has {listing(fields)} and configs={members!r} in its dict. Write "
+                f"{{'architecture': 'union', 'configs': […]}}."
             )
         return cls(*(AdapterConfig.from_dict(c) for c in members))

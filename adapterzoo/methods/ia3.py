@@ -93,8 +93,7 @@ class IA3Config(TargetedConfig):
         if self.output_lora and self.convention == "paper":
             raise ConfigError(
                 f"{type(self).__name__}(output_lora=True, convention='paper'): the paper scales "
-                f"the input of that layer. Write intermediate_lora=True, or "
-                f"convention='adapterhub'."
+                f"the input of that layer. Write convention='adapterhub'."
             )
 
     @property
@@ -149,8 +148,8 @@ class IA3(WeightAdapter):
         self.scales_input = config.scales_input(site)
         if self.scales_input and site.kind == "embedding":
             raise ConfigError(
-                f"IA3Config(feedforward_modules={config.feedforward_modules!r}) at {site.path!r}: "
-                f"an embedding reads token numbers, which cannot be scaled. Leave it out there."
+                f"IA3Config(feedforward_modules=…): {site.path!r} reads token numbers, which "
+                f"cannot be scaled. Leave it out there."
             )
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
         lead = (site.experts,) if site.experts else ()
@@ -289,8 +288,8 @@ def _from_peft(layer: PeftLayer) -> Tensors:
     vector = layer.tensors["ia3_l"]
     if vector.dim() != 2 or 1 not in vector.shape:
         raise CheckpointError(
-            f"at {layer.name!r} ia3_l is {list(vector.shape)}; it is [d_out, 1] or [1, d_in]. Copy "
-            f"the file again from where it was saved."
+            f"at {layer.name!r} ia3_l is {list(vector.shape)}, and not [d_out, 1] or [1, d_in]. "
+            f"Copy the file again."
         )
     return {"ia3_l": vector.flatten()}
 
@@ -316,8 +315,8 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     inputs = [cast("IA3Config", part.placement.config).scales_input(site) for part in parts]
     if len({*inputs}) > 1:
         raise CheckpointError(
-            f"at {site.path!r} one adapter scales the input and another the output, but PEFT has "
-            f"one vector per layer. Write {argument('format', 'native')}."
+            f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
+            f"one vector. Write {argument('format', 'native')}."
         )
     d_out = whole_width(site)
     vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else d_out)

@@ -63,9 +63,8 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         missing = unmatched(wanted or (), norms)
         if missing or not found:
             raise SiteError(
-                f"LNTuningConfig(target_modules={wanted!r}): no norm matches "
-                f"{listing(missing) if missing else repr(wanted)}. Write some of "
-                f"{names_of(norms) or 'none'}."
+                f"LNTuningConfig(target_modules={wanted!r}): no norm matches {missing or wanted}. "
+                f"Write some of {names_of(norms)}."
             )
         if idle := unmatched(out or (), norms):
             warnings.warn(
@@ -77,8 +76,7 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         kept = [s for s in kept if out is None or not matches(s.path, out)]
         if not kept:
             raise SiteError(
-                f"LNTuningConfig(exclude_modules={out!r}, leave_out={[*self.leave_out]!r}): these "
-                f"exclude every norm. Write fewer."
+                "LNTuningConfig: exclude_modules and leave_out exclude every norm. Write fewer."
             )
         return [Placement(site, self, "norm") for site in kept]
 

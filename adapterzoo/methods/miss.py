@@ -75,18 +75,13 @@ class MissConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect.
+            ConfigError: a value is not legal.
         """
         super().__post_init__()
-        if self.mini_r != 1 and self.init_weights != "mini":
-            raise ConfigError(
-                f"{type(self).__name__}(mini_r={self.mini_r}, init_weights={self.init_weights!r}): "
-                f"mini_r has an effect only with init_weights='mini'. Write mini_r=1."
-            )
         if self.miss_dropout and self.init_weights == "bat":
             raise ConfigError(
-                f"{type(self).__name__}(miss_dropout={self.miss_dropout}, init_weights='bat'): D "
-                f"multiplies the weight, so there are no features to drop. Write miss_dropout=0.0."
+                f"{type(self).__name__}(miss_dropout={self.miss_dropout}, init_weights='bat'): it "
+                f"drops no features of the weight. Write miss_dropout=0.0."
             )
 
     @property
@@ -118,12 +113,9 @@ class MissConfig(TargetedConfig):
         if value in fits:
             return
         near = sorted(sorted(fits, key=lambda n: abs(n - value))[:2])
-        form = f", init_weights={self.init_weights!r}" if widths else ""
-        rule = f"divide {' and '.join(map(str, widths))}" if widths else "be at most d_in"
         raise ConfigError(
-            f"{type(self).__name__}({name}={value}{form}) at {site.path!r}, with d_in={site.d_in} "
-            f"and d_out={site.d_out}: {name} must {rule}; legal near it: {near}. Write "
-            f"{name}={near[-1]}."
+            f"{type(self).__name__}({name}={value}) at {site.path!r}: not legal for d_in="
+            f"{site.d_in} and d_out={site.d_out}; near it are {near}. Write {name}={near[-1]}."
         )
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Miss:
@@ -240,9 +232,6 @@ class Miss(WeightAdapter):
         return f"d_in={self.d_in}, d_out={self.d_out}, r={self.rank}"
 
 
-FORMS = Choice(True, False, "mini", "bat")
-
-
 _ARGUMENTS = PeftArguments(
     class_name="MissConfig",
     fields={
@@ -270,10 +259,9 @@ def _read_layer(layer: PeftLayer) -> Fields:
     )
     divides = d_out % r == d_in % r == 0 if form == "bat" else legal[-1] and not d_out % legal[-1]
     if shape != legal or not divides or r > d_in:
-        words = {"bat": "[d_out / r, r, r]", "mini": "[r, a divisor of d_out]"}
         raise CheckpointError(
-            f"at {layer.name!r} miss_block is {shape}; with r={r} and init_weights={form!r} it is "
-            f"{words.get(form, '[r, d_out]')}, d_in={d_in}, d_out={d_out}. Copy both files again."
+            f"at {layer.name!r} miss_block is {shape}, and not {legal} as r={r}, init_weights="
+            f"{form!r}, d_in={d_in} and d_out={d_out} say. Copy both files again."
         )
     return {
         "r": r,

@@ -43,7 +43,7 @@ from adapterzoo.config import (
     field,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype, widest
-from adapterzoo.errors import CheckpointError, ConfigError, SiteError, listing
+from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -100,12 +100,9 @@ class ReftConfig(ConfigWithCopies):
     def __post_init__(self) -> None:
         """Check every field, and that some position is edited."""
         super().__post_init__()
-        name = type(self).__name__
-        if not self.layers:
-            raise ConfigError(f"{name}(layers=[]): no block is left to edit. Write layers='all'.")
-        if not self.prefix_positions + self.suffix_positions:
-            name = f"{name}(prefix_positions=0, suffix_positions=0)"
-            raise ConfigError(f"{name}: no position is left to edit. Write prefix_positions=3.")
+        if not self.layers or not self.prefix_positions + self.suffix_positions:
+            hint = "prefix_positions=3" if self.layers else "layers='all'"
+            raise ConfigError(f"{type(self).__name__}: nothing is left to edit. Write {hint}.")
 
     @property
     def starts_as_identity(self) -> bool:
@@ -268,19 +265,16 @@ def _block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) 
     numbers = [block.layer for block in anatomy.blocks]
     if unknown := sorted(set(layers or ()) - set(numbers)):
         raise SiteError(
-            f"{config}: there are no blocks {listing(unknown)}; the model's are 0 to "
-            f"{numbers[-1]}. Write layers='all' or numbers of these."
+            f"{config}: the model has blocks 0 to {numbers[-1]}, without {listing(unknown)}. Write "
+            f"layers='all' or numbers of these."
         )
     asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
     for block in asked:
-        output = block.output
-        why = f"the output of {block.path!r} is {block.states}" if block.states else ""
-        if not output:
-            why = f"the output of block {block.layer} cannot be reached"
-        elif not block.d_model:
-            why = f"the width of the states of {block.path!r} is unknown"
-        if why:
-            raise SiteError(f"{config}: {why}. Write layers=[…] with other blocks, if any differ.")
+        if block.states or not (block.output and block.d_model):
+            why = block.states or "not known, or of unknown width"
+            raise SiteError(
+                f"{config}: the output of {block.path!r} is {why}. Write layers=[…] with others."
+            )
     return [
         Site(
             path=block.output or "",
@@ -374,16 +368,7 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
 
 
 def _rows(original: Tensor, base: Tensor) -> Tensor:
-    """Return R `[r, d]` of torch's orthogonal parametrization.
-
-    Raises:
-        CheckpointError: the tensors do not fit each other.
-    """
-    if original.dim() != 2 or base.shape != (original.shape[1],) * 2:
-        raise CheckpointError(
-            f"the file has a projection {list(original.shape)} and its base {list(base.shape)}; "
-            f"they are [r, d] and [d, d]. Copy the file again from where it was saved."
-        )
+    """Return R `[r, d]` of torch's orthogonal parametrization."""
     below = original.T.tril(-1)  # [d, r]
     scale = original.T.diagonal().int().to(below)  # [r]
     tau = 2 / (1 + below.square().sum(0))  # [r]

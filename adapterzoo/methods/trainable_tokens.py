@@ -87,8 +87,7 @@ class TrainableTokensConfig(AdapterConfig):
         tokens = self.token_indices
         if tokens is None:
             raise ConfigError(
-                "TrainableTokensConfig(): there are no tokens to train. Write "
-                "token_indices=[…] with their numbers."
+                "TrainableTokensConfig: there are no tokens to train. Write token_indices=[…]."
             )
         found: list[Placement] = []
         for group in tables_in(anatomy, self.target_modules, "target_modules=['name']"):

@@ -31,7 +31,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError
 from adapterzoo.methods._init import constant, drawn, normal, uniform
 from adapterzoo.methods._parts import MatrixProduct
 
@@ -117,10 +117,9 @@ class HypercomplexProjection(nn.Module):
             put.rule(made, config.phm_init_range, 1.0)
         if config.shared_W_phm:
             if len(widths) > 1:
-                shown = listing(f"{d_model} → {width}" for d_model, width in sorted(widths))
                 raise ConfigError(
-                    f"{type(config).__name__}(shared_W_phm=True): bottlenecks of widths {shown} "
-                    f"cannot share one W. Write shared_W_phm=False, or one reduction_factor."
+                    f"{type(config).__name__}(shared_W_phm=True): bottlenecks of the widths "
+                    f"{sorted(widths)} cannot share W. Write shared_W_phm=False."
                 )
             ((d_model, width),) = widths
             check_widths(config, d_model, width)
@@ -241,7 +240,6 @@ def check_widths(config: Any, d_in: int, d_out: int) -> None:
             d_model = max(d_in, d_out)
             legal = [k for k in range(1, d_model + 1) if not (d_in % k or d_out % k)]
             raise ConfigError(
-                f"{type(config).__name__}(phm_dim={n}, "
-                f"reduction_factor={config.reduction_factor!r}): {n} does not divide {width} in "
-                f"{d_in} → {d_out}. Write phm_dim={legal[-1]}, or another reduction_factor."
+                f"{type(config).__name__}(phm_dim={n}): it does not divide {width} in {d_in} → "
+                f"{d_out}. Write phm_dim={legal[-1]}, or another reduction_factor."
             )

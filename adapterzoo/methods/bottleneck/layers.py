@@ -14,7 +14,6 @@ from torch.nn.functional import dropout
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
-from adapterzoo.errors import StateError
 from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
@@ -441,26 +440,8 @@ class PlacedBottleneck(BottleneckLayer):
             r = r + (inp - h)
         if isinstance(factor, Tensor):
             # nothing that a layer returns reaches a feature that the model multiplies by 0
-            r = self._divided(r, torch.where(factor == 0, 1.0, factor), y.dtype)
+            r = r / torch.where(factor == 0, 1.0, factor)
         return r.to(y.dtype)
-
-    def _divided(self, r: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return r over the factor by which the model multiplies it again.
-
-        Raises:
-            StateError: a value exceeds float16.
-        """
-        found = (r / factor).to(dtype)
-        # a compiled model cannot look at values
-        if dtype is not torch.float16 or torch.compiler.is_compiling():
-            return found
-        if r.isfinite().all() and not found.isfinite().all():
-            raise StateError(
-                f"site_convention={self.config.site_convention!r}: the bottleneck's result over "
-                f"{self.factor_path!r}, at least {factor.abs().min():.2g}, exceeds float16. Write "
-                f"model.to(torch.bfloat16), or torch.float32."
-            )
-        return found
 
     def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
         """Return R; all tensors `[*batch, d_model]`.

@@ -45,13 +45,12 @@ class BiasConfig(AdapterConfig):
         odd = [path for path in anatomy.odd_biases if wanted is None or path in wanted]
         if odd:
             raise SiteError(
-                f"the layers at {listing(odd)} have a bias that is not simply added to their "
-                f"output. Write bias='none', or bias='lora_only' if they have no adapter."
+                f"the bias of {listing(odd)} is not simply added to the output. Write bias='none', "
+                f"or bias='lora_only' if they have no adapter."
             )
         sites = [s for s in anatomy.biases if wanted is None or s.path in wanted]
         if not sites:
-            what = "no layer of this model" if wanted is None else "no adapted layer"
-            raise SiteError(f"{what} has a bias to train. Write bias='none'.")
+            raise SiteError("there is no bias to train. Write bias='none'.")
         return [Placement(site, self, "bias") for site in sites]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OwnBias:

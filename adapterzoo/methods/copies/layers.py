@@ -119,11 +119,10 @@ class SavedModulesConfig(CopyConfig):
             one = name if isinstance(self.names, str) else (name,)
             if not any(_is_in(path, one) for path in sites):
                 known = sorted({name for path in sites for name in path.split(".")})
-                names = [name for name in known if not name.isdecimal()]
+                names = listing((n for n in known if not n.isdecimal()), limit=30)
                 raise SiteError(
                     f"modules_to_save={self.names!r}: no module of the base model matches "
-                    f"{name!r}. Names of modules: {listing(names, limit=30)}. Write some of "
-                    f"these; a head needs no copy."
+                    f"{name!r}. Write some of {names}; a head needs no copy."
                 )
         found = [site for path, site in sites.items() if _is_in(path, self.names)]
         for site in found:
@@ -144,7 +143,4 @@ def _refuse_shared(site: Site, anatomy: Anatomy) -> None:
             f"trainable_token_indices=[…], or train_adapter(…, train_embeddings=True)."
         )
     if site.parameter is not None:
-        raise SiteError(
-            f"modules_to_save: {site.path!r} computes with parameters such as {site.parameter!r} "
-            f"itself, and its copy could not run in its place. Leave it out."
-        )
+        raise SiteError(f"modules_to_save: {site.path!r} reads {site.parameter!r}. Leave it out.")

@@ -59,8 +59,8 @@ class TokenRowsConfig(AdapterConfig):
         if len(found) > 1:
             paths = [path for group in found for path in group]
             raise SiteError(
-                f"trainable_token_indices={{{self.table!r}: …}}: several embeddings have this "
-                f"name, {listing(paths)}. Write the whole path of one."
+                f"trainable_token_indices={{{self.table!r}: …}}: this is the name of "
+                f"{listing(paths)}. Write the whole path of one."
             )
         return self.at(found[0], anatomy)
 
@@ -74,9 +74,8 @@ class TokenRowsConfig(AdapterConfig):
         size = tables[group[0]].d_in
         if outside := [token for token in self.tokens if token >= size]:
             raise SiteError(
-                f"there are no tokens {listing(outside)}: the table at {group[0]!r} has {size}. "
-                f"Write model.resize_token_embeddings({max(outside) + 1}) first, or smaller "
-                f"numbers."
+                f"the table at {group[0]!r} has {size} tokens, without {listing(outside)}. Write "
+                f"model.resize_token_embeddings({max(outside) + 1}) first, or smaller numbers."
             )
         return [Placement(tables[path], self, ROWS) for path in group]
 
@@ -153,8 +152,8 @@ class TokenRows(Copy):
         """
         if self.ids != slot.ids:
             raise ConfigError(
-                f"the slot has rows of the tokens {listing(slot.ids)}, and the values are rows of "
-                f"{listing(self.ids)}. Write hotswap=False, overwrite_ok=True."
+                f"the slot has rows of the tokens {listing(slot.ids)}, not of {listing(self.ids)}. "
+                f"Write hotswap=False, overwrite_ok=True."
             )
         return super().in_slot(slot)
 
@@ -188,14 +187,10 @@ def tables_in(
         found = [path for path in tables if matches(path, names)]
     parts = names if isinstance(names, tuple) else ()
     if not found or [name for name in parts if not any(matches(p, (name,)) for p in found)]:
-        what = (
-            "no table of tokens"
-            if names is None
-            else f"no embedding {names if isinstance(names, str) else listing(names)}"
-        )
+        what = "table of tokens" if names is None else f"embedding {names!r}"
         raise SiteError(
-            f"rows of embeddings are to be trained, and this model has {what}; embeddings: "
-            f"{listing(tables) or 'none'}. Write {hint}."
+            f"this model has no {what}, whose rows could be trained; embeddings: "
+            f"{listing(tables)}. Write {hint}."
         )
     tied = {path: group for group in anatomy.shared_tables for path in group}
     return list(dict.fromkeys(tied.get(path, (path,)) for path in found))

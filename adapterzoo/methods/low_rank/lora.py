@@ -147,7 +147,7 @@ class LoRAConfig(LowRankConfig):
         """Check the fields.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect.
+            ConfigError: a value is not legal.
         """
         super().__post_init__()
         name = type(self).__name__
@@ -155,22 +155,11 @@ class LoRAConfig(LowRankConfig):
         for option, value in self.init_options.items():
             if option not in legal:
                 raise ConfigError(
-                    f"{name}(init_weights={self.init_weights!r}, init_options="
-                    f"{{{option!r}: …}}): there is no such option. Its options: "
-                    f"{listing(legal) if legal else 'none'}. Write one of these."
+                    f"{name}(init_weights={self.init_weights!r}, init_options={{{option!r}: …}}): "
+                    f"there is no such option. Write one of {listing(legal)}."
                 )
             default, check = legal[option]
             check(name, f"init_options[{option!r}]", value, default)
-        if self.convention != "paper" and not self.use_gating:
-            raise ConfigError(
-                f"{name}(convention={self.convention!r}): has an effect only with "
-                f"use_gating=True. Write convention='paper'."
-            )
-        if self.use_gating and starts_from_weight(self.init_weights):
-            raise ConfigError(
-                f"{name}(use_gating=True, init_weights={self.init_weights!r}): the "
-                f"gate would scale a part of the weight. Write init_weights='lora'."
-            )
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer that the config names.
@@ -180,11 +169,7 @@ class LoRAConfig(LowRankConfig):
         """
         placements = super().placements(anatomy)
         if self.alora_invocation_tokens:
-            tokens = list(self.alora_invocation_tokens)
-            shown = f"{type(self).__name__}(alora_invocation_tokens={tokens})"
-            _check_model(shown, tokens, anatomy)
-            for placement in placements:
-                _check_invoked_site(shown, placement.site, anatomy)
+            _check_invocation(self, [placement.site for placement in placements], anatomy)
         return placements
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
@@ -254,40 +239,37 @@ class LoRAConfig(LowRankConfig):
         return cls(target_modules=tuple(paths))
 
 
-def _check_model(shown: str, tokens: Sequence[int], anatomy: Anatomy) -> None:
+def _check_invocation(config: LoRAConfig, sites: Sequence[Site], anatomy: Anatomy) -> None:
+    """Check that a model has the tokens of the invocation, and that layers know where they are.
+
+    Raises:
+        SiteError: it does not read tokens, or none of these, or a layer does not read their states.
+    """
+    tokens = config.alora_invocation_tokens or ()
+    shown = f"{type(config).__name__}(alora_invocation_tokens={[*tokens]})"
     found = anatomy.tokens
     # blocks show where tokens come in; without them the model's own table of tokens must do
     table = found.table if found is not None else None if anatomy.blocks else anatomy.own_table
-    why = ""
-    if table is None:
-        why = "this model reads no tokens"
-    elif found is not None and (found.is_encoder or found.looks_ahead):
-        why = "tokens before them see those after them in the encoder of this model"
-    if why:
+    if table is None or (found is not None and (found.is_encoder or found.looks_ahead)):
         raise SiteError(
-            f"{shown}: the adapter acts only after these tokens, and {why}. Write "
+            f"{shown}: this model reads no tokens, or reads those that follow them first. Write "
             f"alora_invocation_tokens=None, or use a decoder-only model."
         )
     size = next(s.d_in for s in anatomy if s.path == table and s.kind == "embedding")
     if outside := [token for token in tokens if token >= size]:
         raise SiteError(
-            f"{shown}: the model has the tokens 0 to {size - 1}, not {listing(outside)}. Write "
-            f"ids of its tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
+            f"{shown}: the model has {size} tokens, without {listing(outside)}. Write ids of its "
+            f"tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
         )
-
-
-def _check_invoked_site(shown: str, site: Site, anatomy: Anatomy) -> None:
-    stack = "" if anatomy.tokens is None else anatomy.tokens.stack
-    if site.is_only_read or site.is_routed or site.experts:
-        why = "gets tokens of several rows, as experts do"
-    elif site.role == "lm_head" or not below(site.path, stack):
-        why = f"is outside of the model that reads the tokens, {stack or 'the base model'!r}"
-    else:
-        return
-    raise SiteError(
-        f"{shown} at {site.path!r}: the layer {why}, so it is unknown which of its inputs follow "
-        f"these tokens. Write target_modules=[…] or exclude_modules=[{site.path!r}] without it."
-    )
+    stack = "" if found is None else found.stack
+    for site in sites:
+        # experts get tokens of several rows
+        by_expert = site.is_only_read or site.is_routed or site.experts
+        if by_expert or site.role == "lm_head" or not below(site.path, stack):
+            raise SiteError(
+                f"{shown} at {site.path!r}: it is unknown which inputs of the layer follow these "
+                f"tokens. Write exclude_modules=[{site.path!r}]."
+            )
 
 
 class Start(nn.Module):
@@ -348,8 +330,8 @@ class LoRA(LowRank):
         super().__init__(config, site, device, dtype)
         if (site.is_only_read or self.at_embedding) and (config.use_gating or config.lora_bias):
             raise ConfigError(
-                f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
-                f"{site.path!r}: only its weight can be adapted. Write False for both."
+                f"LoRAConfig at {site.path!r}: only its weight can be adapted. Write "
+                f"use_gating=False, lora_bias=False."
             )
         self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
         self._options = config.options if config.init_weights in OPTIONS else {}
@@ -439,9 +421,7 @@ class LoRA(LowRank):
         if self.start is None:
             return super().whole_factors(like)
         both = joined(self.state_dict(keep_vars=True))
-        return both["lora_A"].to(like.device, like.dtype), both["lora_B"].to(
-            like.device, like.dtype
-        )
+        return both["lora_A"].to(like), both["lora_B"].to(like)
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the initial values that replace a part of the weight."""
@@ -521,17 +501,11 @@ def _check_start(config: LoRAConfig, site: Site) -> None:
     """Check that a site can have initial values which are computed from its weight."""
     rank, s = config.rank_at(site.name), config.scaling_at(site.name)
     width = min(site.d_in, site.d_out)
-    hint, why = "init_weights='lora'", ""
-    if site.kind == "embedding":
-        why = "an embedding has no such initial values"
-    elif rank > width:
-        why, hint = f"a weight [{site.d_out}, {site.d_in}] has no rank {rank}", f"r={width}"
-    elif not s > 0:
-        why, hint = f"the scaling is {s:g}, and singular values are divided by it", "alpha=8"
-    if why:
+    if site.kind == "embedding" or rank > width or not s > 0:
+        hint = f"r={width}" if rank > width else "init_weights='lora'" if s > 0 else "alpha=8"
         raise ConfigError(
-            f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: "
-            f"{why}. Write {hint}."
+            f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: it "
+            f"needs a layer of at least rank {rank}, and a scaling above 0. Write {hint}."
         )
 
 

@@ -212,8 +212,8 @@ class Projected(WeightAdapter):
         check_site(config, site, "dropout")
         if self.dense and site.is_only_read:
             raise ConfigError(
-                f"{type(config).__name__}(convention='adapterhub') at {site.path!r}: the module "
-                f"computes with its parameters. Write convention='paper'."
+                f"{type(config).__name__}(convention='adapterhub') at {site.path!r}: it is only "
+                f"for layers that are called. Write convention='paper'."
             )
         dtype = dtype_named(config.dtype, dtype)
         lead = (site.experts,) if site.experts else ()

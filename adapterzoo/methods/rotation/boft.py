@@ -75,8 +75,8 @@ class BOFTConfig(TargetedConfig):
         if (b := self.boft_block_size) and (n := self.boft_block_num):
             kind = type(self).__name__
             raise ConfigError(
-                f"{kind}(boft_block_size={b}, boft_block_num={n}): one follows from the other "
-                f"at each layer. Write {kind}(boft_block_size={b})."
+                f"{kind}(boft_block_size={b}, boft_block_num={n}): one follows from the other. "
+                f"Write {kind}(boft_block_size={b})."
             )
 
     def block_size_at(self, site: Site) -> int:
@@ -92,12 +92,10 @@ class BOFTConfig(TargetedConfig):
             return legal[asked]
         near = nearest([*legal], asked)
         kind, field = type(self).__name__, f"boft_block_{'num' if num else 'size'}"
-        rule = "into blocks b > 1, even for m > 1, with b · 2^(m−1) dividing it too "
+        hint = f"{field}={near[-1]}" if near else "boft_n_butterfly_factor=1"
         raise ConfigError(
-            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): {field}={asked} does not "
-            f"divide d_in={d_in} {'' if d_in % asked else rule}at {site.path!r}; "
-            + (f"legal near it: {near}. Write {kind}({field}={near[-1]})." if near else "")
-            + ("" if near else "nothing does. Write boft_n_butterfly_factor=1 or exclude_modules.")
+            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): not legal for d_in={d_in} at "
+            f"{site.path!r}; near it are {near}. Write {kind}({hint})."
         )
 
     @property
@@ -220,8 +218,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
         shape = list(layer.tensors["boft_R"].shape)
         if len(shape) != 4 or shape[2] != shape[3]:
             raise CheckpointError(
-                f"at {layer.name!r} boft_R is {shape}, not [factors, blocks, size, size]. Copy the "
-                f"file again."
+                f"at {layer.name!r} boft_R is {shape}, and not [m, blocks, b, b]. Copy it again."
             )
     fields = layers[0].fields
     shapes = [layer.tensors["boft_R"].shape for layer in layers]

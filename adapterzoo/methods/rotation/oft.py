@@ -86,25 +86,16 @@ class OFTConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect.
+            ConfigError: a value is not legal.
         """
         super().__post_init__()
         r, b, kind = self.r, self.oft_block_size, type(self).__name__
         if bool(r) == bool(b):
-            why = "one follows from the other at each layer" if r else "nothing says how large"
             hint = f"r={r}, oft_block_size=0" if r else "oft_block_size=32"
             raise ConfigError(
-                f"{kind}(r={r}, oft_block_size={b}): {why} the blocks are. Write {kind}({hint})."
+                f"{kind}(r={r}, oft_block_size={b}): one of them, and only one, says how large the "
+                f"blocks are. Write {kind}({hint})."
             )
-        for name, default, flag in (
-            ("num_cayley_neumann_terms", 5, "use_cayley_neumann"),
-            ("eps", 6e-5, "coft"),
-        ):
-            if (value := getattr(self, name)) != default and not getattr(self, flag):
-                raise ConfigError(
-                    f"{kind}({name}={value}): has an effect only with {flag}=True. Write "
-                    f"{name}={default}."
-                )
 
     @property
     def gradients_are_exact(self) -> bool:
@@ -122,14 +113,10 @@ class OFTConfig(TargetedConfig):
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
         if asked not in legal:
             near = nearest([*legal], asked)
-            hint = f"exclude_modules=[{site.path!r}]"
-            if near:
-                size = ", oft_block_size=0" if self.r else ""
-                hint = f"{type(self).__name__}({name}={near[-1]}{size})"
+            hint = f"{name}={near[-1]}" if near else f"exclude_modules=[{site.path!r}]"
             raise ConfigError(
-                f"{type(self).__name__}({name}={asked}): {name}={asked} does not divide the "
-                f"{width} features at {site.path!r} into blocks of at least 2; legal near it: "
-                f"{near}. Write {hint}."
+                f"{type(self).__name__}({name}={asked}): not legal for {width} features at "
+                f"{site.path!r}; near it are {near}. Write {hint}."
             )
         terms = self.num_cayley_neumann_terms if self.use_cayley_neumann else 0
         return Blocks(legal[asked], width // legal[asked], terms, self.eps if self.coft else None)
@@ -318,9 +305,6 @@ class OFT(Rotating):
         return f"features={b * number}, blocks={number}, block_size={b}"
 
 
-TERMS = Range(2, 64)
-
-
 _ARGUMENTS = PeftArguments(
     class_name="OFTConfig",
     fields={
@@ -369,9 +353,8 @@ def _block_size(layer: PeftLayer) -> int:
     rows = 1 if layer.fields["block_share"] else width // max(b, 1)
     if b < 2 or width % b or shape != [rows, b * (b - 1) // 2]:
         raise CheckpointError(
-            f"at {layer.name!r} oft_R is {shape}; with block_share="
-            f"{layer.fields['block_share']} it is [{'1' if rows == 1 else 'd / b'}, b (b - 1) / 2] "
-            f"for blocks of b > 1 of the d={width} features. Copy both files again."
+            f"at {layer.name!r} oft_R is {shape}, and not [{rows}, b (b - 1) / 2] for blocks of b "
+            f"of {width} features. Copy both files again."
         )
     return b
 
@@ -382,11 +365,6 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
     numbers = {rotated_features(layer.site) // b for layer, b in zip(layers, sizes, strict=True)}
     said = dict(layers[0].fields)
     by_number = said.pop("r") > 0 and len(numbers) == 1
-    # without their flags they have no effect
-    if not said["use_cayley_neumann"]:
-        del said["num_cayley_neumann_terms"]
-    if not said["coft"]:
-        del said["eps"]
     r = numbers.pop() if by_number else 0
     return [{**said, "r": r, "oft_block_size": 0 if by_number else b} for b in sizes]
 
