@@ -809,8 +809,8 @@ class Placement:
 class AdapterConfig(Config):
     """Base of all adapter configs.
 
-    `architecture` is the name of the method in files. `training_fields` are those that do not
-    change what a trained adapter computes.
+    `architecture` is the name of the method in files, and `adapter_class` the class that `build`
+    calls. `training_fields` are those that do not change what a trained adapter computes.
     """
 
     kind_field: ClassVar[str] = "architecture"
@@ -821,6 +821,7 @@ class AdapterConfig(Config):
     default: ClassVar[object] = "seq_bn"
 
     architecture: ClassVar[str]
+    adapter_class: ClassVar[Callable[..., Any]]
     training_fields: ClassVar[frozenset[str]] = frozenset(
         {"dropout", "init_weights", "init_weights_seed", "dtype"}
     )
@@ -879,13 +880,14 @@ class AdapterConfig(Config):
             SiteError: the model, or one of its blocks, lacks the sites.
         """
 
-    @abstractmethod
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Return a fresh adapter for the site, its parameters on the device and of the dtype.
 
         Raises:
             ConfigError: a value does not fit the site's widths.
         """
+        made: Adapter = self.adapter_class(self, site, device, dtype)
+        return made
 
     @property
     def members(self) -> tuple[AdapterConfig, ...]:

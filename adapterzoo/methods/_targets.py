@@ -25,6 +25,7 @@ from adapterzoo.config import (
     Placement,
     Range,
     StackLayers,
+    checks,
     config_class,
     field,
 )
@@ -34,6 +35,7 @@ from adapterzoo.patterns import (
     ALL_LINEAR,
     Excluded,
     Parameters,
+    Patterns,
     Saved,
     Targets,
     TokenIds,
@@ -203,6 +205,12 @@ class TargetedConfig(AdapterConfig):
                 f"{self._name}: leave_out, layers_to_transform and exclude_modules exclude every "
                 f"layer that matches in {len(anatomy.blocks)} blocks. Write fewer of them."
             )
+        # a key may match a layer of a block that is left out
+        by_layer = self.leave_out or self.layers_to_transform is not None
+        names = [s.name for s in ([*anatomy, *anatomy.parameters] if by_layer else kept)]
+        for name, (check, _) in checks(type(self)).items():
+            if isinstance(check, Patterns):
+                check_keys(self._name, name, getattr(self, name), names)
         excluded = self.exclude_modules or ()
         if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
             # PEFT saves such configs, with a warning
@@ -361,22 +369,6 @@ def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bo
     if (is_embedding or site.is_only_read) and any(config[name] for name in dropouts):
         zeros = ", ".join(f"{name}=0.0" for name in dropouts)
         raise ConfigError(f"{call}: there are no features to drop. Write {zeros}.")
-
-
-def check_size_keys(
-    config: TargetedConfig, placements: Sequence[Placement], anatomy: Anatomy
-) -> None:
-    """Check that each key of `rank_pattern` and `alpha_pattern` matches a layer.
-
-    Raises:
-        SiteError: one matches none.
-    """
-    # a key may match a layer of a block that is left out
-    by_layer = config.leave_out or config.layers_to_transform is not None
-    sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
-    names = [site.name for site in sites]
-    for field_name in ("rank_pattern", "alpha_pattern"):
-        check_keys(type(config).__name__, field_name, config[field_name], names)
 
 
 def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:

@@ -121,10 +121,6 @@ class ReftConfig(ConfigWithCopies):
         sites = _block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
         return [Placement(site, self, "reft_layer") for site in sites]
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Reft:
-        """Return a new adapter for the site."""
-        return Reft(self, site, device, dtype)
-
 
 @config_strings.register("loreft")
 @config_class
@@ -195,6 +191,9 @@ class Reft(Adapter):
         """Return the edited tokens of the states `x`, `[rows, prefix]` and `[rows, suffix]`."""
         sizes = [min(count, x.shape[:-1].numel()) for count in self.counts.values()]
         return tuple(call.prompt_ends(x, *sizes).split(sizes, 1))
+
+
+ReftConfig.adapter_class = Reft
 
 
 class ReftUnit(nn.Module):

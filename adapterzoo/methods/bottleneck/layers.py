@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,10 @@ from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
-from adapterzoo.methods._parts import (
-    Affine,
-    Gate,
-    MatrixProduct,
-    by_rows,
-    dense_by_rows,
-    features,
-    gated,
-    normed,
-    restored,
-)
+from adapterzoo.methods._parts import Affine, Gate
 
-from .compacter import HypercomplexProjection
+from .compacter import HypercomplexProjection, MatrixProduct
 from .languages import JOINING, norm_of
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
@@ -39,22 +28,6 @@ Norm: TypeAlias = Callable[[Tensor], Tensor] | None
 
 Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """The sum of a bottleneck, from its input and the tensor that its result is added to."""
-
-
-class Finish(NamedTuple):
-    """The operations between the up projection and the sum, of a bottleneck or of each row's.
-
-    Attributes:
-        scaling: a tensor; or a number, equal to `factor`.
-        factor: of the sum.
-        gate: of `use_gating`, or None.
-        norm: of `ln_after`, or None.
-    """
-
-    scaling: Tensor | float
-    factor: float
-    gate: Callable[[Tensor], Tensor] | None
-    norm: Callable[[Tensor], Tensor] | None
 
 
 class BottleneckLayer(FusibleAdapter):
@@ -149,69 +122,6 @@ class BottleneckLayer(FusibleAdapter):
             add: `added` without its last argument.
         """
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they differ only in widths, factors and values."""
-        kinds = set()
-        for a in adapters:
-            scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
-            norms = (
-                a.reads_normed,
-                a.adapter_norm_after is None,
-                a.gate is None,
-                a.reads_call,
-                a.original_ln_after,
-            )
-            up = a.adapter_up
-            key = (up.weight.dtype,) if isinstance(up, Affine) else up.batch_key
-            drops = a.dropout, a.stochastic_depth, a.non_linearity, *key
-            sums = a.residual_before_ln, a.adapter_residual_before_ln
-            kinds.add((scaling, *norms, *drops, *sums))
-        return len(kinds) == 1
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Return the adapted module, each row of the batch with its own bottleneck."""
-        if not groups.rows:
-            return base(x)
-        add = partial(cls._added_by_rows, adapters, groups, base)
-        if cls.acts_on == "input":
-            return base(restored(adapters[0].changed(x, base.original(x), base, add), x, groups))
-        y = base(x)
-        return restored(adapters[0].changed(x, y, base, add), y, groups)
-
-    @staticmethod
-    def _added_by_rows(
-        adapters: Sequence[BottleneckLayer],
-        groups: Groups,
-        base: BaseLayer,
-        x: Tensor,
-        to: Tensor,
-    ) -> Tensor:
-        """Return `added` for each row with its own bottleneck; rows without one are undefined."""
-        one, dim = adapters[0], x.dim()
-        downs, ups = zip(*(a.products(base, x.device) for a in adapters), strict=True)
-        x = x.to(ups[0].matrices[0].dtype)
-        inner = x
-        if one.reads_normed:
-            inner = normed([cast("nn.LayerNorm", a.adapter_down[0]) for a in adapters], groups, x)
-        if isinstance(one.adapter_up, Affine):
-            update = dense_by_rows(downs, ups, one.activation, groups, inner)
-        else:
-            update = by_rows(ups, groups, one.activation(by_rows(downs, groups, inner)))
-        scaling, factor = one.scaling, one.factor
-        learned = [a.scaling for a in adapters if isinstance(a.scaling, Tensor)]
-        if learned or any(a.factor != factor for a in adapters):
-            factors = learned or [update.new_tensor([a.factor]) for a in adapters]
-            scaling, factor = features(factors, groups, dim), 1.0
-        gates = [a.gate for a in adapters if a.gate is not None]
-        norms = [a.adapter_norm_after for a in adapters if a.adapter_norm_after is not None]
-        gate = partial(gated, gates, groups, base=base) if gates else None
-        norm = partial(normed, norms, groups) if norms else None
-        return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
-
     def products(
         self, base: BaseLayer | None, device: torch.device
     ) -> tuple[MatrixProduct, MatrixProduct]:
@@ -273,27 +183,22 @@ class BottleneckLayer(FusibleAdapter):
                 self.non_linearity,
             )  # fmt: skip
         x, update = self.transformed(x, base)
-        gate = None if self.gate is None else partial(self.gate, base=cast("BaseLayer", base))
-        parts = Finish(self.scaling, self.factor, gate, self.adapter_norm_after)
-        return self._finished(update, x, to, parts)
-
-    def _finished(self, update: Tensor, x: Tensor, to: Tensor, parts: Finish) -> Tensor:
-        """Return the sum with the update after its options; all `[*batch, d_model]`."""
         if self.training and self.stochastic_depth:
             update = drop_rows(update, self.stochastic_depth)
-        if isinstance(parts.scaling, Tensor):
-            update = update * parts.scaling
+        if isinstance(self.scaling, Tensor):
+            update = update * self.scaling
         if self.training and self.dropout:
             update = dropout(update, self.dropout)
-        if parts.gate is not None:
-            update = update * parts.gate(x)
-        if parts.norm is None:
-            return torch.add(to, update.to(to.dtype), alpha=parts.factor)
-        if parts.factor != 1.0:
-            update = update * parts.factor
+        if self.gate is not None:
+            update = update * self.gate(x, cast("BaseLayer", base))
+        norm = self.adapter_norm_after
+        if norm is None:
+            return torch.add(to, update.to(to.dtype), alpha=self.factor)
+        if self.factor != 1.0:
+            update = update * self.factor
         if self.adapter_residual_before_ln:
-            return parts.norm(to.to(x.dtype) + update).to(to.dtype)
-        return to + parts.norm(update).to(to.dtype)
+            return norm(to.to(x.dtype) + update).to(to.dtype)  # type: ignore[no-any-return]
+        return to + norm(update).to(to.dtype)
 
     def extra_repr(self) -> str:
         """Return the activation and the scaling."""
@@ -418,12 +323,6 @@ class PlacedBottleneck(BottleneckLayer):
         self.factor_path, self.is_swapped = site.factor, site.is_swapped
         self.reads_call |= self.norm is not None or site.factor is not None
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they read the same modules too."""
-        places = {(a.norm, a.factor_path, a.reads_sum, a.is_parallel) for a in adapters}
-        return len(places) == 1 and super().supports_batching(adapters)
-
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
         """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
         # 1.0 where a config of the model has no such parameter
@@ -474,11 +373,6 @@ class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
         """Make the parameters, and keep the place."""
         super().__init__(config, site, device, dtype)
         self.path, self.reads_call = site.path, True
-
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return False: rows are computed one adapter after the other."""
-        return False
 
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """Return the stream after the block's language adapters. `x` is s `[*batch, d_model]`."""

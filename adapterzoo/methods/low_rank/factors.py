@@ -55,7 +55,6 @@ from adapterzoo.methods._targets import (
     TARGETS,
     TargetedConfig,
     check_site,
-    check_size_keys,
     fields_at,
     refuse_larger,
     rescaled,
@@ -95,16 +94,6 @@ class LowRankConfig(TargetedConfig):
     dropout: float = field(0.0, Share())
     init_weights: str = field("lora", Choice(*DRAWN))
     use_rslora: bool = False
-
-    def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each layer that the config names.
-
-        Raises:
-            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
-        """
-        placements = super().placements(anatomy)
-        check_size_keys(self, placements, anatomy)
-        return placements
 
     def rank_at(self, name: str) -> int:
         """Return the rank of the adapter at a site, by `Site.name`."""

@@ -37,6 +37,7 @@ from adapterzoo.config import (
     AdapterConfig,
     Check,
     Choice,
+    Layers,
     Maybe,
     Placement,
     change_forms,
@@ -52,17 +53,10 @@ from adapterzoo.contracts import (
     compute_dtype,
 )
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.kernels.grouped import (
-    Groups,
-    grouped_expand,
-    grouped_low_rank,
-    grouped_shrink,
-    stacked_down,
-    stacked_up,
-)
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, generator
-from adapterzoo.methods._parts import Gate, features, gated, restored
+from adapterzoo.methods._parts import Gate
 from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
 
 from .factors import LowRank, LowRankConfig
@@ -94,23 +88,14 @@ class Options(Check):
         return {}
 
 
-class Invocation(Check):
+class Invocation(Layers):
     """The token ids of an invocation."""
 
     legal = "a list of token ids, as tokenizer.encode(text, add_special_tokens=False) returns it"
 
-    def convert(self, value: object) -> object:
-        """Return a list as a tuple."""
-        return tuple(value) if isinstance(value, list) else value
-
     def fits(self, value: object) -> bool:
-        """Return whether the value is legal."""
-        ids = value if isinstance(value, list | tuple) else ()
-        return bool(ids) and all(type(n) is int and n >= 0 for n in ids)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return some tokens."""
-        return [5, 6]
+        """Return whether there are any, each a whole number from 0."""
+        return bool(value) and super().fits(value)
 
 
 @change_forms.register("lora")
@@ -171,10 +156,6 @@ class LoRAConfig(LowRankConfig):
         if self.alora_invocation_tokens:
             _check_invocation(self, [placement.site for placement in placements], anatomy)
         return placements
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
-        """Return a fresh adapter for the site."""
-        return LoRA(self, site, device, dtype)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -365,41 +346,28 @@ class LoRA(LowRank):
         update = linear(self.down(x, a, base), b, self.lora_B_bias)  # [*batch, d_out]
         if self.start is not None:
             update = update - self.start(x)
-        update = invoked(update * self.scaling, [self.invocation], x, base)
+        update = update * self.scaling
+        if self.invocation is not None:
+            after = base.call.after(self.invocation, x)  # [*batch]
+            update = torch.where(after.unsqueeze(-1), update, 0.0)
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtype, dropout and options, on features."""
-        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
-        options = {(a.gate is None, a.lora_B_bias is None, a.invocation is None) for a in adapters}
-        return len(kinds) == len(options) == 1 and not any(
-            a.at_embedding or a.start for a in adapters
-        )
+        """Return whether they are of the same dtype and dropout, without options, on features."""
+        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout) for a in adapters}
+        return len(kinds) == 1 and all(a._is_plain for a in adapters)
 
     @classmethod
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
-        one, y = adapters[0], base(x)  # [rows, *tokens, d_out]
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
-        scaling = tuple(each.scaling for each in adapters)
-        if one._is_plain or not groups.rows:
-            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
-        t = grouped_shrink(x, stacked_down(a), groups, one.dropout, one.training)
-        biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
-        bias = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
-        # s scales the bias too, so it comes after the sum
-        update = grouped_expand(bias.expand(y.shape), t, stacked_up(b), [1.0] * len(a), groups)
-        scales = groups.row_scales(scaling, t.device, t.dtype)  # [rows]
-        update = update * scales.view(-1, *(1 for _ in y.shape[1:]))
-        update = invoked(update, [each.invocation for each in adapters], x, base, groups)
-        if gates := [each.gate for each in adapters if each.gate is not None]:
-            update = update * gated(gates, groups, x, base)
-        return restored(y + update.to(y.dtype), y, groups)
+        scaling, one = tuple(each.scaling for each in adapters), adapters[0]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.
@@ -492,6 +460,9 @@ class LoRA(LowRank):
             self.combine_linearly(["lora_B_bias"], adapters, weights, strategy, base)
 
 
+LoRAConfig.adapter_class = LoRA
+
+
 def _weight(base: BaseLayer) -> Tensor:
     w = base.weight.detach()
     return w.to(compute_dtype(w.dtype))
@@ -507,31 +478,3 @@ def _check_start(config: LoRAConfig, site: Site) -> None:
             f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: it "
             f"needs a layer of at least rank {rank}, and a scaling above 0. Write {hint}."
         )
-
-
-def invoked(
-    update: Tensor,
-    invocations: Sequence[tuple[int, ...] | None],
-    x: Tensor,
-    base: BaseLayer,
-    groups: Groups | None = None,
-) -> Tensor:
-    """Return the update `[*batch, d_out]`, zero at tokens before the invocation.
-
-    Args:
-        update: of the layer.
-        invocations: the invocation of each adapter, None if it acts at all tokens.
-        x: the input of the layer, `[*batch, d_in]`, or tokens `[*batch]`.
-        base: the layer.
-        groups: in a mixed batch, which adapter each row takes.
-    """
-    own = [tokens for tokens in invocations if tokens is not None]
-    if not own:
-        return update
-    if groups is None or len(set(own)) < 2:
-        after = base.call.after(own[0], x)  # [*batch]
-    else:
-        each = torch.stack([base.call.after(tokens, x) for tokens in own])  # [n, rows, *tokens]
-        numbers = groups.numbers("of_all", x.device)  # [rows]
-        after = each[numbers, torch.arange(len(numbers), device=x.device)]  # [rows, *tokens]
-    return torch.where(after.unsqueeze(-1), update, 0.0)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
@@ -125,10 +124,6 @@ class OFTConfig(TargetedConfig):
     def starts_as_identity(self) -> bool:
         """Whether S starts as zero."""
         return self.init_weights
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OFT:
-        """Return a fresh adapter for the site."""
-        return OFT(self, site, device, dtype)
 
 
 class Blocks(NamedTuple):
@@ -269,21 +264,6 @@ class OFT(Rotating):
         Q = self.rotation(x)
         return base(in_layout_of(rotated(x, Q), x, Q))
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether their rotations have one shape, rule, dtype and dropout."""
-        kinds = {(a.oft_R.dtype, a.oft_R.shape, a.dropout, a.blocks) for a in adapters}
-        return len(kinds) == 1 and adapters[0].oft_R.dim() == 2 and not adapters[0].looks_up
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Rotate each row by its adapter. `x` `[rows, *tokens, d_in]`."""
-        if not groups.rows:
-            return base(x)
-        return base(cls.rotated_rows(adapters, groups, x))
-
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
         """Return the rotations of the blocks, folded where that is faster."""
         return self.blocks.folded(self.oft_R, dropout, dtype)
@@ -303,6 +283,9 @@ class OFT(Rotating):
         """Return the blocks."""
         b, number = self.blocks.size, self.blocks.number
         return f"features={b * number}, blocks={number}, block_size={b}"
+
+
+OFTConfig.adapter_class = OFT
 
 
 _ARGUMENTS = PeftArguments(
