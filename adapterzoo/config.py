@@ -502,8 +502,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """
         if name not in fields_of(type(self)) or name in vars(self):
             raise dataclasses.FrozenInstanceError(
-                f"{type(self).__name__}.{name} = {value!r}: a config does not change. Write "
-                f"config.replace({name}={value!r}), or declare the field in a class of your own."
+                f"{type(self).__name__}.{name}: a config is frozen. Write config.replace({name}=…)."
             )
         object.__setattr__(self, name, value)
 
@@ -513,9 +512,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         Raises:
             FrozenInstanceError: always.
         """
-        raise dataclasses.FrozenInstanceError(
-            f"del {type(self).__name__}.{name}: a config does not change. Write config.replace(…)."
-        )
+        raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name}: a config is frozen.")
 
     # --- dicts ---
 
@@ -1197,8 +1194,5 @@ class ConfigUnion(AdapterConfig):
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
         members = fields.pop("configs", [])
         if fields or not isinstance(members, Sequence):
-            raise ConfigError(
-                f"a union has {listing(fields)} and configs={members!r} in its dict. Write "
-                f"{{'architecture': 'union', 'configs': […]}}."
-            )
+            raise ConfigError(f"{fields!r}, configs={members!r}: not the dict of a union.")
         return cls(*(AdapterConfig.from_dict(c) for c in members))

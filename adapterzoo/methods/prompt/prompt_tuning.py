@@ -162,19 +162,9 @@ class Prompt(Contained):
         self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
 
     def start_from(self, rows: Tensor) -> None:
-        """Copy rows `[any, d]` into E, repeated if they are fewer than P.
-
-        Raises:
-            ConfigError: there are none, or they have another width.
-        """
-        length, width = self.prompt_embedding.shape
-        if not len(rows) or rows.shape[1] != width:
-            raise ConfigError(
-                f"PromptTuningConfig(prompt_init='from_string'): the text has embeddings "
-                f"{[*rows.shape]}, not [tokens, {width}]. Write prompt_init='random_uniform'."
-            )
+        """Copy rows `[any, d]` into E, repeated if they are fewer than P."""
         with torch.no_grad():
-            steps = torch.arange(length, device=rows.device) % len(rows)
+            steps = torch.arange(len(self.prompt_embedding), device=rows.device) % len(rows)
             self.prompt_embedding.copy_(rows[steps])
 
 
