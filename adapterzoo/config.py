@@ -1100,7 +1100,8 @@ class ConfigUnion(AdapterConfig):
         members = [member for config in configs for member in config.members] if known else []
         if len(members) < 2:
             raise FieldError(
-                f"ConfigUnion{configs!r}: not two or more configs. Write ConfigUnion(one, other)."
+                f"ConfigUnion{configs!r}: not two or more configs. Write "
+                f"ConfigUnion(config, other_config)."
             )
         # adapters are told apart by the config object that makes them
         distinct = {id(member): member for member in members}

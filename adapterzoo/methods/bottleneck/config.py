@@ -287,8 +287,8 @@ class BnConfig(ConfigWithCopies):
         width = d_model // factor
         if width > MAX_WIDTH:
             raise ConfigError(
-                f"{type(self).__name__}(reduction_factor={factor!r}): {width:.12g} features are "
-                f"more than {MAX_WIDTH}. Write reduction_factor=16."
+                f"{type(self).__name__}(reduction_factor={factor!r}): a width of {width:.12g} "
+                f"exceeds {MAX_WIDTH}. Write reduction_factor=16."
             )
         return max(self.phm_dim if self.phm_layer else 1, int(width))
 

@@ -112,10 +112,11 @@ class OFTConfig(TargetedConfig):
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
         if asked not in legal:
             near = nearest([*legal], asked)
-            hint = f"{name}={near[-1]}" if near else f"exclude_modules=[{site.path!r}]"
+            rest = ", oft_block_size=0" if self.r else ""
+            hint = f"{name}={near[-1]}{rest}" if near else f"exclude_modules=[{site.path!r}]"
             raise ConfigError(
                 f"{type(self).__name__}({name}={asked}): not legal for {width} features at "
-                f"{site.path!r}; near it are {near}. Write {hint}."
+                f"{site.path!r}; near it are {near}. Write {type(self).__name__}({hint})."
             )
         terms = self.num_cayley_neumann_terms if self.use_cayley_neumann else 0
         return Blocks(legal[asked], width // legal[asked], terms, self.eps if self.coft else None)
