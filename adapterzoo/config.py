@@ -356,8 +356,8 @@ def refuse_missing_layers(config: Any, count: int) -> None:
         if isinstance(asked, tuple) and (missing := [n for n in asked if n >= count]):
             kept = [n for n in asked if n < count] or [*range(count)][-1:]
             raise ConfigError(
-                f"{type(config).__name__}({name}={[*asked]}): the model has {count} blocks, "
-                f"numbered from 0, without {listing(missing)}. Write {name}={kept}."
+                f"{type(config).__name__}({name}={[*asked]}): there is no block "
+                f"{listing(missing)}; the model has {count}. Write {name}={kept}."
             )
 
 

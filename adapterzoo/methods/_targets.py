@@ -251,8 +251,8 @@ class TargetedConfig(AdapterConfig):
         if missing := [number for number in asked if number not in known]:
             kept = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
             raise ConfigError(
-                f"{self._name}(layers_to_transform={[*asked]}): no stack has blocks "
-                f"{listing(missing)}. Write layers_to_transform={kept}."
+                f"{self._name}(layers_to_transform={[*asked]}): there is no block "
+                f"{listing(missing)} in any stack. Write layers_to_transform={kept}."
             )
 
     @property

@@ -43,7 +43,7 @@ from adapterzoo.config import (
     field,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype, widest
-from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -257,16 +257,10 @@ def _block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) 
         config: its name, for messages.
 
     Raises:
-        SiteError: the model has no blocks, none of a number, or one whose output is not one state
-            of known width for each token.
+        SiteError: the model has no blocks, or one whose output is not one state of known width
+            for each token.
     """
     check_blocks(anatomy, config)
-    numbers = [block.layer for block in anatomy.blocks]
-    if unknown := sorted(set(layers or ()) - set(numbers)):
-        raise SiteError(
-            f"{config}: the model has blocks 0 to {numbers[-1]}, without {listing(unknown)}. Write "
-            f"layers='all' or numbers of these."
-        )
     asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
     for block in asked:
         if block.states or not (block.output and block.d_model):

@@ -64,7 +64,7 @@ ADD = [
     (LoRAConfig(target_modules=".*nope"), SiteError, ("'.*nope'", "'query'", "'all-linear'")),
     (LoRAConfig(target_modules=["LayerNorm"]), SiteError, ("'LayerNorm'", "'all-linear'")),
     (LoRAConfig(exclude_modules=["query", "value"]), SiteError, ("exclude_modules", "in 2 blocks")),
-    (LoRAConfig(layers_to_transform=[2]), ConfigError, ("=[2]", "no stack has blocks 2")),
+    (LoRAConfig(layers_to_transform=[2]), ConfigError, ("layers_to_transform=[2]", "no block 2")),
     (LoRAConfig(leave_out=[0, 1]), SiteError, ("leave_out", "in 2 blocks")),
     (SeqBnConfig(leave_out=[0, 1]), SiteError, ("left by leave_out", "a shorter leave_out")),
     (SeqBnConfig(cross_adapter=True), SiteError, ("cross_adapter=True", "cross_adapter=False")),
