@@ -359,11 +359,12 @@ def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bo
     Raises:
         ConfigError: it has not.
     """
-    call = f"{type(config).__name__} at {site.path!r}"
+    given = ", ".join(f"{name}={config[name]}" for name in dropouts)
+    call = f"{type(config).__name__}({given}) at {site.path!r}"
     is_embedding = site.kind == "embedding"
     if is_embedding and not embeddings:
         raise ConfigError(
-            f"{call}: an embedding reads token numbers, which have no features. Write "
+            f"{call}: it cannot adapt an embedding, which reads token numbers. Write "
             f"exclude_modules=[{site.path!r}]."
         )
     if (is_embedding or site.is_only_read) and any(config[name] for name in dropouts):

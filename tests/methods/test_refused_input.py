@@ -52,11 +52,11 @@ CONFIGS = [
     ("bert", "direft[r=0]", ConfigError, "DiReftConfig(r=0)", "r=1"),
     # positions
     ("bert", "loreft[prefix_positions=-1]", ConfigError, "=-1", "prefix_positions=0"),
-    ("bert", "noreft[prefix_positions=0]", ConfigError, "no position", "prefix_positions=3"),
+    ("bert", "noreft[prefix_positions=0]", ConfigError, "nothing is left", "prefix_positions=3"),
     ("bert", "loreft[suffix_positions=70000]", ConfigError, "=70000", "suffix_positions=65536"),
     ("bert", "prefix_tuning[positions='moved']", ConfigError, "'moved'", "positions='kept'"),
     # widths that do not divide
-    ("bert", "boft[boft_block_size=7]", ConfigError, "does not divide d_in=32", "block_size=8"),
+    ("bert", "boft[boft_block_size=7]", ConfigError, "not legal for d_in=32", "block_size=8"),
     ("bert", "boft[boft_block_num=5]", ConfigError, "not legal for d_in=32", "block_num=8"),
     ("bert", "boft[boft_n_butterfly_factor=9]", ConfigError, "factor=9", "factor=1"),
     ("bert", "seq_bn[reduction_factor=0]", ConfigError, "factor=0", "reduction_factor=16"),
