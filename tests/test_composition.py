@@ -241,7 +241,7 @@ def test_what_cannot_be_in_what(outer, inner, between):
 
 def test_a_stack_in_a_stack_is_one_stack():
     assert Stack("a", Stack("b", Stack("c"))) == Stack("a", "b", "c")
-    with pytest.raises(CompositionError, match="once in a stack"):
+    with pytest.raises(CompositionError, match="acts once"):
         Stack("a", Stack("b", "a"))
 
 
@@ -277,13 +277,9 @@ def test_any_depth_is_legal():
         (lambda: Average("a", weights=0.5), "weights=0.5", "Write weights=[1.0]"),
         (lambda: Average("a", weights=object), "<class 'object'>", "Write weights=[1.0]"),
         (lambda: Average("a", weights=[float("nan")]), "[nan]", "Write weights=[1.0]"),
-        (
-            lambda: Average("a", None),
-            "None is neither the name of an adapter nor",
-            "Write Average('a'",
-        ),
+        (lambda: Average("a", None), "Average('a', None)", "Write Average('a'"),
         (lambda: Parallel(), "Parallel()", "Write Parallel('a'"),
-        (lambda: Fuse("a", None), "None is neither the name of an adapter nor", "Write Fuse('a'"),
+        (lambda: Fuse("a", None), "Fuse('a', None)", "Write Fuse('a'"),
         (
             lambda: rows_of(
                 Stack(
@@ -302,11 +298,6 @@ def test_any_depth_is_legal():
             "Write batch_sizes with 2",
         ),
         (lambda: from_json({"type": "Heap", "children": []}), "Heap", "'Stack'"),
-        (
-            lambda: from_json({"type": "Split", "children": ["a"], "parts": 1}),
-            "parts",
-            "that Split takes",
-        ),
     ],
 )
 def test_what_is_none_is_refused_with_value_and_cure(make, wrong, hint):
@@ -527,7 +518,7 @@ def test_without_children_children_are_what_is_missing(made, option, value):
     with pytest.raises(CompositionError) as caught:
         made(**{option: value})
     kind = made.__name__
-    assert str(caught.value).startswith(f"{kind}(): a {kind} takes names or compositions, at least")
+    assert str(caught.value).startswith(f"{kind}(): children are names of adapters and")
     assert f"Write {kind}('a', " in str(caught.value)
 
 
@@ -658,8 +649,8 @@ def test_the_rows_of_a_batch_by_its_tasks():
 @pytest.mark.parametrize(
     ("setup", "says"),
     [
-        (Stack(MultiTask("a", "b"), MultiTask("c", "d", "e")), "different numbers of tasks"),
-        (Stack(MultiTask("a", "b"), MultiTask(Stack("c", "b"), "a")), "has two numbers"),
+        (Stack(MultiTask("a", "b"), MultiTask("c", "d", "e")), "as many children"),
+        (Stack(MultiTask("a", "b"), MultiTask(Stack("c", "b"), "a")), "as many children"),
     ],
 )
 def test_one_task_id_must_do_for_all(setup, says):

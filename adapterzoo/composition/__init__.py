@@ -130,6 +130,13 @@ class Node:
         """The options to print: those that differ from the defaults."""
         return self.options
 
+    def nodes(self) -> Iterator[Node]:
+        """Yield the composition itself and all those inside, from the outside in."""
+        yield self
+        for child in self.children:
+            if isinstance(child, Node):
+                yield from child.nodes()
+
     def flatten(self) -> Names:
         """Return all the names in it, each once, in order."""
         names: dict[str, None] = {}
@@ -142,8 +149,7 @@ class Node:
     @property
     def parallel_channels(self) -> int:
         """How many copies of the batch `Parallel` makes; 1 without one."""
-        own = [c.parallel_channels for c in self.children if isinstance(c, Node)]
-        return max(own, default=1)
+        return max(len(node) if isinstance(node, Parallel) else 1 for node in self.nodes())
 
     def first(self) -> str | None:
         """Return the name that acts first."""
@@ -155,46 +161,41 @@ class Node:
         child = self.children[-1]
         return child.last() if isinstance(child, Node) else child
 
-    def with_children(self, children: Sequence[Child]) -> Node:
-        """Return the same composition with other children, equal in number."""
-        return type(self)(*children, **self.options)
+    def with_children(self, children: Sequence[Child]) -> Node | None:
+        """Return the same composition with other children, equal in number; None if all are None.
+
+        None, the base model, has no place where neither the batch nor the sequence is divided.
+        """
+        options = dict(self.options)
+        kept = [number for number, child in enumerate(children) if child is not None]
+        if not self.takes_none:
+            children = [children[number] for number in kept]
+            if "weights" in options:
+                options["weights"] = [options["weights"][number] for number in kept]
+        return type(self)(*children, **options) if kept else None
 
     def _check_children(self) -> None:
         kind = type(self).__name__
-        example = EXAMPLES[kind]
-        if not self.children:
-            what = "names of adapters" if kind == "Stack" else "names or compositions"
+        given = f"{kind}({', '.join(map(repr, self.children))})"
+        legal = (str, Node, type(None)) if self.takes_none else (str, Node)
+        if not self.children or any(not isinstance(child, legal) for child in self.children):
             raise CompositionError(
-                f"{kind}(): a {kind} takes {what}, at least one. Write {example}."
+                f"{given}: children are names of adapters and compositions, at least one. "
+                f"Write {EXAMPLES[kind]}."
             )
-        for child in self.children:
-            if child is None and self.takes_none:
-                continue
-            if not isinstance(child, (str, Node)):
+        inside = [child for child in self.children if isinstance(child, Node)]
+        for inner in (node for child in inside for node in child.nodes()):
+            name = type(inner).__name__
+            if refused := REFUSED.get(kind, {}).get(name):
                 raise CompositionError(
-                    f"{kind}({', '.join(map(repr, self.children))}): {child!r} is neither the "
-                    f"name of an adapter nor a composition. Write {example}."
+                    f"{given}: a {kind} cannot contain a {name}: it {refused[0]}. "
+                    f"Write {refused[1]}."
                 )
-            if isinstance(child, Node):
-                self._check_nesting(child)
-
-    def _check_nesting(self, inside: Node) -> None:
-        kind, inner = type(self).__name__, type(inside).__name__
-        why, write = REFUSED.get(kind, {}).get(inner, ("", ""))
-        if why:
-            raise CompositionError(
-                f"{kind}({', '.join(map(repr, self.children))}): a {kind} cannot contain a "
-                f"{inner}: it {why}. Write {write}."
-            )
-        for child in inside.children:
-            if isinstance(child, Node):
-                self._check_nesting(child)
 
 
 Composition: TypeAlias = Node
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Stack(Node):
     """Adapters that act one after another: `Stack("language", "task")`; the first acts first."""
 
@@ -213,10 +214,8 @@ class Stack(Node):
         super().__init__(*children)
         names = [c for c in children if isinstance(c, str)]
         if len(set(names)) != len(names):
-            once = ", ".join(repr(c) for c in dict.fromkeys(children))
-            raise CompositionError(
-                f"{self!r}: an adapter can act once in a stack. Write Stack({once})."
-            )
+            once = ", ".join(map(repr, dict.fromkeys(children)))
+            raise CompositionError(f"{self!r}: an adapter acts once in it. Write Stack({once}).")
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -247,20 +246,21 @@ class Fuse(Node):
     @property
     def name(self) -> str:
         """The name of the fusion layers."""
-        return self.fusion or ",".join(self._lasts)
+        return self.fusion or ",".join(self.fused)
 
     @property
-    def _lasts(self) -> list[str]:
-        return [str(c.last() if isinstance(c, Node) else c) for c in self.children]
+    def fused(self) -> tuple[str, ...]:
+        """The adapters whose outputs the fusion weighs: the last of each child."""
+        return tuple(str(c.last() if isinstance(c, Node) else c) for c in self.children)
 
     def _check_children(self) -> None:
         super()._check_children()
         # Fuse("a,b", "c") and Fuse("a", "b,c") would have the same layers
-        comma = [name for name in self._lasts if "," in name and self.fusion is None]
+        comma = [name for name in self.fused if "," in name and self.fusion is None]
         if comma:
             raise CompositionError(
-                f"{self!r}: the layers are named like the adapters, joined by commas, and the name "
-                f"{comma[0]!r} has a comma. Write Fuse(…, name='my_fusion')."
+                f"{self!r}: a fusion is named by its adapters, joined by commas, and {comma[0]!r} "
+                f"has a comma. Write Fuse(…, name='my_fusion')."
             )
 
     @property
@@ -291,8 +291,8 @@ class Split(Node):
         Raises:
             CompositionError: no child, one that is not legal here, or lengths that do not fit.
         """
-        object.__setattr__(self, "splits", _sizes("Split", "splits", children, splits))
         super().__init__(*children)
+        object.__setattr__(self, "splits", _sizes(self, "splits", splits))
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -322,9 +322,8 @@ class BatchSplit(Node):
         Raises:
             CompositionError: no child, one that is not legal here, or sizes that do not fit.
         """
-        sizes = _sizes("BatchSplit", "batch_sizes", children, batch_sizes)
-        object.__setattr__(self, "batch_sizes", sizes)
         super().__init__(*children)
+        object.__setattr__(self, "batch_sizes", _sizes(self, "batch_sizes", batch_sizes))
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -332,19 +331,12 @@ class BatchSplit(Node):
         return {"batch_sizes": list(self.batch_sizes)}
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Parallel(Node):
     """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one output for each."""
 
     takes_none: ClassVar[bool] = True
 
-    @property
-    def parallel_channels(self) -> int:
-        """How many copies of the batch it makes."""
-        return len(self.children)
 
-
-@dataclass(frozen=True, init=False, repr=False)
 class MultiTask(Node):
     """Each row of the batch to the adapter of its task: `MultiTask("a", "b")`.
 
@@ -387,8 +379,8 @@ class Average(Node):
         Raises:
             CompositionError: no child, one that is not legal here, or weights that do not fit.
         """
-        object.__setattr__(self, "weights", _weights(children, weights, normalize_weights))
         super().__init__(*children)
+        object.__setattr__(self, "weights", _weights(self, weights, normalize_weights))
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -398,7 +390,7 @@ class Average(Node):
     @property
     def shown(self) -> Mapping[str, Any]:
         """The normalized weights, unless they are all equal."""
-        if self.weights == _weights(self.children, None, True):
+        if self.weights == _weights(self, None, True):
             return {}
         total = sum(self.weights)
         as_given = bool(total) and tuple(w / total for w in self.weights) == self.weights
@@ -406,46 +398,34 @@ class Average(Node):
         return {"weights": list(self.weights), **flag}
 
 
-def _sizes(
-    kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
-) -> tuple[int, ...]:
-    if not children:
-        # the node's own check refuses this
-        return ()
-    sizes = tuple(given) if isinstance(given, Iterable) else (given,) * len(children)
+def _sizes(node: Node, option: str, given: Sequence[int] | int) -> tuple[int, ...]:
+    count = len(node)
+    sizes = tuple(given) if isinstance(given, Iterable) else (given,) * count
     legal = all(isinstance(s, Integral) and not isinstance(s, bool) and s > 0 for s in sizes)
-    if len(sizes) != len(children) or not legal:
-        hint = [2] * len(children)
+    if len(sizes) != count or not legal:
         raise CompositionError(
-            f"{kind}({', '.join(map(repr, children))}, {option}={given!r}): {option} is a positive "
-            f"number for each of the {len(children)} children, or one for all. "
-            f"Write {option}={hint}."
+            f"{type(node).__name__}(…, {option}={given!r}): {option} is a positive number for each "
+            f"of the {count} children, or one for all. Write {option}={[2] * count}."
         )
     return tuple(int(s) for s in sizes)
 
 
-def _weights(
-    children: tuple[Child, ...], given: Sequence[float] | None, normalize: bool
-) -> tuple[float, ...]:
-    if not children:
-        # as above
-        return ()
+def _weights(node: Node, given: Sequence[float] | None, normalize: bool) -> tuple[float, ...]:
+    count = len(node)
     if given is None:
-        return (1.0 / len(children),) * len(children)
+        return (1.0 / count,) * count
     # accepts NumPy's numbers
     weights = tuple(given) if isinstance(given, Iterable) else ()
-    legal = all(isinstance(w, Real) and not isinstance(w, bool) for w in weights)
-    if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
-        what = f"weights are {len(children)} numbers, one for each child"
-    elif normalize and not sum(weights):
-        what = "the weights sum to 0 and cannot be normalized"
-    else:
+    legal = all(isinstance(w, Real) and not isinstance(w, bool) and abs(w) < 1e30 for w in weights)
+    what, flag = f"weights are {count} numbers, one for each child", ""
+    if legal and len(weights) == count:
         total = sum(weights) if normalize else 1.0
-        return tuple(float(w) / float(total) for w in weights)
-    hint = [round(1 / len(children), 3)] * len(children)
+        if total:
+            return tuple(float(w) / float(total) for w in weights)
+        what, flag = "the weights sum to 0", ", normalize_weights=False"
     raise CompositionError(
-        f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "
-        f"Write weights={hint}{', normalize_weights=False' if 'sum' in what else ''}."
+        f"Average(…, weights={given!r}): {what}. "
+        f"Write weights={[round(1 / count, 3)] * count}{flag}."
     )
 
 
@@ -464,14 +444,12 @@ def parse(setup: object) -> Node | None:
         CompositionError: a composition in it is not legal.
         SetupError: it is none of these.
     """
-    if setup is None or (isinstance(setup, (list, tuple)) and not setup):
-        return None
-    if isinstance(setup, Node):
+    if setup is None or isinstance(setup, Node):
         return setup
     if isinstance(setup, str):
         return Stack(setup)
     if isinstance(setup, (list, tuple)):
-        return Stack(*setup)
+        return Stack(*setup) if setup else None
     raise SetupError(
         f"active adapters {setup!r}: expected a name, a list of names or a composition, got a "
         f"{type(setup).__name__}. Write 'a' or Stack('a', 'b')."
@@ -494,16 +472,8 @@ def fusion_key(name: str) -> str:
 
 def fusions_of(setup: Child) -> tuple[Fuse, ...]:
     """Return the fusions in a composition."""
-    if isinstance(setup, Fuse):
-        return (setup,)
-    children = setup.children if isinstance(setup, Node) else ()
-    return tuple(fuse for child in children for fuse in fusions_of(child))
-
-
-def fused(fuse: Fuse) -> tuple[str, ...]:
-    """Return the adapters whose outputs a fusion weighs."""
-    lasts = (c.last() if isinstance(c, Node) else c for c in fuse.children)
-    return tuple(str(last) for last in lasts)
+    nodes = setup.nodes() if isinstance(setup, Node) else ()
+    return tuple(node for node in nodes if isinstance(node, Fuse))
 
 
 def last_adapter(setup: Child) -> str | None:
@@ -542,19 +512,13 @@ def _without(child: Child, removed: Collection[str], fusions: Collection[str]) -
     left = [_without(c, removed, fusions) for c in child.children]
     if left == list(child.children):
         return child
-    if not any(c is not None for c in left):
-        return None
-    if child.takes_none:
-        return child.with_children(left)
-    kept = [c for c in left if c is not None]
-    if isinstance(child, Average):
-        weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
-        total = sum(weights)
-        # weights with another sum were given with normalize_weights=False
-        normalized = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
-        scale = 1.0 / total if normalized and total else 1.0
-        return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)
-    return child.with_children(kept)
+    made = child.with_children(left)
+    # weights with another sum were given with normalize_weights=False
+    if isinstance(made, Average) and math.isclose(sum(child.weights), 1.0, rel_tol=1e-9):
+        scale = 1.0 / (sum(made.weights) or 1.0)
+        weights = [w * scale for w in made.weights]
+        return Average(*made.children, weights=weights, normalize_weights=False)
+    return made
 
 
 def to_json(setup: Node | None) -> Any:
@@ -583,14 +547,7 @@ def from_json(values: Any) -> Node | None:
             f"of children. Write {{'type': 'Stack', 'children': ['a', 'b']}}."
         )
     made = [from_json(c) if isinstance(c, (Mapping, list)) else c for c in children]
-    try:
-        return kind(*made, **options)
-    except CompositionError:
-        raise
-    except TypeError as error:
-        raise CompositionError(
-            f"composition {values!r}: {error}. Write the options that {kind.__name__} takes."
-        ) from error
+    return kind(*made, **options)
 
 
 def refuse_merged_part(setup: Node | None, merged: Collection[str]) -> None:

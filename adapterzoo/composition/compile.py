@@ -205,6 +205,11 @@ class IdentityBase(LayerView):
         return x
 
 
+_CALLED_ALONE = (
+    "rows of a batch: a layer was called alone, so it is unknown which rows it got. "
+    "Call the model itself, or activate one adapter for all rows."
+)
+
 Chain: TypeAlias = tuple[int, ...]
 """Numbers of adapters in the order in which they nest, innermost first."""
 
@@ -213,9 +218,12 @@ Step: TypeAlias = "Chain | TreeStep"
 Adapters: TypeAlias = Sequence[Any]
 """The adapters and fusion layers of a site, by number."""
 
+Rows: TypeAlias = RowMap | None
+"""The rows of the batch, where the step divides it."""
+
 
 def evaluate(
-    step: Step, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    step: Step, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None
 ) -> Tensor:
     """Return the output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`.
 
@@ -254,8 +262,8 @@ def fold(step: Step | int, w: Tensor, change: Callable[[int, Tensor], Tensor]) -
     if isinstance(step, Mean):
         return step.averaged(w, [None if s is None else fold(s, w, change) for s in step.steps])
     raise CompositionError(
-        f"a module that computes with its parameters cannot divide its input, as {step!r} would. "
-        f"Activate one adapter for all rows and tokens."
+        "a module that computes with its parameters cannot divide its input. "
+        "Activate one adapter for all rows and tokens."
     )
 
 
@@ -269,9 +277,7 @@ class TreeStep(ABC):
     acts_on: Literal["output", "input"]
 
     @abstractmethod
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output of the site; for the arguments see `evaluate`."""
 
 
@@ -282,9 +288,7 @@ class Nest(TreeStep):
     parts: tuple[int | TreeStep, ...]
     acts_on: Literal["output", "input"] = "output"
 
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Nest the parts."""
         for part in self.parts[:-1]:
             base = Nested(_bound(part, adapters), base)
@@ -306,9 +310,7 @@ class Tokens(TreeStep):
     sizes: tuple[int, ...]
     acts_on: Literal["output", "input"] = "output"
 
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`.
 
         Raises:
@@ -316,9 +318,8 @@ class Tokens(TreeStep):
         """
         if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
             raise CompositionError(
-                f"Split(…, splits={list(self.sizes)}): an adapted layer got an input "
-                f"{list(x.shape)}, and the parts have {sum(self.sizes)} tokens. Give the model "
-                f"sequences of {sum(self.sizes)} tokens, or write other splits."
+                f"Split(…, splits={list(self.sizes)}): an adapted layer got {list(x.shape)}. "
+                f"Give the model sequences of {sum(self.sizes)} tokens, or write other splits."
             )
         whole = SharedOutputs(base, x, lambda t: t)
         found: list[Tensor] = []
@@ -342,9 +343,7 @@ class Mean(TreeStep):
     weights: tuple[float, ...]
     acts_on: Literal["output", "input"]
 
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the average of the outputs, or the output of the average input."""
         if self.acts_on == "input":
             probe = IdentityBase(base)
@@ -380,9 +379,7 @@ class Fused(TreeStep):
     fusion: int
     acts_on: Literal["output", "input"]
 
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the last adapter's output with the fusion in place of its update."""
 
         def update(z: Tensor) -> Tensor:
@@ -454,19 +451,14 @@ class RowSteps(TreeStep):
     steps: tuple[Step | None, ...]
     layers: tuple[BatchedAdapters, ...] | None
 
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output of all rows. `x` `[rows, …]`.
 
         Raises:
             CompositionError: the layer was called alone.
         """
         if rows is None:
-            raise CompositionError(
-                "rows of a batch: a layer was called alone, so it is unknown which rows it got. "
-                "Call the model itself."
-            )
+            raise CompositionError(_CALLED_ALONE)
         layout = rows.layout_of(x)
         if self.layers is not None:
             for layer in self.layers[:-1]:
@@ -552,10 +544,7 @@ class Copies(TreeStep):
             return found[0](*args, **kwargs)
         first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
         if rows is None or first is None:
-            raise CompositionError(
-                "rows of a batch: a layer of the head was called directly, so it is unknown which "
-                "rows it got. Call the model itself, or activate one adapter for all rows."
-            )
+            raise CompositionError(_CALLED_ALONE)
         layout, count = rows.layout_of(first), first.shape[0]
         parts = []
         for part, start, size in layout.runs:
@@ -569,9 +558,7 @@ class Copies(TreeStep):
             parts.append(found[part](*map(own, args), **named))
         return _joined(parts, layout)
 
-    def run(
-        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
-    ) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output for a layer with one argument; see `call`."""
         output: Tensor = self.call(adapters, base, (x,), {}, rows)
         return output
@@ -584,17 +571,13 @@ def _joined(parts: list[Any], layout: RowLayout) -> Any:
     if isinstance(first, tuple) and len({len(p) for p in parts}) == 1:
         return tuple(_joined(list(each), layout) for each in zip(*parts, strict=True))
     raise CompositionError(
-        f"rows of a batch: a layer of the head returned a {type(first).__name__}, which cannot be "
+        f"rows of a batch: a {type(first).__name__}, which a layer of the head returned, cannot be "
         f"joined row by row. Activate one adapter for all rows."
     )
 
 
 def inverse_of(
-    step: Step | None,
-    adapters: Adapters,
-    y: Tensor,
-    base: BaseLayer,
-    rows: RowMap | None = None,
+    step: Step | None, adapters: Adapters, y: Tensor, base: BaseLayer, rows: Rows = None
 ) -> Tensor:
     """Return the inverse of a step; the inverse of the last adapter is applied first.
 
@@ -617,35 +600,20 @@ def inverse_of(
             adapter = adapters[number]
             y = adapter.inverse(y, base) if isinstance(adapter, InvertibleAdapter) else y
         return y
-    if isinstance(step, Fused):
-        raise CompositionError(
-            "a fusion of invertible functions has no inverse, which a language modeling head needs "
-            "before its last layer. Write add_adapter_fusion(…, AdapterFusionConfig("
-            "entry='first')), or use another head."
-        )
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
-            f"{step!r} has no inverse. Activate invertible adapters in a Stack, or for "
-            f"different rows of a batch."
+            f"{step!r} has no inverse, which a language modeling head needs. Activate invertible "
+            f"adapters in a Stack, or write add_adapter_fusion(…, "
+            f"AdapterFusionConfig(entry='first'))."
         )
     layout = rows.layout(y.shape[0])
-    ordered = layout.arranged(y)
-    found: list[Tensor] = []
-    for part, start, size in layout.runs:
-        take = functools.partial(share, start=start, size=size, of=len(layout.index))
-        found.append(inverse_of(step.steps[part], adapters, take(ordered), base))
+    views = parts_of_call(layout, rows, y, base)
+    found = [inverse_of(step.steps[part], adapters, view.x, base) for part, view in views]
     return layout.restored(torch.cat(found))  # [rows, tokens, d_model]
 
 
-_ALONE = "Activate them in a Stack, or for different rows of a batch."
-
-
 def prefix_of(
-    step: Step,
-    adapters: Adapters,
-    x: Tensor,
-    base: BaseLayer,
-    rows: RowMap | None = None,
+    step: Step, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None
 ) -> Prefix:
     """Return the prefix of an attention site under its step; those of a stack are concatenated.
 
@@ -657,13 +625,15 @@ def prefix_of(
         rows: of the batch, where the step divides it.
 
     Raises:
-        CompositionError: the step divides the sequence, averages or fuses.
+        CompositionError: the step divides the sequence, averages or fuses, or another adapter acts
+            in it.
     """
-    if isinstance(step, tuple):
-        return _chained([_own(adapters[number])(x, base) for number in step])
+    if isinstance(step, tuple) and all(isinstance(adapters[n], AttentionAdapter) for n in step):
+        return _chained([adapters[number](x, base) for number in step])
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
-            f"{step!r}: keys and values of prefixes cannot be joined this way. {_ALONE}"
+            "an attention can only join keys and values of prefixes, one after another. "
+            "Activate them in a Stack, or for different rows of a batch."
         )
     layout = rows.layout_of(x)
     parts: list[Prefix | None] = []
@@ -678,23 +648,14 @@ def prefix_of(
     return Prefix(keys, values, mask, found[0].distances, in_window)
 
 
-def _own(adapter: Adapter) -> AttentionAdapter:
-    if not isinstance(adapter, AttentionAdapter):
-        raise CompositionError(
-            f"a {type(adapter).__name__} adapter cannot act at an attention, where others prepend "
-            f"keys and values. {_ALONE}"
-        )
-    return adapter
-
-
 def _chained(prefixes: Sequence[Prefix]) -> Prefix:
     """Return one prefix, `[rows or 1, kv_heads, length, width]`, whose length is the sum."""
     if len(prefixes) == 1:
         return prefixes[0]
     if len({prefix.distances for prefix in prefixes}) > 1:
         raise CompositionError(
-            "Stack: one of the prefixes was trained with shifted distances between tokens and "
-            "another without, and an attention cannot compute both. Activate them one by one."
+            "Stack: only some of the prefixes were trained with shifted distances between tokens, "
+            "and an attention cannot compute both. Activate them one by one."
         )
     count = max(prefix.keys.shape[0] for prefix in prefixes)
     keys = torch.cat([p.keys.expand(count, -1, -1, -1) for p in prefixes], 2)
@@ -708,21 +669,15 @@ def _padded(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values `[rows, kv_heads, longest, width]` and a mask, false for padding."""
     longest = max(part.keys.shape[2] for part in parts if part is not None)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    masks: list[Tensor] = []
+    empty = Prefix(one.keys.detach()[:1, :, :0], one.values.detach()[:1, :, :0])
+    keys, values, masks = list[Tensor](), list[Tensor](), list[Tensor]()
     for part, size in zip(parts, sizes, strict=True):
-        length = 0 if part is None else part.keys.shape[2]
-        missing = longest - length
-        for found, like, own in (
-            (keys, one.keys, None if part is None else part.keys),
-            (values, one.values, None if part is None else part.values),
-        ):
-            empty = like.new_zeros(1, like.shape[1], 0, like.shape[3])
-            t = (empty if own is None else own).expand(size, -1, -1, -1)
-            # pad at the start, so that the positions which a relative bias counts do not change
-            found.append(pad(t, (0, 0, missing, 0)))  # [size, kv_heads, longest, width]
-        mask = one.keys.new_ones(size, length, dtype=torch.bool)
+        own = part or empty
+        missing = longest - own.keys.shape[2]
+        # pad at the start, so that the positions which a relative bias counts do not change
+        keys.append(pad(own.keys.expand(size, -1, -1, -1), (0, 0, missing, 0)))
+        values.append(pad(own.values.expand(size, -1, -1, -1), (0, 0, missing, 0)))
+        mask = one.keys.new_ones(size, longest - missing, dtype=torch.bool)
         masks.append(pad(mask, (missing, 0)))  # [size, longest]
     return torch.cat(keys), torch.cat(values), torch.cat(masks)
 
@@ -860,10 +815,9 @@ class _Site:
         if free and other is not None:
             first, adapter = next(iter(free.items()))
             raise CompositionError(
-                f"{setup!r}: {first!r} is an adapter of the base model without its language "
-                f"adapters, and {other!r} of the one with them. Write BatchSplit({first!r}, "
-                f"{other!r}, …) for different rows of a batch, or add {other!r} again for the same "
-                f"base model: with {adapter.joining}."
+                f"{setup!r}: {first!r} is for the model without its language adapters, {other!r} "
+                f"for the one with them. Write BatchSplit({first!r}, {other!r}, …), or add "
+                f"{other!r} with {adapter.joining}."
             )
 
     def _refuse_unmixable(self, setup: Node) -> None:
@@ -873,9 +827,8 @@ class _Site:
             what = "" if adapter is None or fusible else adapter.stacks_only
             if what:
                 raise CompositionError(
-                    f"{setup!r}: {name!r} has {what}, which cannot be averaged, fused or given to "
-                    f"a part of the sequence. Write Stack({name!r}, …), or BatchSplit({name!r}, …) "
-                    f"for different rows of a batch."
+                    f"{setup!r}: {name!r} has {what}, which cannot be averaged, fused or split. "
+                    f"Write Stack({name!r}, …), or BatchSplit({name!r}, …) for rows of a batch."
                 )
 
     def _fused(self, setup: Fuse, steps: Sequence[Step | None]) -> Fused:
@@ -885,8 +838,8 @@ class _Site:
             last = child.last() if isinstance(child, Node) else child
             if not isinstance(step, tuple) or last not in [self.names[n] for n in step]:
                 raise CompositionError(
-                    f"{setup!r}: {child!r} has no adapter at a site where others of the fusion "
-                    f"have one. Fuse adapters with the same sites."
+                    f"{setup!r}: {child!r} has no adapter at a site where others have one. "
+                    f"Fuse adapters with the same sites."
                 )
             chains.append(step)
             last_adapters.append(self._number(str(last)))

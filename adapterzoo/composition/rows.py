@@ -7,7 +7,7 @@ divides rows. The tasks of the rows of a `MultiTask` are arguments of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self, cast
 
@@ -17,22 +17,18 @@ from torch import Tensor
 from adapterzoo.errors import BatchError, CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups, on_device
 
-from . import Average, BatchSplit, Child, Fuse, MultiTask, Node, Parallel, Stack
+from . import BatchSplit, Child, MultiTask, Node, Parallel, Split, Stack
 
 
 def has_rows(node: Child) -> bool:
     """Return whether the composition divides the rows of the batch."""
-    if not isinstance(node, Node) or isinstance(node, Fuse):
-        return False
-    divides = isinstance(node, (BatchSplit, MultiTask, Parallel))
-    return divides or any(map(has_rows, node.children))
+    dividing = BatchSplit, MultiTask, Parallel
+    return isinstance(node, Node) and any(isinstance(each, dividing) for each in node.nodes())
 
 
 def has_tokens(node: Child) -> bool:
     """Return whether the composition divides the tokens of the sequence."""
-    return isinstance(node, Node) and (
-        type(node).__name__ == "Split" or any(map(has_tokens, node.children))
-    )
+    return isinstance(node, Node) and any(isinstance(each, Split) for each in node.nodes())
 
 
 def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
@@ -46,14 +42,8 @@ def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
         CompositionError: the composition divides the batch in two ways that do not fit.
     """
     count, exact = _need(setup)
-    return [_at_row(setup, row, count) for row in range(count)], _repeats(setup), exact
-
-
-def _repeats(node: Child) -> int:
-    if not isinstance(node, Node):
-        return 1
-    inner = max(map(_repeats, node.children))
-    return max(inner, len(node)) if isinstance(node, Parallel) else inner
+    repeats = setup.parallel_channels if isinstance(setup, Node) else 1
+    return [_at_row(setup, row, count) for row in range(count)], repeats, exact
 
 
 def _need(node: Child) -> tuple[int, bool]:
@@ -95,44 +85,16 @@ def _at_row(node: Child, row: int, count: int) -> Child:
             if row < size:
                 return _at_row(child, row, size)
             row -= size
-    return _seen(node, lambda child: _at_row(child, row, count))
+    return node.with_children([_at_row(child, row, count) for child in node.children])
 
 
 def _at_task(node: Child, task: int) -> Child:
     """Return the composition that a row of a task sees, which may divide the batch otherwise."""
     if isinstance(node, MultiTask):
         return node.children[task]
-    return _seen(node, lambda child: _at_task(child, task)) if isinstance(node, Node) else node
-
-
-def _multi_tasks(node: Child) -> Iterator[MultiTask]:
-    """Yield the compositions inside that divide the batch by tasks."""
-    if isinstance(node, MultiTask):
-        yield node
-    elif isinstance(node, Node):
-        for child in node.children:
-            yield from _multi_tasks(child)
-
-
-def _seen(node: Node, see: Callable[[Child], Child]) -> Child:
-    """Return a composition as a row sees it, from what the row sees of each child."""
-    children: list[Child] = []
-    options = dict(node.options)
-    kept = []
-    for number, child in enumerate(node.children):
-        seen = see(child)
-        # None is the base layer: it changes nothing in a stack and adds nothing to an average
-        if seen is None and not node.takes_none:
-            continue
-        kept.append(number)
-        # flatten a stack within a stack
-        inner = isinstance(seen, Node) and type(seen) is type(node) and not options
-        children += seen.children if inner and isinstance(seen, Node) else [seen]
-    if not children:
-        return None
-    if isinstance(node, Average):
-        options["weights"] = [node.weights[number] for number in kept]
-    return type(node)(*children, **options)
+    if not isinstance(node, Node):
+        return node
+    return node.with_children([_at_task(child, task) for child in node.children])
 
 
 @dataclass(slots=True)
@@ -311,28 +273,26 @@ class RowMap:
         if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
             raise CompositionError(
                 f"rows of a batch: an adapted layer got {list(x.shape)}, tokens before rows. "
-                f"Activate one adapter for all rows, or add adapters at the outputs of blocks: "
-                f"'seq_bn'."
+                f"Activate one adapter for all rows, or add adapters of blocks, such as 'seq_bn'."
             )
         return self.layout(x.shape[0])
 
     def _index(self, count: int) -> tuple[int, ...]:
         if self.repeats > 1:
             raise StateError(
-                "Parallel: the model repeats the batch, but a part of the model was called alone. "
+                "Parallel: only the whole model repeats the batch, and a part was called alone. "
                 "Call model(…) itself, not model.base_model(…)."
             )
         if self.tasks is not None:
             raise StateError(
-                "MultiTask: a part of the model was called alone, and the tasks of rows are known "
-                "to the whole model only. Write model(…, task_ids=[…])."
+                "MultiTask: only the whole model knows the tasks of rows, and a part was called "
+                "alone. Write model(…, task_ids=[…])."
             )
         times, rest = divmod(count, len(self.index))
         if rest or (times > 1 and not self.entered):
             raise BatchError(
                 f"rows of a batch: an adapted layer got {count} rows, and the composition has "
-                f"{len(self.index)}. Give the model a batch of {len(self.index)} rows; where the "
-                f"layer's input is not a batch, activate one adapter for all rows."
+                f"{len(self.index)}. Give the model as many, or activate one adapter for all rows."
             )
         return tuple(part for part in self.index for _ in range(times))
 
@@ -362,37 +322,26 @@ def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
     """
     if not has_rows(setup):
         return (setup,), None
-    names = tuple(node.tasks for node in _multi_tasks(setup))
+    names = tuple(node.tasks for node in setup.nodes() if isinstance(node, MultiTask))
     if not names:
         found, repeats, exact = rows_of(setup)
         parts, index = numbered(found)
         return parts, RowMap(index, repeats, exact=exact)
-    _check_tasks(setup, names)
+    # one task_ids must do for all
+    numbers = {name: number for own in names for number, name in enumerate(own)}
+    alike = all(n is None or numbers[n] == i for own in names for i, n in enumerate(own))
+    if len({len(own) for own in names}) > 1 or not alike:
+        raise CompositionError(
+            f"{setup!r}: one task_ids says the task of a row for each MultiTask. "
+            f"Write as many children in each, in one order."
+        )
     # the row of each task; all tasks divide the batch alike
     each = [rows_of(_at_task(setup, task)) for task in range(len(names[0]))]
-    parts, numbers = numbered([part for found, _, _ in each for part in found])
+    parts, order = numbered([part for found, _, _ in each for part in found])
     (found, repeats, exact), size = each[0], len(each[0][0])
-    table = tuple(numbers[i : i + size] for i in range(0, len(numbers), size))
+    table = tuple(order[i : i + size] for i in range(0, len(order), size))
     rows = RowMap(table[0], repeats, exact=exact, tasks=RowTasks(names, table), known=len(parts))
     return parts, rows
-
-
-def _check_tasks(setup: Node, names: Sequence[tuple[str | None, ...]]) -> None:
-    """Check that one task_ids can serve several divisions of a batch by tasks.
-
-    Raises:
-        CompositionError: their numbers of tasks differ, or a name has two numbers.
-    """
-    numbers = {name: number for own in names for number, name in enumerate(own)}
-    clash = [n for own in names for i, n in enumerate(own) if n is not None and numbers[n] != i]
-    if len({len(own) for own in names}) > 1 or clash:
-        what = (
-            f"{clash[0]!r} has two numbers in them" if clash else "they have different numbers of"
-        )
-        raise CompositionError(
-            f"{setup!r}: one task_ids says the task of a row for each MultiTask, and "
-            f"{what}{'' if clash else ' tasks'}. Write as many children in each, in one order."
-        )
 
 
 class ActiveHeads(NamedTuple):
@@ -439,9 +388,8 @@ def parse_heads(given: object) -> ActiveHeads:
         if not isinstance(given, (BatchSplit, Parallel, Stack)) or len(names) < len(given):
             first, second = (*given.flatten(), "a", "b")[:2]
             raise CompositionError(
-                f"{given!r} is not a composition of heads: those are a BatchSplit, Parallel or "
-                f"Stack of names. Write {first!r}, [{first!r}, {second!r}], or "
-                f"BatchSplit({first!r}, {second!r}, batch_sizes=[…])."
+                f"{given!r}: heads are a BatchSplit, Parallel or Stack of names. Write {first!r}, "
+                f"[{first!r}, {second!r}], or BatchSplit({first!r}, {second!r}, batch_sizes=[…])."
             )
         # a stack of one is what `adapters` makes of a name
         return ActiveHeads(names, None if isinstance(given, Stack) and len(names) == 1 else given)

@@ -18,7 +18,6 @@ from adapterzoo.anatomy import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     Composition,
-    fused,
     fusion_key,
     fusions_of,
     parse,
@@ -424,7 +423,7 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
 def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
     fusions = model._adapter_state.fusions
     for fuse in fusions_of(setup):
-        found, asked = fusions.get(fuse.name), fused(fuse)
+        found, asked = fusions.get(fuse.name), fuse.fused
         if found is None or found.adapters != asked:
             # what cannot be fused has no fusion layers either
             fusible_paths(model, asked)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Fuse, fused, fusion_key, fusions_of, parse, without
+from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate
@@ -50,7 +50,7 @@ def add(
     check_free(model, fuse.name, overwrite_ok)
     for adapter in fuse.flatten():
         model._adapter_state.find(adapter)
-    enter(model, fuse, loaded, make(model, fused(fuse), loaded), active)
+    enter(model, fuse, loaded, make(model, fuse.fused, loaded), active)
 
 
 def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
@@ -143,9 +143,9 @@ def enter(
     """
     fusions, default = model._adapter_state.fusions, model._active.default
     name, plan = fuse.name, default.plan
-    record = FusionRecord(config, fused(fuse), tuple(made))
+    record = FusionRecord(config, fuse.fused, tuple(made))
     # an active fusion that is replaced stays active
-    stays = any(f.name == name and fused(f) == record.adapters for f in fusions_of(plan.setup))
+    stays = any(f.name == name and f.fused == record.adapters for f in fusions_of(plan.setup))
     if active:
         refuse_while_batching(model)
         check_setup(model, fuse, (), fusions={name: record})
@@ -274,7 +274,7 @@ def _fusions_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> It
     for fuse in {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}.values():
         if fuse.name not in model._adapter_state.fusions:
             continue
-        places = model._adapter_state.records[fused(fuse)[-1]].places
+        places = model._adapter_state.records[fuse.fused[-1]].places
         for path, layer in fusion_modules(model, fuse.name):
             at = fuse.name, places[path][0].site.layer, places[path][0].location
             yield at, layer, lambda out: out[1]  # [batch, tokens, adapters]

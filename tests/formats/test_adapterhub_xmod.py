@@ -149,7 +149,7 @@ def test_what_needs_another_base_is_refused_by_name(tmp_path):
     model = loaded(tmp_path, "default", "lora", "seq", "seq_too")
     model.add_adapter("plain", "lora")
     before = out(model)
-    message = r"without its language adapters, and 'plain'.*BatchSplit.*NoLanguageAdaptersConfig"
+    message = r"without its language adapters, 'plain'.*BatchSplit.*NoLanguageAdaptersConfig"
     for setup in (Stack("lora", "plain"), Stack("plain", "seq"), Average("seq", "plain")):
         with pytest.raises(CompositionError, match=message):
             model.set_active_adapters(setup)

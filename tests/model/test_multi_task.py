@@ -257,7 +257,7 @@ def test_tasks_and_names_of_rows_are_refused_together():
         model(**inputs, task_ids=[0, 1], adapter_names=["a", "b"])
     with refused(StateError, "task_ids=…", "part of the model was called"):
         model.bert(**inputs, task_ids=[0, 1])
-    with refused(StateError, "tasks of rows are known to the whole model only"):
+    with refused(StateError, "only the whole model knows the tasks of rows"):
         model.bert(**inputs)
     # names take the place of what is active
     out(model, inputs, adapter_names=["a", "c"])
