@@ -94,11 +94,11 @@ def shrink(x: Tensor, a: Tensor, dropout: float = 0.0, training: bool = False) -
         `[*batch, rank]`, in the dtype of `a`; under autocast in its dtype.
     """
     drops = training and dropout > 0.0
-    if ops.is_reference():
-        return linear(plain_dropout(x.to(a.dtype), dropout, training), a)
     # autograd keeps as little, and costs less than the operator
     if not drops and x.dtype is a.dtype and ops.is_plain(x):
         return linear(x, a)
+    if ops.is_reference():
+        return linear(plain_dropout(x.to(a.dtype), dropout, training), a)
     noise = None
     if drops:
         in_triton = ops.takes_triton("shrink", x, a)

@@ -15,7 +15,7 @@ Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Can
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ClassVar, Self, TypeAlias, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, pad
 
 from adapterzoo.activations import ActivationName, activation
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Anatomy, Kind, Site
 from adapterzoo.call import StackCall
 from adapterzoo.config import (
     MAX_WIDTH,
@@ -116,10 +116,28 @@ class ReftConfig(ConfigWithCopies):
         return frozenset({"r"}) if identity or not self.orthogonality else frozenset()
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for the output of each block in `layers`."""
-        wanted = None if isinstance(self.layers, str) else self.layers
-        sites = _block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
-        return [Placement(site, self, "reft_layer") for site in sites]
+        """Return one placement for the output of each block in `layers`.
+
+        Raises:
+            SiteError: the model has no blocks, or one whose output is not one state of known width
+                for each token.
+        """
+        check_blocks(anatomy, type(self).__name__)
+        found = []
+        for block in anatomy.blocks:
+            if not isinstance(self.layers, str) and block.layer not in self.layers:
+                continue
+            path, d = block.output or "", block.d_model
+            if block.states or not (path and d):
+                why = block.states or "not known, or of unknown width"
+                raise SiteError(
+                    f"{type(self).__name__}(layers={self.layers!r}): the output of {block.path!r} "
+                    f"is {why}. Write layers=[…] with other blocks, if any differ."
+                )
+            kind: Kind = "block" if path == block.path else "norm"
+            site = Site(path, "other", block.layer, block.stack, kind, d, d)
+            found.append(Placement(site, self, "reft_layer"))
+        return found
 
 
 @config_strings.register("loreft")
@@ -246,40 +264,6 @@ class ReftUnit(nn.Module):
         for key in ("projection", "source.weight"):
             tensors[key] = torch.cat([tensors[key], more])  # [rank, d_model]
         return tensors
-
-
-def _block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:
-    """Return the outputs of blocks.
-
-    Args:
-        anatomy: of the model.
-        layers: numbers of blocks; None for all.
-        config: its name, for messages.
-
-    Raises:
-        SiteError: the model has no blocks, or one whose output is not one state of known width
-            for each token.
-    """
-    check_blocks(anatomy, config)
-    asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
-    for block in asked:
-        if block.states or not (block.output and block.d_model):
-            why = block.states or "not known, or of unknown width"
-            raise SiteError(
-                f"{config}: the output of {block.path!r} is {why}. Write layers=[…] with others."
-            )
-    return [
-        Site(
-            path=block.output or "",
-            role="other",
-            layer=block.layer,
-            stack=block.stack,
-            kind="block" if block.output == block.path else "norm",
-            d_in=block.d_model,
-            d_out=block.d_model,
-        )
-        for block in asked
-    ]
 
 
 # --- in AdapterHub's files ---
