@@ -426,9 +426,9 @@ def test_the_result_has_the_dtype_of_the_model_whatever_that_of_the_parameters(i
         adapter = built(BnConfig(**PLAIN, **inside), dtype=p_type)
         randomise({0: adapter})
         x = torch.randn(2, 3, D).to(d_type)
-        out = adapter.added(x, to=x)
+        out = adapter.added(x, to=x, base=None)
         assert out.dtype == d_type
-        exact = copy.deepcopy(adapter).double().added(x.double(), to=x.double())
+        exact = copy.deepcopy(adapter).double().added(x.double(), to=x.double(), base=None)
         near = 12 * max(torch.finfo(dtype).eps for dtype in (d_type, p_type))
         torch.testing.assert_close(out.double(), exact, rtol=near, atol=near)
 
@@ -444,9 +444,9 @@ def test_rows_or_features_are_dropped_in_training_only(config, rows):
     adapter = built(config)
     randomise({0: adapter})
     x = torch.randn(rows, 3, D)
-    whole = adapter.eval().added(x, to=torch.zeros_like(x))
+    whole = adapter.eval().added(x, to=torch.zeros_like(x), base=None)
     torch.manual_seed(0)
-    parts = adapter.train().added(x, to=torch.zeros_like(x))
+    parts = adapter.train().added(x, to=torch.zeros_like(x), base=None)
     dropped = parts == 0
     if config.stochastic_depth:
         dropped = dropped.all(-1).all(-1)
@@ -459,11 +459,11 @@ def test_a_gate_is_one_number_per_sequence_for_any_shape_of_tokens():
     randomise({0: adapter})
     image = torch.randn(2, 3, 4, D)
     zero = torch.zeros_like(image)
-    tokens = adapter.added(image.flatten(1, 2), to=zero.flatten(1, 2))
-    torch.testing.assert_close(adapter.added(image, to=zero).flatten(1, 2), tokens)
+    tokens = adapter.added(image.flatten(1, 2), to=zero.flatten(1, 2), base=None)
+    torch.testing.assert_close(adapter.added(image, to=zero, base=None).flatten(1, 2), tokens)
     # without tokens each row has its gate
-    rows = adapter.added(image[:, :1, 0], to=zero[:, :1, 0])[:, 0]
-    torch.testing.assert_close(adapter.added(image[:, 0, 0], to=zero[:, 0, 0]), rows)
+    rows = adapter.added(image[:, :1, 0], to=zero[:, :1, 0], base=None)[:, 0]
+    torch.testing.assert_close(adapter.added(image[:, 0, 0], to=zero[:, 0, 0], base=None), rows)
 
 
 def test_gradients_are_exact():
@@ -473,7 +473,7 @@ def test_gradients_are_exact():
     )  # fmt: skip
     adapter = built(config, dtype=torch.float64)
     randomise({0: adapter})
-    adapter.forward = lambda x, to: adapter.added(x, to=to)
+    adapter.forward = lambda x, to: adapter.added(x, to=to, base=None)
     names, values = zip(*adapter.named_parameters(), strict=True)
 
     def call(x, to, *parameters):

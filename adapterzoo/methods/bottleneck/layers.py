@@ -26,9 +26,6 @@ Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 
 Norm: TypeAlias = Callable[[Tensor], Tensor] | None
 
-Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""The sum of a bottleneck, from its input and the tensor that its result is added to."""
-
 
 class BottleneckLayer(FusibleAdapter):
     """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
@@ -99,36 +96,33 @@ class BottleneckLayer(FusibleAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        add: Added = self.added
-        if instead is not None or self.gate is not None or self.shares:
-            add = partial(self.added, instead=instead, base=base)
         if self.acts_on == "input":
-            return base(self.changed(x, base.original(x), base, add))
+            return base(self.changed(x, base.original(x), base, instead))
         y = base(x)
         if y.dim() == x.dim():
-            return self.changed(x, y, base, add)
+            return self.changed(x, y, base, instead)
         # the experts of Llama 4 return the tokens of all rows in one dimension
         like_x = y.view(*x.shape[:-1], y.shape[-1])
-        return self.changed(x, like_x, base, add).view_as(y)
+        return self.changed(x, like_x, base, instead).view_as(y)
 
     @abstractmethod
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the module's output, or its input if the bottleneck acts on the input.
 
         Args:
             x: the module's input.
             y: its output `[*batch, d_model]`; untouched if the bottleneck acts on the input.
             base: the module.
-            add: `added` without its last argument.
+            instead: replaces f.
         """
 
     def products(
-        self, base: BaseLayer | None, device: torch.device
+        self, base: BaseLayer, device: torch.device
     ) -> tuple[MatrixProduct, MatrixProduct]:
         """Return the down and the up projection.
 
         Args:
-            base: the module; needed if layers share.
+            base: the module.
             device: of the bottleneck's input.
         """
         down: Affine | HypercomplexProjection = getattr(self.adapter_down, self.down_name)
@@ -139,15 +133,15 @@ class BottleneckLayer(FusibleAdapter):
             return first, last
         shared = None
         if self.shares:
-            shared = cast("nn.ModuleDict", cast("BaseLayer", base).shared(self))["phm"]
+            shared = cast("nn.ModuleDict", base.shared(self))["phm"]
         return down.product(shared, device), up.product(shared, device)
 
-    def transformed(self, x: Tensor, base: BaseLayer | None) -> tuple[Tensor, Tensor]:
+    def transformed(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
 
         Args:
             x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
-            base: the module; needed if layers share.
+            base: the module.
         """
         down, up = self.products(base, x.device)
         # the parameters may have another dtype than the model
@@ -159,16 +153,14 @@ class BottleneckLayer(FusibleAdapter):
         """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
         return self.transformed(x, base)[1] * self.scaling
 
-    def added(
-        self, x: Tensor, to: Tensor, instead: Instead = None, base: BaseLayer | None = None
-    ) -> Tensor:
+    def added(self, x: Tensor, to: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
 
         Args:
             x: the bottleneck's input, `[*batch, d_model]`.
             to: the tensor that the result is added to, same shape; determines the dtype.
+            base: the module.
             instead: replaces f.
-            base: the module; needed by a gate, and if layers share.
         """
         if instead is not None:
             return to + instead(x).to(to.dtype)
@@ -190,7 +182,7 @@ class BottleneckLayer(FusibleAdapter):
         if self.training and self.dropout:
             update = dropout(update, self.dropout)
         if self.gate is not None:
-            update = update * self.gate(x, cast("BaseLayer", base))
+            update = update * self.gate(x, base)
         norm = self.adapter_norm_after
         if norm is None:
             return torch.add(to, update.to(to.dtype), alpha=self.factor)
@@ -256,17 +248,17 @@ def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[T
 class Bottleneck(BottleneckLayer):
     """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
-        return add(y, y)
+        return self.added(y, y, base, instead)
 
 
 class ParallelBottleneck(BottleneckLayer):
     """h ← h + f(inp)."""
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
-        return add(base.residual, y)
+        return self.added(base.residual, y, base, instead)
 
 
 class StreamBottleneck(BottleneckLayer):
@@ -276,19 +268,19 @@ class StreamBottleneck(BottleneckLayer):
     `original_ln_after` inp is not added to it again.
     """
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
         inp = base.residual
         s = y + inp
         if self.residual_before_ln is True:
-            return add(s, y)
+            return self.added(s, y, base, instead)
         # under autocast h may be narrower than the stream
         if self.original_ln_after:
-            return add(s, s).to(y.dtype)
+            return self.added(s, s, base, instead).to(y.dtype)
         if self.adapter_residual_before_ln:
-            return (add(s, s) - inp).to(y.dtype)
+            return (self.added(s, s, base, instead) - inp).to(y.dtype)
         # (s + f(s)) − inp without its rounding
-        return add(s, y)
+        return self.added(s, y, base, instead)
 
 
 class NormBottleneck(BottleneckLayer):
@@ -296,16 +288,16 @@ class NormBottleneck(BottleneckLayer):
 
     acts_on: ClassVar[str] = "input"
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
         if self.residual_before_ln is True and not self.adapter_residual_before_ln:
-            return add(y, x)
+            return self.added(y, x, base, instead)
         inp = base.residual
         if self.residual_before_ln is True:
             to = x - inp
         else:
             to = x if self.residual_before_ln == "post_add" else y
-        return add(y, to) + inp
+        return self.added(y, to, base, instead) + inp
 
 
 # --- the places of `adapters` ---
@@ -323,7 +315,7 @@ class PlacedBottleneck(BottleneckLayer):
         self.factor_path, self.is_swapped = site.factor, site.is_swapped
         self.reads_call |= self.norm is not None or site.factor is not None
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
         # 1.0 where a config of the model has no such parameter
         factor = 1.0 if self.factor_path is None else base.part(self.factor_path)
@@ -331,7 +323,7 @@ class PlacedBottleneck(BottleneckLayer):
         if self.is_swapped:
             h, inp = inp, h
         norm = None if self.norm is None else base.part(self.norm)
-        r = self.result(h, inp, h + inp, norm, add)
+        r = self.result(h, inp, h + inp, norm, base, instead)
         if not self.original_ln_after:
             r = r - inp
         if self.is_swapped:
@@ -342,7 +334,9 @@ class PlacedBottleneck(BottleneckLayer):
             r = r / torch.where(factor == 0, 1.0, factor)
         return r.to(y.dtype)
 
-    def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
+    def result(
+        self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, base: BaseLayer, instead: Instead
+    ) -> Tensor:
         """Return R; all tensors `[*batch, d_model]`.
 
         Args:
@@ -350,14 +344,15 @@ class PlacedBottleneck(BottleneckLayer):
             inp: see there.
             s: h + inp.
             norm: LN; None for none.
-            add: see `changed`.
+            base: the module.
+            instead: replaces f.
         """
         n = inp if self.is_parallel else h
         to = h
         if self.reads_sum:
             n = s if norm is None else norm(s)
             to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
-        return add(n, to)
+        return self.added(n, to, base, instead)
 
 
 class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
@@ -377,8 +372,7 @@ class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """Return the stream after the block's language adapters. `x` is s `[*batch, d_model]`."""
         inp, norm = base.residual, norm_of(self.path, base)
-        add = partial(self.added, instead=instead, base=base)
-        r = self.result(x - inp, inp, x, norm, add)
+        r = self.result(x - inp, inp, x, norm, base, instead)
         if not base.is_original:
             return base(r + inp)
         return norm(r + inp) if self.original_ln_after else r
