@@ -207,10 +207,10 @@ class TargetedConfig(AdapterConfig):
             )
         # a key may match a layer of a block that is left out
         by_layer = self.leave_out or self.layers_to_transform is not None
-        names = [s.name for s in ([*anatomy, *anatomy.parameters] if by_layer else kept)]
+        paths = [s.name for s in ([*anatomy, *anatomy.parameters] if by_layer else kept)]
         for name, (check, _) in checks(type(self)).items():
             if isinstance(check, Patterns):
-                check_keys(self._name, name, getattr(self, name), names)
+                check_keys(self._name, name, getattr(self, name), paths)
         excluded = self.exclude_modules or ()
         if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
             # PEFT saves such configs, with a warning
