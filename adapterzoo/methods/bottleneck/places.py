@@ -64,7 +64,7 @@ def sublayers(
             if kind not in here and block.has(*_SIGN[kind]):
                 raise SiteError(
                     f"{config}, {name}=True: where that part of {block.path!r} meets the residual "
-                    f"stream is not known {block.note}. Write leave_out=[{block.layer}]."
+                    f"stream is not known ({block.note}). Write leave_out=[{block.layer}]."
                 )
         found += [(block, sub) for sub in block.sublayers if sub.kind in wanted]
     for kind, name in wanted.items():
