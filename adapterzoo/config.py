@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import warnings
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,15 +290,19 @@ FACTOR = Range(-1e9, 1e9)
 SEED = Maybe(Range(-(2**63), 2**63 - 1))
 
 
-def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
+def field(default: _T, check: Check | None = None, *, ours: bool = False, needs: str = "") -> _T:
     """Declare a field of a config with its default and its check.
 
     Args:
         default: a dict is copied for each config.
         check: the check of its values; None for only that of the annotation.
         ours: whether the peers' files lack the field: it is written only if it is not the default.
+        needs: another field and its value, `"use_gating=True"`, without which this one has no
+            effect; a warning says so.
     """
-    metadata = declared(check) | ({"ours": True} if ours else {})
+    metadata = (
+        declared(check) | ({"ours": True} if ours else {}) | ({"needs": needs} if needs else {})
+    )
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -328,16 +333,48 @@ def naming_checks(cls: Any) -> Mapping[str, Check]:
     return {n: each for n, (each, _) in checks(cls).items() if type(each).below is not Check.below}
 
 
+@functools.cache
+def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
+    """Return what fields of a config class need to have an effect, and their defaults."""
+    found = {
+        f.name: (f.metadata["needs"], f.default)
+        for c in reversed(cls.__mro__)
+        for f in vars(c).get("__dataclass_fields__", {}).values()
+        if "needs" in f.metadata
+    }
+    return {name: found[name] for name in found.keys() & defaults(cls).keys()}
+
+
+def without_idle(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config of a class without those that have no effect in it."""
+    values = {**defaults(cls), **fields}
+    idle = {name for name, (need, _) in needs_of(cls).items() if not values[need.partition("=")[0]]}
+    return {name: value for name, value in fields.items() if name not in idle}
+
+
 def check_fields(config: Any) -> None:
     """Check each field of a config by its declaration, and store the converted value.
 
     Raises:
         ConfigError: a value is not legal.
+
+    Warns:
+        UserWarning: a field has no effect.
     """
     cls: Any = type(config)
     for name, (check, default) in checks(cls).items():
         kept = check(cls.__name__, name, getattr(config, name), default)
         object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
+    for name, (need, default) in needs_of(cls).items():
+        value = getattr(config, name)
+        if value not in (default, defaults(cls)[name]) and not getattr(
+            config, need.partition("=")[0]
+        ):
+            warnings.warn(
+                f"{cls.__name__}({name}={value!r}): has an effect only with {need}. Write "
+                f"{name}={default!r}.",
+                stacklevel=5,
+            )
 
 
 def refuse_missing_layers(config: Any, count: int) -> None:

@@ -218,6 +218,12 @@ def unknown_fields(model, folder):
         other().load_adapter(folder)
 
 
+@row("a field without an effect")
+def idle_fields(model, folder):
+    with pytest.warns(UserWarning, match="has an effect only with phm_layer=True"):
+        SeqBnConfig(phm_dim=2)
+
+
 @row("missing or unexpected tensors")
 def tensors(model, folder):
     path = with_head(model, folder, use_safetensors=True) / "adapter.safetensors"

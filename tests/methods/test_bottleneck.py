@@ -187,6 +187,11 @@ def refused(options):
     return loses or (parallel and before)
 
 
+def idle(options):
+    """Whether an option has no effect, of which a warning tells."""
+    return options["residual_before_ln"] is not True and not options["original_ln_before"]
+
+
 @pytest.mark.parametrize("inside", INSIDES, ids=lambda i: "-".join(i) or "plain")
 @pytest.mark.parametrize("post_norm", [True, False], ids=["post-LN", "pre-LN"])
 def test_every_combination_of_options_is_its_formula(post_norm, inside):
@@ -197,6 +202,10 @@ def test_every_combination_of_options_is_its_formula(post_norm, inside):
         encloses = options.get("adapter_residual_before_ln", False)
         if refused(residuals) or (encloses and options["is_parallel"]):
             with pytest.raises(ConfigError):
+                BnConfig(**options)
+            continue
+        if idle(residuals):
+            with pytest.warns(UserWarning, match="has an effect only with"):
                 BnConfig(**options)
             continue
         config = BnConfig(**options)
@@ -504,6 +513,13 @@ def test_a_width_that_does_not_exist_or_fit_is_an_error():
         built(SeqBnConfig(reduction_factor=1e-9), d_model=768)
     with pytest.raises(ConfigError, match=r"width of inf exceeds 65536.*=16"):
         built(SeqBnConfig(reduction_factor=5e-324), d_model=768)
+
+
+def test_options_of_compacter_warn_where_they_have_no_effect():
+    """Configs written for adapters give them to any bottleneck."""
+    with pytest.warns(UserWarning, match=r"phm_dim=8.*only with phm_layer=True.*phm_dim=4"):
+        config = SeqBnConfig(phm_dim=8)
+    assert config.phm_dim == 8
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ from .places import (
     sublayers,
 )
 
+_PHM = "phm_layer=True"
+
 
 class Reduction(Check):
     """A number above 0, or such numbers by layer number, as strings, and "default"."""
@@ -158,11 +160,15 @@ class BnConfig(ConfigWithCopies):
     is_parallel: bool = False
     scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
     use_gating: bool = False
-    convention: str = field("paper", Choice("paper", "adapterhub"))
-    residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
-    adapter_residual_before_ln: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"), needs="use_gating=True")
+    residual_before_ln: bool | str = field(
+        True, Choice(True, False, "post_add"), needs="original_ln_before=True"
+    )
+    adapter_residual_before_ln: bool = field(False, needs="ln_after=True")
     inv_adapter: str | None = field(None, Choice(None, "nice"))
-    inv_adapter_reduction_factor: float | None = field(None, Maybe(Positive(), "none"))
+    inv_adapter_reduction_factor: float | None = field(
+        None, Maybe(Positive(), "none"), needs="inv_adapter='nice'"
+    )
     cross_adapter: bool = False
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
@@ -170,19 +176,19 @@ class BnConfig(ConfigWithCopies):
     site_convention: str = field("paper", SITE_CONVENTION)
     dtype: str | None = field(None, DTYPE)
     phm_layer: bool = False
-    phm_dim: int = field(4, Range(1, MAX_WIDTH))
-    factorized_phm_W: bool = True  # noqa: N815
-    shared_W_phm: bool = False  # noqa: N815
-    shared_phm_rule: bool = True
-    factorized_phm_rule: bool = False
-    phm_c_init: str = field("normal", Choice("normal", "uniform"))
-    phm_init_range: float = field(0.0001, Positive())
-    learn_phm: bool = True
+    phm_dim: int = field(4, Range(1, MAX_WIDTH), needs=_PHM)
+    factorized_phm_W: bool = field(True, needs=_PHM)  # noqa: N815
+    shared_W_phm: bool = field(False, needs=_PHM)  # noqa: N815
+    shared_phm_rule: bool = field(True, needs=_PHM)
+    factorized_phm_rule: bool = field(False, needs=_PHM)
+    phm_c_init: str = field("normal", Choice("normal", "uniform"), needs=_PHM)
+    phm_init_range: float = field(0.0001, Positive(), needs=_PHM)
+    learn_phm: bool = field(True, needs=_PHM)
     hypercomplex_nonlinearity: str = field(
-        "glorot-uniform", Choice("glorot-uniform", "glorot-normal", "normal")
+        "glorot-uniform", Choice("glorot-uniform", "glorot-normal", "normal"), needs=_PHM
     )
-    phm_rank: int = field(1, Range(1, MAX_WIDTH))
-    phm_bias: bool = True
+    phm_rank: int = field(1, Range(1, MAX_WIDTH), needs=_PHM)
+    phm_bias: bool = field(True, needs=_PHM)
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from adapterzoo.config import AdapterConfig
+from adapterzoo.config import AdapterConfig, without_idle
 from adapterzoo.errors import CheckpointError
 from adapterzoo.methods._parts import UNSAYABLE
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
@@ -45,6 +45,7 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     if fields.get("is_parallel") and "stochastic_depth" in fields:
         # adapters ignores it there
         fields["stochastic_depth"] = 0.0
+    fields = without_idle(BnConfig, fields)
     activation = fields.get("non_linearity")
     if file.version is None and isinstance(activation, str):
         fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)

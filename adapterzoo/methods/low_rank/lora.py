@@ -125,7 +125,7 @@ class LoRAConfig(LowRankConfig):
         None, Maybe(Invocation(), "an adapter that acts at all tokens"), ours=True
     )
     use_gating: bool = False
-    convention: str = field("paper", Choice("paper", "adapterhub"))
+    convention: str = field("paper", Choice("paper", "adapterhub"), needs="use_gating=True")
     lora_bias: bool = False
 
     def __post_init__(self) -> None:

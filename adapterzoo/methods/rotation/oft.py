@@ -25,7 +25,17 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import FLAG, MAX_WIDTH, SEED, Positive, Range, Share, field, method_config
+from adapterzoo.config import (
+    FLAG,
+    MAX_WIDTH,
+    SEED,
+    Positive,
+    Range,
+    Share,
+    field,
+    method_config,
+    without_idle,
+)
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
@@ -73,9 +83,9 @@ class OFTConfig(TargetedConfig):
     oft_block_size: int = field(32, Range(0, MAX_WIDTH))
     block_share: bool = False
     use_cayley_neumann: bool = True
-    num_cayley_neumann_terms: int = field(5, TERMS)
+    num_cayley_neumann_terms: int = field(5, TERMS, needs="use_cayley_neumann=True")
     coft: bool = False
-    eps: float = field(6e-5, Positive())
+    eps: float = field(6e-5, Positive(), needs="coft=True")
     module_dropout: float = field(0.0, Share())
     init_weights: bool = True
     init_weights_seed: int | None = field(None, SEED)
@@ -347,7 +357,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
     """Return the fields of our config at each layer; the tensors give the blocks."""
     sizes = [_block_size(layer) for layer in layers]
     numbers = {rotated_features(layer.site) // b for layer, b in zip(layers, sizes, strict=True)}
-    said = dict(layers[0].fields)
+    said = without_idle(OFTConfig, layers[0].fields)
     by_number = said.pop("r") > 0 and len(numbers) == 1
     r = numbers.pop() if by_number else 0
     return [{**said, "r": r, "oft_block_size": 0 if by_number else b} for b in sizes]
