@@ -44,13 +44,11 @@ def weighted(
     """
     # the weights of a composition would be ignored
     if isinstance(names, str) or not isinstance(names, (Sequence, Mapping)) or not names:
-        given = [names, "another"] if isinstance(names, str) else ["a", "b"]
-        raise ConfigError(f"{names!r} is not a list of one or more names. Write {given!r}.")
+        raise ConfigError(f"{names!r} is not a list of one or more names. Write ['a', 'b'].")
     if isinstance(names, Mapping):
         if weights is not None:
             raise ConfigError(
-                f"weights={weights!r} conflicts with a dict, whose values are the weights. Write "
-                f"only the dict, or a list of names with weights=[…]."
+                f"weights={weights!r}: the values of a dict are its weights. Leave weights out."
             )
         weights = list(names.values())
     if weights is None:
@@ -61,13 +59,13 @@ def weighted(
     if len(found) != len(names) or not all(map(_is_finite, found)):
         raise ConfigError(
             f"weights={weights!r} is not a list of {len(names)} finite numbers, one for each name. "
-            f"Write weights={[1.0] * len(names)!r}; negative weights are legal."
+            f"Write weights={[1.0] * len(names)!r}."
         )
     total = float(sum(found)) if normalize else 1.0
     if total == 0 or math.isinf(total):
         raise ConfigError(
             f"the weights {list(found)!r} have the sum {total:g} and cannot be divided by it. "
-            f"Write normalize_weights=False to use them unchanged."
+            f"Write normalize_weights=False."
         )
     return tuple(names), tuple(float(weight) / total for weight in found)
 
@@ -250,8 +248,8 @@ each times the root of its weight; the concatenated factors; the change of the l
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
-    """What a strategy combines, and how.
+class Combination:
+    """What a strategy combines, and how; with its options, for one call or for one layer.
 
     Attributes:
         target: what is combined.
@@ -260,135 +258,7 @@ class Strategy:
         needs_rank: whether `svd_rank` is required.
         keeps_alpha: whether the result has the alpha of the first adapter, and B is divided by the
             scaling that follows.
-    """
-
-    target: Target
-    prunes: Literal["magnitude", "random"] | None = None
-    elects: bool = False
-    needs_rank: bool = False
-    keeps_alpha: bool = False
-
-
-LINEAR_OF_PEFT = "lora_linear_sqrt"
-"""The strategy that PEFT calls "linear"."""
-
-STRATEGIES: Mapping[str, Strategy] = {
-    # as adapters defines them
-    "linear": Strategy("parameters"),
-    "lora_linear_only_negate_b": Strategy("only_b"),
-    "lora_delta_w_svd": Strategy("change", needs_rank=True, keeps_alpha=True),
-    # as PEFT defines them
-    LINEAR_OF_PEFT: Strategy("factors"),
-    "cat": Strategy("ranks"),
-    "svd": Strategy("change"),
-    "magnitude_prune": Strategy("factors", "magnitude"),
-    "magnitude_prune_svd": Strategy("change", "magnitude"),
-    "ties": Strategy("factors", "magnitude", elects=True),
-    "ties_svd": Strategy("change", "magnitude", elects=True),
-    "dare_linear": Strategy("factors", "random"),
-    "dare_linear_svd": Strategy("change", "random"),
-    "dare_ties": Strategy("factors", "random", elects=True),
-    "dare_ties_svd": Strategy("change", "random", elects=True),
-}
-
-
-class Density(Check):
-    """A number above 0, up to 1."""
-
-    legal = "a number above 0 to 1"
-
-    def fits(self, value: object) -> bool:
-        """Return whether the value is legal."""
-        return is_number(value) and 0 < value <= 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """An option of some strategies.
-
-    Attributes:
-        check: the legal values, where a strategy uses it.
-        is_used: whether a strategy uses it.
-        example: a legal value.
-        unset: the default.
-        is_required: whether a strategy that uses it needs another value than the default.
-    """
-
-    check: Check
-    is_used: Callable[[Strategy], bool]
-    example: object
-    unset: object = None
-    is_required: Callable[[Strategy], bool] = lambda strategy: False
-
-
-def _decomposes(strategy: Strategy) -> bool:
-    return strategy.target == "change"
-
-
-def _prunes(strategy: Strategy) -> bool:
-    return strategy.prunes is not None
-
-
-_OPTIONS = {
-    "density": _Option(Density(), _prunes, 0.5, is_required=_prunes),
-    "majority_sign_method": _Option(
-        Choice("total", "frequency"), lambda strategy: strategy.elects, "total", unset="total"
-    ),
-    "svd_rank": _Option(
-        Range(1, MAX_WIDTH), _decomposes, 8, is_required=lambda strategy: strategy.needs_rank
-    ),
-    "svd_clamp": _Option(Range(0.0, 1.0), _decomposes, 0.99),
-    "svd_full_matrices": _Option(FLAG, _decomposes, False, unset=False),
-    "svd_driver": _Option(Choice(None, "gesvd", "gesvdj", "gesvda"), _decomposes, None),
-    "seed": _Option(SEED, lambda strategy: strategy.prunes == "random", 0),
-}
-
-
-def combination(name: str, **options: Any) -> Combination:
-    """Check a user's strategy and options, and return them as a `Combination`.
-
-    Args:
         name: of the strategy.
-        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
-            `svd_driver` and `seed`, as `average_adapter` takes them.
-
-    Raises:
-        ConfigError: an option is missing, not legal, or has no effect.
-        UnknownNameError: there is no strategy of this name.
-    """
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise unknown_name("", "combination strategy", name, STRATEGIES)
-    strategy = STRATEGIES[name]
-    for field, option in _OPTIONS.items():
-        value = options.setdefault(field, option.unset)
-        if isinstance(value, float):
-            # float64 of numpy is a float
-            options[field] = value = float(value)
-        is_set = value != option.unset or type(value) is not type(option.unset)
-        if not option.is_used(strategy):
-            if is_set:
-                raise ConfigError(
-                    f"{field}={value!r} has no effect on {name!r}. Write {field}={option.unset!r}."
-                )
-        elif (is_set or option.is_required(strategy)) and not option.check.fits(value):
-            raise ConfigError(
-                f"{field}={value!r} is not legal for {name!r}; legal is {option.check.legal}. "
-                f"Write {field}={option.example!r}."
-            )
-    # the caller makes generators from it
-    del options["seed"]
-    return Combination(
-        name, strategy, **{field.removeprefix("svd_"): value for field, value in options.items()}
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """A strategy with its options, for one call or for one layer.
-
-    Attributes:
-        name: of the strategy.
-        strategy: what it combines, and how.
         density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
         rank: of the result; None: the largest of those combined.
@@ -398,8 +268,12 @@ class Combination:
         source: random number generator; None: torch's default.
     """
 
-    name: str
-    strategy: Strategy
+    target: Target
+    prunes: Literal["magnitude", "random"] | None = None
+    elects: bool = False
+    needs_rank: bool = False
+    keeps_alpha: bool = False
+    name: str = ""
     density: float | None = None
     majority_sign_method: str = "total"
     rank: int | None = None
@@ -409,18 +283,9 @@ class Combination:
     source: torch.Generator | None = None
 
     @property
-    def target(self) -> Target:
-        """What is combined."""
-        return self.strategy.target
-
-    @property
     def keeps_scaling(self) -> bool:
         """Whether the factors are combined without the scaling of the adapters, which stays."""
         return self.target in ("parameters", "only_b")
-
-    def drawing(self, source: torch.Generator | None) -> Combination:
-        """Return the same combination with another source of random numbers."""
-        return replace(self, source=source)
 
     def mix(self, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Prune each tensor, then join them.
@@ -429,13 +294,12 @@ class Combination:
             tensors: at least one, of one shape and device, float32 or float64.
             weights: one for each.
         """
-        prunes = self.strategy.prunes
-        if prunes is not None and self.density is not None and self.density < 1:
+        if self.prunes is not None and self.density is not None and self.density < 1:
             prune: Callable[[Tensor, float], Tensor] = largest
-            if prunes == "random":
+            if self.prunes == "random":
                 prune = functools.partial(random, source=self.source)
             tensors = [prune(tensor, self.density) for tensor in tensors]
-        if self.strategy.elects:
+        if self.elects:
             return elected(tensors, weights, self.majority_sign_method)
         return weighted_sum(tensors, weights)
 
@@ -488,15 +352,6 @@ class Combination:
                     f"{' and '.join(map(str, given))}. Write {hint}."
                 )
 
-    def refuse_pruning(self, what: str) -> None:
-        """Refuse a strategy that leaves out entries; `what` is not a sum of low-rank factors.
-
-        Raises:
-            CompositionError: it leaves out entries.
-        """
-        if self.strategy.prunes:
-            raise self.refusal(f"{what} is not a sum of such")
-
     def refusal(self, why: str) -> CompositionError:
         """Make the error for an adapter that lacks what the strategy combines.
 
@@ -508,3 +363,100 @@ class Combination:
             f"average_adapter(…, combine_strategy='linear'), the average of all parameters, or "
             f"set_active_adapters(Average('a', 'b'))."
         )
+
+
+LINEAR_OF_PEFT = "lora_linear_sqrt"
+"""The strategy that PEFT calls "linear"."""
+
+STRATEGIES: Mapping[str, Combination] = {
+    # as adapters defines them
+    "linear": Combination("parameters"),
+    "lora_linear_only_negate_b": Combination("only_b"),
+    "lora_delta_w_svd": Combination("change", needs_rank=True, keeps_alpha=True),
+    # as PEFT defines them
+    LINEAR_OF_PEFT: Combination("factors"),
+    "cat": Combination("ranks"),
+    "svd": Combination("change"),
+    "magnitude_prune": Combination("factors", "magnitude"),
+    "magnitude_prune_svd": Combination("change", "magnitude"),
+    "ties": Combination("factors", "magnitude", elects=True),
+    "ties_svd": Combination("change", "magnitude", elects=True),
+    "dare_linear": Combination("factors", "random"),
+    "dare_linear_svd": Combination("change", "random"),
+    "dare_ties": Combination("factors", "random", elects=True),
+    "dare_ties_svd": Combination("change", "random", elects=True),
+}
+
+
+class Density(Check):
+    """A number above 0, up to 1."""
+
+    legal = "a number above 0 to 1"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 < value <= 1
+
+
+class _Option(NamedTuple):
+    """An option of some strategies.
+
+    Attributes:
+        check: the legal values.
+        is_used: whether a strategy uses it.
+        unset: the default; a strategy with `needs_rank` or `prunes` needs another rank or density.
+        example: a legal value.
+    """
+
+    check: Check
+    is_used: Callable[[Combination], object]
+    unset: object
+    example: object
+
+
+_OPTIONS = {
+    "density": _Option(Density(), lambda s: s.prunes, None, 0.5),
+    "majority_sign_method": _Option(
+        Choice("total", "frequency"), lambda s: s.elects, "total", "total"
+    ),
+    "svd_rank": _Option(Range(1, MAX_WIDTH), lambda s: s.target == "change", None, 8),
+    "svd_clamp": _Option(Range(0.0, 1.0), lambda s: s.target == "change", None, 0.99),
+    "svd_full_matrices": _Option(FLAG, lambda s: s.target == "change", False, False),
+    "svd_driver": _Option(
+        Choice("gesvd", "gesvdj", "gesvda"), lambda s: s.target == "change", None, "gesvd"
+    ),
+    "seed": _Option(SEED, lambda s: s.prunes == "random", None, 0),
+}
+
+
+def combination(name: str, **options: Any) -> Combination:
+    """Check a user's strategy and options, and return them as a `Combination`.
+
+    Args:
+        name: of the strategy.
+        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
+            `svd_driver` and `seed`, as `average_adapter` takes them.
+
+    Raises:
+        ConfigError: an option is missing, not legal, or has no effect.
+        UnknownNameError: there is no strategy of this name.
+    """
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise unknown_name("", "combination strategy", name, STRATEGIES)
+    strategy = STRATEGIES[name]
+    required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
+    for field, (check, is_used, unset, example) in _OPTIONS.items():
+        value = options.setdefault(field, unset)
+        if isinstance(value, float):
+            # float64 of numpy is a float
+            options[field] = value = float(value)
+        if value != unset and not is_used(strategy):
+            raise ConfigError(
+                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
+            )
+        if value != unset or required.get(field):
+            check(name, field, value, example)
+    # the caller makes generators from it
+    del options["seed"]
+    values = {field.removeprefix("svd_"): value for field, value in options.items()}
+    return replace(strategy, name=name, **values)

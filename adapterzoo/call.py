@@ -12,21 +12,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .caches import cached_tokens
 from .errors import StateError, listing
 from .masks import attended, bounds_given, bounds_in, has_values, members, packed, unreadable
-from .token_ids import found_in_all, grid, last_start, no_ids, padded, without_padding
 
 Places: TypeAlias = "Callable[[object, Tensor], Tensor | None]"
 """Returns the places `[rows, length]` of the tokens that an adapter adds."""
 
+# the start of the sequence in a row that does not have it
+_NEVER = 1 << 62
+# the id of padding, and of tokens that adapters add
+NO_TOKEN = -1
+_NO_IDS = (
+    "the model got inputs_embeds, in which alora_invocation_tokens cannot be found. Pass "
+    "input_ids, or activate another adapter."
+)
 
+
+@dataclass(eq=False)
 class Generation:
     """What is known of one prompt of a running `generate`; the calls for it share the record.
 
@@ -47,34 +58,23 @@ class Generation:
         coming: arguments of the prompt that `generate` prepares, by name.
     """
 
-    def __init__(
-        self,
-        stacks: Collection[str] = ("",),
-        given: Mapping[str, Any] | None = None,
-        partial: str = "",
-        guesses: tuple[str, ...] = (),
-        tokens: int | None = None,
-    ) -> None:
-        """Start before the first call.
+    stacks: Collection[str] = ("",)
+    coming: Mapping[str, Any] = field(default_factory=dict)
+    partial: str = ""
+    guesses: tuple[str, ...] = ()
+    tokens: int | None = None
+    new: int | None = None
+    mask: Tensor | None = None
+    tensors: dict[object, Tensor] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+    starts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    length: int = 0
 
-        Args:
-            stacks: see the class.
-            given: arguments of `generate`, by name; None if they follow.
-            partial: see the class.
-            guesses: see the class.
-            tokens: see the class.
-        """
-        self.stacks, self.partial, self.guesses, self.tokens = stacks, partial, guesses, tokens
-        self._given_partial = partial
-        self.coming = given or {}
+    def __post_init__(self) -> None:
+        """Keep what the prompt is, before the first call."""
+        self._given_partial = self.partial
         self.ids: Tensor | None = grid(self.coming.get("input_ids"))
         self.ids_mask: Tensor | None = grid(self.coming.get("attention_mask"))
-        self.new: int | None = None
-        self.mask: Tensor | None = None
-        self.tensors: dict[object, Tensor] = {}
-        self.first: dict[str, int] = {}
-        self.starts: dict[tuple[int, ...], Tensor] = {}
-        self.length = 0
 
     def of_prompt(self, tokens: int) -> Generation:
         """Return a new record, for the prompt that `generate` prepares; it may have several.
@@ -183,9 +183,8 @@ class RecordedCall:
         generation = self.generation
         if generation is not None and generation.tokens is not None and self._new is None:
             raise StateError(
-                "generate(): the model was called on tokens outside of the sequence that is "
-                "generated, and an active adapter reads the prompt of the sequence. Leave out "
-                "guidance_scale and other options that need such calls."
+                "generate(): the model was called on tokens outside of the sequence, and an active "
+                "adapter reads its prompt. Leave out guidance_scale and such options."
             )
 
     def after(self, sequence: tuple[int, ...], rows: int, tokens: int) -> Tensor:
@@ -226,7 +225,7 @@ class RecordedCall:
     def _starts(self, sequence: tuple[int, ...]) -> Tensor:
         """Return where the sequence begins in each row of a call outside of `generate`."""
         if self.ids is None:
-            raise StateError(no_ids(sequence))
+            raise StateError(_NO_IDS)
         if self.bounds is not None:
             raise StateError(packed("alora_invocation_tokens are looked for"))
         mask = grid(self.mask)
@@ -249,12 +248,11 @@ class RecordedCall:
             # with the tokens that adapters add
             whole = own[:, :read]
         elif given is None or rows % given.shape[0]:
-            raise StateError(no_ids(()))
+            raise StateError(_NO_IDS)
         elif own is None and given.shape[1] != read:
             raise StateError(
                 f"generate(input_ids=…, inputs_embeds=…): the ids are {list(given.shape)}, but the "
-                f"model read {read} tokens in each row, and an active adapter "
-                f"needs their ids for alora_invocation_tokens. Pass input_ids alone."
+                f"model read {read} tokens in each row. Pass input_ids alone."
             )
         else:
             # each prompt has its beams, or returned sequences, one after the other
@@ -262,7 +260,7 @@ class RecordedCall:
             whole = whole.repeat_interleave(rows // len(given), 0)
         # tokens that only the cache has
         missing = max(read - whole.shape[1], 0)
-        whole = padded(whole, missing)  # [rows, tokens of the prompt]
+        whole = pad(whole, (missing, 0), value=NO_TOKEN)  # [rows, tokens of the prompt]
         for mask in (self.mask, generation.mask):
             # `generate` makes a mask where none is given
             if (of_all := grid(mask)) is not None:
@@ -366,9 +364,8 @@ class StackCall:
         stack.is_checked = True
         if empty := (~real.any(1)).nonzero().flatten().tolist():
             raise StateError(
-                f"attention_mask={list(real.shape)}: it is 0 at every token of rows "
-                f"{listing(empty)}, and an active adapter counts the real tokens of each row. "
-                f"Leave these rows out, or write 1 at their tokens."
+                f"attention_mask={list(real.shape)} is 0 at every token of rows {listing(empty)}, "
+                f"and an active adapter counts real tokens. Leave these rows out."
             )
 
     def added(self, key: object, x: Tensor) -> Tensor | None:
@@ -404,9 +401,8 @@ class StackCall:
         found = self._stack.after(tokens, lead[0], math.prod(lead[1:]))  # [rows, tokens]
         if lead != found.shape and lead != (found.numel(),):
             raise StateError(
-                f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it is "
-                f"unknown which of them follow alora_invocation_tokens={list(tokens)}. Write "
-                f"target_modules=[…] without this layer."
+                f"a layer got {list(x.shape)} in a call of {list(found.shape)} tokens, so it "
+                f"cannot find alora_invocation_tokens. Write target_modules=[…] without this layer."
             )
         return found.to(x.device).view(lead)
 
@@ -518,9 +514,8 @@ class StackCall:
             raise StateError(packed("an active adapter reads a sequence, as gates do,"))
         if len(shape) < 2 or bounds is not None:
             raise StateError(
-                f"a layer got {list(x.shape)}, concatenated sequences, but an active "
-                f"adapter needs [rows, tokens, d_model]. Use an adapter without gates or "
-                f"positions, or leave the layer out."
+                f"a layer got {list(x.shape)}, concatenated sequences, and an active adapter needs "
+                f"[rows, tokens, d_model]. Leave out gates and positions, or the layer."
             )
         return shape[0], math.prod(shape[1:])
 
@@ -597,6 +592,57 @@ def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
     places = torch.where(is_first, steps, count + steps - first - last) + 1  # [rows, first + last]
     exists = (places > 0) & (places <= torch.where(is_first, count - last, count))
     return places, exists
+
+
+def found_in_all(starts: Tensor, sequence: tuple[int, ...]) -> Tensor:
+    """Return where a sequence begins in each row, if it does so in all.
+
+    Args:
+        starts: `[rows, 1]`.
+        sequence: of tokens.
+
+    Raises:
+        StateError: a row does not have it.
+    """
+    absent = (starts == _NEVER).flatten()  # [rows]
+    if not has_values(absent) or absent.any():
+        where = listing(absent.nonzero().flatten().tolist()) if has_values(absent) else "any"
+        raise StateError(
+            f"alora_invocation_tokens={list(sequence)}: rows {where} of this call do not have "
+            f"them. Write model.generate(…), or pass whole sequences without past_key_values."
+        )
+    return starts
+
+
+def last_start(ids: Tensor, sequence: tuple[int, ...]) -> Tensor:
+    """Return where a sequence of tokens begins for the last time in each row, `[rows, 1]`.
+
+    Args:
+        ids: `[rows, tokens]`.
+        sequence: at least one token.
+    """
+    count = ids.shape[1] - len(sequence) + 1
+    if count <= 0:
+        return ids.new_full((ids.shape[0], 1), _NEVER, dtype=torch.long)
+    # token by token: a tensor of them would be copied to the device in each call
+    matches = ids[:, :count] == sequence[0]  # [rows, count]
+    for place, token in enumerate(sequence[1:], 1):
+        matches = matches & (ids[:, place : place + count] == token)
+    steps = torch.arange(count, device=ids.device)
+    last = torch.where(matches, steps, NO_TOKEN).amax(1, keepdim=True)  # [rows, 1]
+    return torch.where(last < 0, _NEVER, last)
+
+
+def grid(value: object) -> Tensor | None:
+    """Return a value that is a tensor `[rows, tokens]`; None for any other."""
+    return value if isinstance(value, Tensor) and value.dim() == 2 else None
+
+
+def without_padding(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the ids `[rows, tokens]` with `NO_TOKEN` where a mask of their shape is 0."""
+    if mask is None or mask.shape != ids.shape:
+        return ids
+    return ids.masked_fill(mask.to(ids.device) == 0, NO_TOKEN)
 
 
 class _PartOfCall(StackCall):

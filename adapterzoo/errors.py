@@ -30,7 +30,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -114,6 +114,20 @@ def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
         return "none"
     rest = len(shown) - limit
     return ", ".join(shown[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def columns(rows: Iterable[Sequence[str]], right: Iterable[bool]) -> list[str]:
+    """Return the rows of a table as lines.
+
+    Args:
+        rows: at least one, with one cell for each column.
+        right: whether a column is aligned right.
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    marks = zip(widths, right, strict=True)
+    form = "  ".join(f"{{:{'>' if is_right else '<'}{width}}}" for width, is_right in marks)
+    return [form.format(*row).rstrip() for row in rows]
 
 
 def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:

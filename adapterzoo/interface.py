@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -117,14 +117,13 @@ class AdapterModelInterface:
         given = [self.attn_q_proj, self.attn_k_proj, self.attn_v_proj, self.attn_o_proj]
         if twice := sorted({n for n in given if n is not None and given.count(n) > 1}):
             raise ConfigError(
-                f"AdapterModelInterface: {twice[0]!r} is given for two layers of attention. Write "
-                f"the name of each."
+                f"AdapterModelInterface: {twice[0]!r} names two layers. Write the name of each."
             )
         apart = (self.attn_k_proj, self.attn_q_proj, self.attn_v_proj)
         if all(apart) == (self.attn_qkv_proj is not None):
             raise ConfigError(
-                f"AdapterModelInterface(attn_qkv_proj={self.attn_qkv_proj!r}): attention has three "
-                f"layers or one. Write attn_k_proj, attn_q_proj and attn_v_proj, or attn_qkv_proj."
+                f"AdapterModelInterface(attn_qkv_proj={self.attn_qkv_proj!r}): write attn_k_proj, "
+                f"attn_q_proj and attn_v_proj, or attn_qkv_proj."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,28 +137,10 @@ class AdapterModelInterface:
         Args:
             interface: the folder, or the path of the file in it.
 
-        Raises:
-            ConfigError: there is none.
         """
         path = Path(interface)
         file = path / FILE if path.is_dir() else path
-        try:
-            return cls(**json.loads(file.read_text("utf-8"))["interface"])
-        except ConfigError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"interface={os.fspath(interface)!r}: {str(file)!r} holds no interface ({error}). "
-                f"Write an AdapterModelInterface, or a folder with {FILE}."
-            ) from error
-
-    def document(self, model_type: str) -> dict[str, Any]:
-        """Return the contents of the file.
-
-        Args:
-            model_type: of the model.
-        """
-        return {"model_type": model_type, "interface": self.to_dict()}
+        return cls(**json.loads(file.read_text("utf-8"))["interface"])
 
     def roles(self) -> dict[str, Role]:
         """Return the path of each layer below a block to its role."""
@@ -191,29 +172,16 @@ class AdapterModelInterface:
         Raises:
             ConfigError: a module is missing.
         """
-        layers = self._named(base_model, "model_layers", self.model_layers, "base model")
         self._named(base_model, "model_embeddings", self.model_embeddings, "base model")
-        block = next(iter(layers.children()), None)
-        if block is None:
-            raise ConfigError(
-                f"AdapterModelInterface(model_layers={self.model_layers!r}): there are no blocks "
-                f"in it. Write the path of the list of blocks."
-            )
-        for field, path in self._in_block():
-            self._named(block, field, path, "first block")
-
-    def _in_block(self) -> Iterator[tuple[str, str]]:
-        """Yield the fields that name modules in a block, with their paths there."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                continue
-            if field.name.startswith("layer_"):
-                yield field.name, value
-            elif field.name.startswith("attn_"):
-                for attention in (self.layer_self_attn, self.layer_cross_attn):
-                    if attention is not None:
-                        yield field.name, f"{attention}.{value}"
+        layers = self._named(base_model, "model_layers", self.model_layers, "base model")
+        block = next(layers.children())
+        attentions = [a for a in (self.layer_self_attn, self.layer_cross_attn) if a is not None]
+        for field, value in self.to_dict().items():
+            if value is not None and field.startswith("layer_"):
+                self._named(block, field, value, "first block")
+            elif value is not None and field.startswith("attn_"):
+                for attention in attentions:
+                    self._named(block, field, f"{attention}.{value}", "first block")
 
     @staticmethod
     def _named(module: nn.Module, field: str, path: str, where: str) -> nn.Module:
@@ -244,8 +212,7 @@ class AdapterModelInterface:
                     path = next((s.path for s in block.sites if s.role == asked), "another layer")
                     raise ConfigError(
                         f"AdapterModelInterface: {site.path!r} is given as {asked!r}, and is "
-                        f"{site.role!r} in this model; {asked!r} is {path!r}. Write that path, or "
-                        f"leave the interface out."
+                        f"{site.role!r} in this model; {asked!r} is {path!r}. Write that path."
                     )
 
     def check_method(self, config: AdapterConfig) -> None:

@@ -57,12 +57,11 @@ class WeightsLoader(ABC):
         self.config_name = config_name
         self._pickled_name = weights_name
         self._use_safetensors = use_safetensors
-        for name in (config_name, self.weights_name, weights_name):
-            if Path(name).name != name:
-                raise ConfigError(f"{name!r} is not a plain name. Write 'pooler.safetensors'.")
-        if config_name in (self.weights_name, weights_name):
+        names = (config_name, self.weights_name, weights_name)
+        if config_name in names[1:] or any(Path(name).name != name for name in names):
             raise ConfigError(
-                f"config_name={config_name!r} is the file of the tensors too. Write another name."
+                f"{config_name!r} and {weights_name!r} are not the plain names of two files. Write "
+                "'pooler.json' and 'pooler.safetensors'."
             )
 
     @abstractmethod
@@ -108,8 +107,7 @@ class WeightsLoader(ABC):
         tensors = self._own(name)
         if not tensors:
             raise CheckpointError(
-                f"{type(self).__name__}.filter_func({name!r}) chooses none of the model's "
-                f"parameters. Compare it with the names in model.state_dict()."
+                f"{type(self).__name__}.filter_func({name!r}) chooses no key of model.state_dict()."
             )
         document = {**(meta_dict or {}), "name": name, "model_class": type(self.model).__name__}
         contents = {

@@ -46,15 +46,10 @@ def create_loraplus_optimizer(
         StateError: nothing is trained that has an A and a B.
     """
     if "weight_decay" in kwargs:
-        raise ConfigError(
-            f"weight_decay={kwargs['weight_decay']!r}: write "
-            f"loraplus_weight_decay={kwargs['weight_decay']!r}."
-        )
+        raise ConfigError("weight_decay would be ignored. Write loraplus_weight_decay=….")
     Range(0.0, 1e6)("LoRA+", "lr", lr, 1e-4)
     Range(0.0, 1e6)("LoRA+", "loraplus_weight_decay", loraplus_weight_decay, 0.0)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise StateError("no parameter of the model is trained. Write model.train_adapter('name').")
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": loraplus_weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
@@ -79,15 +74,12 @@ def asked_rates(
     """
     if ratio is None:
         if embedding != EMBEDDING_RATE:
-            raise ConfigError(
-                f"loraplus_lr_embedding={embedding!r} needs a ratio. Write loraplus_lr_ratio=16."
-            )
+            raise ConfigError("loraplus_lr_embedding needs a ratio. Write loraplus_lr_ratio=16.")
         return None
     check_rates(ratio, embedding)
     if any(optimizers):
         raise ConfigError(
-            "loraplus_lr_ratio=…, optimizers=…: one of them. Write "
-            "optimizers=(create_loraplus_optimizer(…), …)."
+            "loraplus_lr_ratio and optimizers: write optimizers=(create_loraplus_optimizer(…), …)."
         )
     return ratio, embedding
 

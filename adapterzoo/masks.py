@@ -103,9 +103,8 @@ def bounds_in(given: Mapping[str, Any]) -> Tensor | None:
         positions = positions.expand(t.shape[0], -1)  # [rows, tokens]
     if not has_values(positions):
         raise StateError(
-            f"position_ids={list(positions.shape)} without an attention_mask may pack several "
-            f"sequences into a row, which compiled code cannot see, and an active adapter reads "
-            f"each sequence by itself. Pass an attention_mask [rows, tokens]."
+            f"position_ids={list(positions.shape)} may pack several sequences into a row, which "
+            f"compiled code cannot see. Pass an attention_mask [rows, tokens]."
         )
     starts = positions.diff(prepend=positions[:, :1]) != 1  # [rows, tokens]
     if int(starts.sum()) == positions.shape[0]:

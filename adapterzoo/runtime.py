@@ -188,10 +188,7 @@ class CallContext:
             StateError: none is running.
         """
         if not self.stacks:
-            raise StateError(
-                "a layer was called outside of its encoder or decoder, whose call an active "
-                "adapter reads. Call the whole model."
-            )
+            raise StateError("an active adapter reads the model's call. Call the whole model.")
         return self.stacks[-1].call
 
     @property
@@ -218,12 +215,8 @@ class CallContext:
             above = f"{frame.call.path}." if frame.call.path else ""
             if path.startswith(above):
                 # the whole model may be one with a head around the base model
-                found: Any = getattr(frame.module, "base_model", frame.module)
-                for name in path.removeprefix(above).split("."):
-                    if not hasattr(found, name):
-                        raise StateError(f"an active adapter reads {path!r}, which is not there")
-                    found = getattr(found, name)
-                return found
+                found = getattr(frame.module, "base_model", frame.module)
+                return functools.reduce(getattr, path.removeprefix(above).split("."), found)
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
@@ -313,8 +306,7 @@ class ActiveState(threading.local):
             return None
         if held.deleted is not None:
             raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted or replaced inside "
-                "it. Leave the block."
+                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted. Leave the block."
             )
         return held.plan
 
@@ -342,8 +334,7 @@ class ActiveState(threading.local):
             return self.noted
         raise StateError(
             "compiled forward(): another asyncio task is inside an AdapterSetup. Write the call "
-            "in a 'with AdapterSetup(…)' block of its own (AdapterSetup(None) for the base model) "
-            "without an await before it."
+            "in a 'with AdapterSetup(…)' block of its own, without an await before it."
         )
 
     @contextmanager

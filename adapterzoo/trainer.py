@@ -27,13 +27,12 @@ from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import checkpointing
-from .model.heads import files as head_files
-from .model.heads import named
+from .model.heads import named, store
 from .model.heads.forward import decoder_labels, shift_labels
-from .model.heads.records import completed, record_of, saved_names
+from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hf import fusion_files
-from .model.hf.hosts import collated, gives_loss
+from .model.hf.hosts import collated
 from .model.mixin import AdapterModelMixin
 from .model.sharding import class_name
 from .model.state import (
@@ -45,6 +44,7 @@ from .model.state import (
     parameters_of,
 )
 from .model.training import trainable_when_quantized
+from .names import one_of
 
 # outputs of base models besides the scores of a head
 _OUTPUTS = frozenset(
@@ -109,13 +109,7 @@ class AdapterTrainer(Trainer):
             ConfigError: `tokenizer` and `processing_class` are two different objects.
             StateError: the model has no adapters, none is active, or it is sharded.
         """
-        if processing_class is None:
-            processing_class = tokenizer
-        elif tokenizer is not None and tokenizer is not processing_class:
-            raise ConfigError(
-                f"{type(self).__name__}(tokenizer=…, processing_class=…): two objects for one "
-                "argument. Write processing_class=… alone."
-            )
+        processing_class = one_of(tokenizer=tokenizer, processing_class=processing_class)
         self._adapter_names = adapter_names
         own = kwargs.get("optimizers") or ()
         self._rates = asked_rates(loraplus_lr_ratio, loraplus_lr_embedding, own)
@@ -128,10 +122,7 @@ class AdapterTrainer(Trainer):
                 processing_class=processing_class, model_init=model_init, **kwargs,
             )  # fmt: skip
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise StateError(
-                f"{type(self).__name__}: with FSDP or DeepSpeed each process has a part of each "
-                "parameter. Leave out fsdp=… and deepspeed=…, or write Trainer(…)."
-            )
+            raise StateError("FSDP or DeepSpeed: its parts are not saved. Write Trainer(…).")
         # `_counted` has shifted the labels
         self._loss_shifts_labels = False
         heads = self._heads()
@@ -190,8 +181,7 @@ class AdapterTrainer(Trainer):
         With `loraplus_lr_ratio` its groups get the learning rates of LoRA+.
 
         Raises:
-            StateError: the base model is not frozen, no active adapter is trained, or there is
-                no loss.
+            StateError: the base model is not frozen, or no active adapter is trained.
         """
         self._check_ready()
         is_new, optimizer = self.optimizer is None, super().create_optimizer(*args, **kwargs)
@@ -203,10 +193,9 @@ class AdapterTrainer(Trainer):
         model = self._adapted
         call = f"{type(self).__name__}.train()"
         active = () if model.active_adapters is None else model.active_adapters.flatten()
-        fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
         own = [p for name in active for p in parameters_of(model, name)]
-        for name in fusions:
-            own += [p for _, layer in fusion_modules(model, name) for p in layer.parameters()]
+        for fuse in fusions_of(model.active_adapters):
+            own += [p for _, layer in fusion_modules(model, fuse.name) for p in layer.parameters()]
         if not any(p.requires_grad for p in own):
             raise StateError(
                 f"{call}: no parameter of the active adapters {listing(active)} is trained. "
@@ -216,13 +205,6 @@ class AdapterTrainer(Trainer):
             raise StateError(
                 f"{call}: the base model is not frozen, so all of it would be trained. "
                 f"{_hint(model)} To train all of it write Trainer(…)."
-            )
-        own_loss = self.compute_loss_func is not None
-        own_loss |= type(self).compute_loss is not AdapterTrainer.compute_loss
-        missing = None if own_loss else _missing_loss(model)
-        if missing is not None:
-            raise StateError(
-                f"{call}: {type(model).__name__} has no active head, so there is no loss{missing}"
             )
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,8 +298,8 @@ class AdapterTrainer(Trainer):
                 labels = self._counted(inputs) if len(heads) == 1 else None
                 if labels is None or labels.is_floating_point():
                     raise ConfigError(
-                        f"label_smoothing_factor: it is for one head with class numbers; active "
-                        f"are {listing(heads)}. Write label_smoothing_factor=0."
+                        f"label_smoothing_factor is for one head with class numbers, not "
+                        f"{listing(heads)}. Write label_smoothing_factor=0."
                     )
                 inputs["labels"] = labels
         loss, outputs = super().compute_loss(
@@ -384,12 +366,9 @@ class AdapterTrainer(Trainer):
     ) -> None:
         folder = Path(resume_from_checkpoint)
         if not (folder / TRAINER_STATE_NAME).is_file():
-            whole = [p.parent for p in folder.parent.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-            whole.sort(key=lambda p: p.stat().st_mtime)
-            hint = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
             raise CheckpointError(
-                f"resume from {resume_from_checkpoint!r}: not a whole checkpoint, as "
-                f"{TRAINER_STATE_NAME} is missing. Write {hint}."
+                f"{resume_from_checkpoint!r} is not a whole checkpoint: {TRAINER_STATE_NAME} is "
+                f"missing. Write the one before it."
             )
         self._restore(resume_from_checkpoint)
 
@@ -408,19 +387,6 @@ class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
 def _count(labels: Tensor) -> int:
     """Return the number of labels that count."""
     return int((labels != IGNORED).sum())
-
-
-def _missing_loss(model: Any) -> str | None:
-    """Return a hint if a forward with labels gives no loss; None if it does."""
-    if not model._has_named_heads:
-        hint = ". Write AutoAdapterModel.from_pretrained(…), which has named heads."
-        return None if gives_loss(type(model)) else hint
-    if model._active.heads.names or gives_loss(model.backbone_class):
-        return None
-    return (
-        f"; there are {listing(model.heads)}. Write add_classification_head('my_task') "
-        f"and train_adapter(…) after it, or model.active_head = 'my_task'."
-    )
 
 
 def _hint(model: Any) -> str:
@@ -465,7 +431,7 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
     for name in _apart(model):
-        head_files.save(model, folder / _folder_of(name), name)
+        store.save(model, folder / _folder_of(name), name)
     for name, fusion in state.fusions.items():
         fusion_files.save(model, folder / name, Fuse(*fusion.adapters, name=name))
     if tensors := unfrozen(model):
@@ -547,15 +513,15 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
         if there != sorted(names):
             raise CheckpointError(
                 f"the checkpoint has the {kinds} {listing(there)}, the model "
-                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds}."
+                f"{listing(sorted(names))}. Add or delete {kinds}."
             )
     heads = saved_names(model)
     for name, record in state.records.items():
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
-                f"it was saved from a {family!r}, this is a {model.config.model_type!r}; nothing "
-                "has been loaded. Load the model that it was saved from."
+                f"it was saved from a {family!r}, this is a {model.config.model_type!r}. Load the "
+                "model that it was saved from."
             )
         saved = AdapterConfig.from_dict(stored.metadata["config"])
         fit.check_same(f"adapter {name!r}", saved, record.config)
@@ -566,8 +532,8 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
             yield _head_part(model, name, stored)
         elif stored.head:
             raise CheckpointError(
-                f"the checkpoint has a head of the adapter {name!r}, the model none; nothing has "
-                f"been loaded. Write train_adapter({name!r}) first."
+                f"the checkpoint has a head of the adapter {name!r}, the model none. Write "
+                f"train_adapter({name!r}) first."
             )
     for name in apart:
         yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))

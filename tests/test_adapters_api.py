@@ -294,7 +294,7 @@ def test_what_a_checkpoint_should_be_is_compared(tmp_path, tiny):
     other = tiny("bert")
     other.load_adapter(tmp_path / "native", num_labels=3)
     assert other.get_labels("a") == ["LABEL_0", "LABEL_1", "LABEL_2"]
-    with pytest.raises(ValueError, match="Write only id2label"):
+    with pytest.raises(ValueError, match="Write only num_labels"):
         other.load_adapter(tmp_path / "native", num_labels=3, id2label={0: "x"})
 
 

@@ -111,7 +111,7 @@ TABLE = {
     "StateError": [
         ("model.add_adapter('s', 'seq_bn'); model.add_adapter('t', 'seq_bn'); model.add_adapter_fusion(Fuse('s', 't', name='f')); model.set_active_adapters(Fuse('t', 's', name='f'))", r"Write (add_adapter_fusion\(.*\))\.", "model.{0}; model.set_active_adapters(Fuse('t', 's', name='f')); model(**inputs)"),
         ("model.add_adapter('s', 'seq_bn'); model.add_adapter('t', 'seq_bn'); model.set_active_adapters(Fuse('s', 't'))", r"Write (add_adapter_fusion\(.*\))\.", "model.{0}; model.set_active_adapters(Fuse('s', 't')); model(**inputs)"),
-        ('model.train_adapter([])', r"Write (add_adapter\(.*?\)) and then (train_adapter\(.*\))\.", 'model.{0}; model.{1}'),
+        ('model.train_adapter([])', r"Write (add_adapter\(.*?\)) first", "model.{0}; model.train_adapter('my_task')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.delete_adapter('a')", r"Write (reset_adapter\(\)) first", "model.{0}; model.delete_adapter('a')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model(**inputs, adapter_names=['a', 'b'])", r"Write (reset_adapter\(\)) first", "model.{0}; model(**inputs, adapter_names=['a', 'b'])"),
         ("model.active_head = ['x', 'y']; model.get_labels()", r"Write its name; heads: ('x')", 'model.get_labels({0})'),

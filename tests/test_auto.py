@@ -158,10 +158,10 @@ def test_inputs_by_position_are_inputs_by_name():
 
 def test_more_inputs_than_have_a_position_are_an_error():
     model = AutoAdapterModel.from_config(tiny_config("bert"))
-    with pytest.raises(ConfigError, match=r"40 inputs .*'input_ids', 'attention_mask'.*by name"):
+    with pytest.raises(ConfigError, match=r"40 inputs .*'input_ids', 'attention_mask'"):
         model(*[None] * 40)
     # a place that only **kwargs would fill is none
-    with pytest.raises(ConfigError, match="Write the others by name"):
+    with pytest.raises(ConfigError, match="inputs by position"):
         model(*[None] * (len(model.input_names) + 1))
     assert "kwargs" not in model.input_names
 

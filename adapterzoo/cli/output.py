@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from adapterzoo import errors
 from adapterzoo.errors import CheckpointError
 
 T = TypeVar("T")
@@ -88,14 +89,8 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     rows = list(rows)
     columns = list(zip(*rows, strict=True)) or [()] * len(titles)
     right = [any(isinstance(v, int) for v in column) for column in columns]
-    table = [list(titles), *([_shown(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [
-            f"{cell:>{width}}" if is_number else f"{cell:<{width}}"
-            for cell, width, is_number in zip(row, widths, right, strict=True)
-        ]
-        click.echo("  ".join(cells).rstrip())
+    for line in errors.columns([titles, *([_shown(v) for v in row] for row in rows)], right):
+        click.echo(line)
 
 
 def note(text: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ._backbone import POOLINGS, Backbone, Pooling, pool
 from ._base import HeadConfig, PredictionHead, add_methods, adds_head, head_types, token_places
-from ._losses import IGNORED, Logits, by_head, labels_from, next_labels
+from ._losses import IGNORED, Logits, labels_from, next_labels
 from ._task_classes import InexpressibleError, Shapes, Static, StaticHead, label_numbers
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
 from .language_modeling import (
@@ -74,7 +74,6 @@ __all__ = [
     "TaskHead",
     "add_methods",
     "adds_head",
-    "by_head",
     "head_types",
     "label_numbers",
     "labels_from",

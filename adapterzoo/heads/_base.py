@@ -13,16 +13,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.config import Config, Maybe, Range, Share, config_class, field
 from adapterzoo.contracts import Head
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, listing
 from adapterzoo.registry import Registry
 
 from ._backbone import Backbone, Pooling
-from ._losses import IGNORED, Count, Logits, checked, find_labels, labels_from, recounted
+from ._losses import IGNORED, Count, Logits, checked, labels_from, numbered
 from ._task_classes import Static, StaticHead
 
 head_types: Registry[type[HeadConfig]] = Registry("head type")
@@ -153,9 +154,26 @@ class HeadConfig(Config):
             given: arguments of the model's `forward`.
 
         Raises:
-            ConfigError: some of the arguments are missing, or their shapes differ.
+            ConfigError: some of the arguments are missing.
         """
-        return find_labels(name, self.label_names, given)
+        found: dict[str, Tensor] = {}
+        for argument in self.label_names:
+            value = given.get(argument)
+            if isinstance(value, Mapping):
+                value = value.get(name)
+            if value is not None:
+                found[argument] = value
+        if missing := [n for n in self.label_names if n not in found] if found else []:
+            raise ConfigError(
+                f"forward({', '.join(f'{n}=…' for n in found)}): the head {name!r} needs also "
+                f"{listing(missing)}. Write all of them or none."
+            )
+        labels = [*found.values()]
+        if len(labels) < 2:
+            return labels[0] if labels else None
+        # positions of spans have shape [batch] or [batch, 1]
+        flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
+        return torch.stack(flat, dim=1)  # [batch, arguments, …]
 
     def mask_labels(self, labels: Tensor, mask: Tensor | None) -> Tensor:
         """Return the labels, −100 at the tokens that do not count.
@@ -194,13 +212,11 @@ class HeadConfig(Config):
         Generated label names are generated again if their count changes.
 
         Raises:
-            ConfigError: a field is unknown, a value is not legal, or the count of labels changes
-                and their names do not.
+            ConfigError: a field is unknown, or a value is not legal.
         """
-        count = self.count_field
-        if count in self.keys() and count in changes and "label2id" not in changes:
-            names = self.label2id, self[count], changes[count]
-            changes["label2id"] = recounted(type(self).__name__, count, *names)
+        count = self.label_count
+        if self.count_field in changes and count is not None and self.label2id == numbered(count):
+            changes.setdefault("label2id", None)
         return super().replace(**changes)
 
 
@@ -333,10 +349,7 @@ class PredictionHead(Head):
         if self._output_path is None:
             return
         if not isinstance(layer, nn.Linear):
-            raise ConfigError(
-                f"{layer!r}: the output embeddings are a linear layer. Write "
-                f"set_output_embeddings(nn.Linear(d_model, vocab_size))."
-            )
+            raise ConfigError(f"{layer!r}: write set_output_embeddings(nn.Linear(…)).")
         self.set_submodule(self._output_path, layer)
         self.of_checkpoint = False
 

@@ -8,15 +8,15 @@ are always checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError
 
 IGNORED = -100
 Logits: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -44,9 +44,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor
     classes = logits.shape[-1]
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise ConfigError(
-            f"labels: dtype {labels.dtype} for {classes} classes; class numbers are integers from "
-            f"0 to {classes - 1}. Write labels.long(), or multilabel=True for a head that takes "
-            f"a yes or no for each class."
+            f"labels: dtype {labels.dtype} for {classes} classes. Write labels.long(), or add the "
+            f"head with multilabel=True, which takes a yes or no for each class."
         )
     labels = _shaped(labels, logits.shape[:-1]).to(logits.device, torch.long)
     check_range(labels, 0, classes - 1)
@@ -109,8 +108,7 @@ def check_range(labels: Tensor, low: int, high: int) -> None:
     if bool(wrong.any()):
         raise ConfigError(
             f"labels: {labels[wrong][0].item()} is not a label of this head; legal are {low} to "
-            f"{high}, and {IGNORED} to ignore a place. Correct the labels, or add the head with as "
-            f"many labels as the data has."
+            f"{high}, and {IGNORED} to ignore a place. Add a head with as many labels as the data."
         )
 
 
@@ -119,10 +117,7 @@ def _shaped(labels: Tensor, shape: torch.Size) -> Tensor:
         return labels
     kept = [size for size in labels.shape if size != 1]
     if kept != [size for size in shape if size != 1]:
-        raise ConfigError(
-            f"labels: shape {list(labels.shape)} does not fit logits for {list(shape)}. "
-            f"Write labels of shape {list(shape)}."
-        )
+        raise ConfigError(f"labels: shape {list(labels.shape)}. Write labels of {list(shape)}.")
     return labels.reshape(shape)  # [*shape]
 
 
@@ -163,116 +158,15 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
     """
     if label2id is None:
         return numbered(count)
-    given = label2id.items() if isinstance(label2id, Mapping) else [("label2id", "")]
-    wrong = [
-        f"{label!r}: {number!r}"
-        for label, number in given
-        if type(number) is not int or not 0 <= number < count
-    ]
-    if wrong or len(set(label2id.values())) != len(label2id):
-        what = wrong[0] if wrong else "a number occurs twice"
-        legal = ", ".join(f"{i}: 'label_{i}'" for i in range(min(count, 3)))
-        legal += ", …" * (count > 3)
+    numbers = [*label2id.values()] if isinstance(label2id, Mapping) else [None]
+    legal = all(type(number) is int and 0 <= number < count for number in numbers)
+    if not legal or len({*numbers}) < len(numbers):
+        shown = {number: f"label_{number}" for number in range(min(count, 3))}
         raise ConfigError(
-            f"{kind}(label2id=…): {what}; with {count} labels each number from "
-            f"0 to {count - 1} occurs at most once. "
-            f"Write id2label={{{legal}}}."
+            f"{kind}(label2id={label2id!r}): with {count} labels each number from 0 to {count - 1} "
+            f"occurs at most once. Write id2label={shown}."
         )
     return dict(label2id)
-
-
-def recounted(
-    kind: str, field: str, label2id: Mapping[str, int] | None, old: int, new: object
-) -> Mapping[str, int] | None:
-    """Return the label names for another number of labels; None: generate them.
-
-    Args:
-        kind: of the config, for the message.
-        field: with the number of labels.
-        label2id: the names before.
-        old: number of labels before.
-        new: number of labels after; checked by the config.
-
-    Raises:
-        ConfigError: the labels have names, which cannot be extended.
-    """
-    if new == old:
-        return label2id
-    if label2id is None or dict(label2id) == numbered(old) or type(new) is not int or new < 1:
-        return None
-    raise ConfigError(
-        f"{kind}.replace({field}={new}): the label names {listing(label2id)} are those of {old} "
-        f"classes. Write replace({field}={new}, label2id={{'a': 0, …}}) with the names of {new}, "
-        f"or label2id=None to number them."
-    )
-
-
-def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any]) -> Tensor | None:
-    """Return the labels of a head from the arguments of `forward`; None without any.
-
-    Args:
-        name: of the head; an argument may be a dict from names of heads to labels.
-        arguments: names of those with labels.
-        given: arguments of `forward`.
-
-    Raises:
-        ConfigError: some of the arguments are missing, or their shapes differ.
-    """
-    found: dict[str, Tensor] = {}
-    for argument in arguments:
-        value = given.get(argument)
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        if value is not None:
-            found[argument] = value
-    if not found:
-        return None
-    missing = [argument for argument in arguments if argument not in found]
-    if missing:
-        raise ConfigError(
-            f"forward({', '.join(f'{a}=…' for a in found)}): the head {name!r} needs also "
-            f"{listing(missing)}. Write all of them or none."
-        )
-    labels = list(found.values())
-    if len(labels) == 1:
-        return labels[0]
-    # positions of spans have shape [batch] or [batch, 1]
-    flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
-    if len({x.shape for x in flat}) > 1:
-        shapes = ", ".join(f"{a}: {list(x.shape)}" for a, x in zip(found, flat, strict=True))
-        raise ConfigError(
-            f"forward(): the labels of the head {name!r} have different shapes, {shapes}. Write "
-            f"all of them with one entry for each row."
-        )
-    return torch.stack(flat, dim=1)  # [batch, arguments, …]
-
-
-def by_head(argument: str, values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return an argument of several heads, given as a list, as a dict.
-
-    Args:
-        argument: its name.
-        values: one for each active head, None for a head without.
-        names: of the active heads, in order.
-
-    Raises:
-        ConfigError: the list does not fit the heads.
-    """
-    fits = all(value is None or isinstance(value, Tensor) for value in values)
-    if not fits or len(values) != len(names):
-        raise ConfigError(
-            f"forward({argument}=[…]): a list has one tensor, or None, for each active head "
-            f"({listing(names)}), and this has {len(values)} values. "
-            f"Write {argument}={{{names[0]!r}: torch.tensor(…)}}."
-        )
-    found: dict[str, Any] = {}
-    for name, value in zip(names, values, strict=True):
-        if found.setdefault(name, value) is not value:
-            raise ConfigError(
-                f"forward({argument}=[…]): the head {name!r} is active more than once, and a list "
-                f"gives it more than one value. Write {argument}={{{name!r}: torch.tensor(…)}}."
-            )
-    return found
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
@@ -283,17 +177,15 @@ def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
     """
     if id2label is None:
         return None
-    # numbers are strings in JSON
+    given = id2label if isinstance(id2label, Mapping) else {}
     try:
-        label2id = {str(label): int(number) for number, label in id2label.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+        # numbers are strings in JSON
+        label2id = {str(label): int(number) for number, label in given.items()}
+    except (TypeError, ValueError):
+        label2id = {}
+    if given is not id2label or len(label2id) != len(id2label):
         raise ConfigError(
-            f"id2label={id2label!r}: it maps class numbers to names. "
+            f"id2label={id2label!r}: it maps class numbers to different names. "
             f"Write id2label={{0: 'negative', 1: 'positive'}}."
-        ) from error
-    if len(label2id) != len(id2label):
-        raise ConfigError(
-            f"id2label={id2label!r}: two classes have the same name. "
-            f"Write a different name for each."
         )
     return label2id

@@ -104,10 +104,7 @@ class DependencyParsingHead(PredictionHead):
             ConfigError: there are no word starts.
         """
         if word_starts is None:
-            raise ConfigError(
-                "dependency parsing: word_starts is missing. Write model(…, word_starts=…), the "
-                "first token of each word and the token after the last, [batch, words + 1]."
-            )
+            raise ConfigError("word_starts is missing. Write model(…, word_starts=…).")
         hidden = self.dropout(hidden)
         words = mean_words(hidden, word_starts)
         heads = torch.cat([hidden[:, :1], words], dim=1)  # [batch, tokens + 1, d_model]

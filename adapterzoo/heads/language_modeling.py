@@ -118,10 +118,7 @@ class LMHead(PredictionHead):
         super().__init__(config)
         vocabulary = config.vocab_size or backbone.vocab_size
         if vocabulary is None:
-            raise ConfigError(
-                f"{type(config).__name__}(vocab_size=None): the model has no vocabulary. Write "
-                f"vocab_size=…."
-            )
+            raise ConfigError("the model has no vocabulary. Write vocab_size=….")
         self.dropout: float = config.get("dropout_prob") or 0.0
         given = config.hidden_scale
         self.hidden_scale = backbone.lm_scale if given is None else given
@@ -287,9 +284,7 @@ class Seq2SeqLMConfig(LMConfig):
             ConfigError: the model has no decoder above an encoder.
         """
         if not backbone.encoder_decoder:
-            raise ConfigError(
-                "add_seq2seq_lm_head needs an encoder–decoder. Write add_causal_lm_head."
-            )
+            raise ConfigError("this is not an encoder–decoder. Write add_causal_lm_head.")
         return super().build(backbone)
 
 

@@ -41,9 +41,8 @@ class PooledConfig(LayersConfig):
         super().__post_init__()
         if self.use_pooler and self.pooling not in ("auto", "pooler"):
             raise ConfigError(
-                f"{type(self).__name__}(use_pooler=True, pooling={self.pooling!r}): the model's "
-                f"pooler and another pooling exclude each other. "
-                f"Write use_pooler=False, pooling={self.pooling!r}."
+                f"{type(self).__name__}(use_pooler=True, pooling={self.pooling!r}): these exclude "
+                f"each other. Write use_pooler=False, pooling={self.pooling!r}."
             )
         if self.pooling == "pooler":
             # write only the form that AdapterHub reads
@@ -64,10 +63,6 @@ class PooledConfig(LayersConfig):
     def problem_type(self) -> str:
         """The kind of labels, which decides the loss and how pipelines read the logits."""
         return "regression" if self.label_count == 1 else "single_label_classification"
-
-    def loss(self, logits: Tensor, labels: Tensor, count: Count) -> Tensor:
-        """Return the loss for the kind of labels."""
-        return LOSSES[self.problem_type](logits, labels, count)
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
@@ -147,7 +142,7 @@ class PooledHead(LayersHead):
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
         scores = logits[0] if isinstance(logits, tuple) else logits
-        return self.config.loss(scores, labels, count)
+        return LOSSES[self.config.problem_type](scores, labels, count)
 
 
 def is_multilabel(static: Static) -> bool:
@@ -362,17 +357,9 @@ class MultipleChoiceHead(PooledHead):
         Args:
             hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.
             mask: `[batch · num_choices, tokens]`.
-
-        Raises:
-            ConfigError: the sequences do not divide into groups of choices.
         """
-        choices = self.config.num_choices
-        if hidden.shape[0] % choices:
-            raise ConfigError(
-                f"multiple choice: {hidden.shape[0]} sequences do not divide into groups of "
-                f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
-            )
-        return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
+        scores = super().forward(hidden, mask)  # [batch · num_choices, 1]
+        return scores.view(-1, self.config.num_choices)  # [batch, num_choices]
 
 
 @adds_head(MultipleChoiceConfig)

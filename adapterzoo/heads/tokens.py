@@ -170,10 +170,9 @@ class QuestionAnsweringHead(LayersHead):
         """
         start, end = logits
         if labels.is_floating_point() or labels.shape[1:] != (2,):
-            given = [*labels.shape[:1], *labels.shape[2:]]
             raise ConfigError(
-                f"start_positions, end_positions: {labels.dtype} of shape {given}; positions are "
-                f"integers of shape [batch]. Write one whole number for each row."
+                f"start_positions, end_positions: {labels.dtype}, stacked {[*labels.shape]}. Write "
+                f"one whole number for each row."
             )
         inside = (labels >= 0) & (labels < start.shape[1])
         kept = labels.to(torch.long).where(inside, IGNORED)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens
-from adapterzoo.call import Generation, Places, RecordedCall
+from adapterzoo.call import NO_TOKEN, Generation, Places, RecordedCall, grid
 from adapterzoo.composition.compile import evaluate
 from adapterzoo.composition.prompts import Joined, Prompts
 from adapterzoo.composition.rows import RowMap
@@ -26,7 +26,6 @@ from adapterzoo.contracts import PositionAdapter, PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import bounds_in, packed
 from adapterzoo.runtime import HEAD, ActiveState, CallContext, Frame, Plan
-from adapterzoo.token_ids import NO_TOKEN, grid
 
 from .adapted import Adapted, acting, adapters_of, shared_of
 from .building import layer_at

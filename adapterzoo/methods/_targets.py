@@ -51,7 +51,7 @@ TARGETS = frozenset(
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
-"""Those that choose copies of parts of the base model, see `copies.config`."""
+"""Those that choose copies of parts of the base model, see `copies`."""
 PLACES = TARGETS | COPIES
 """Those that choose all that is trained."""
 RANK = Range(1, MAX_WIDTH)

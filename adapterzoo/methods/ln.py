@@ -22,8 +22,7 @@ from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._peft import EXCLUDED, TARGETS
 from ._targets import names_of, unmatched
-from .copies.config import ConfigWithCopies
-from .copies.layers import CopyConfig
+from .copies import ConfigWithCopies, CopyConfig
 
 
 @method_config("ln_tuning")
@@ -59,12 +58,18 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         """
         norms = [site for site in anatomy.others if site.kind == "norm"]
         wanted, out = self.target_modules, self.exclude_modules
-        found = [s for s in norms if wanted is None or matches(s.path, wanted)]
+        found = [
+            site
+            for site in norms
+            if (wanted is None or matches(site.path, wanted))
+            and not (out is not None and matches(site.path, out))
+            and site.layer not in self.leave_out
+        ]
         missing = unmatched(wanted or (), norms)
         if missing or not found:
             raise SiteError(
-                f"LNTuningConfig(target_modules={wanted!r}): no norm matches {missing or wanted}. "
-                f"Write some of {names_of(norms)}."
+                f"{self!r}: no norm matches {listing(missing) if missing else 'these'}. Write some "
+                f"of {names_of(norms) or 'none'}."
             )
         if idle := unmatched(out or (), norms):
             warnings.warn(
@@ -72,13 +77,7 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
                 f"some of {names_of(norms)}, or leave it out.",
                 stacklevel=2,
             )
-        kept = [s for s in found if s.layer not in self.leave_out]
-        kept = [s for s in kept if out is None or not matches(s.path, out)]
-        if not kept:
-            raise SiteError(
-                "LNTuningConfig: exclude_modules and leave_out exclude every norm. Write fewer."
-            )
-        return [Placement(site, self, "norm") for site in kept]
+        return [Placement(site, self, "norm") for site in found]
 
 
 def _peft(config: type[AdapterConfig]) -> PeftSpelling:

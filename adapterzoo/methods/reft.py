@@ -56,7 +56,7 @@ from adapterzoo.spelling import (
 
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
 from ._parts import Affine
-from .copies.config import ConfigWithCopies
+from .copies import ConfigWithCopies
 
 _New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 

@@ -24,7 +24,7 @@ from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
 from ._peft import TARGETS
-from .copies.rows import TokenRows, TokenRowsConfig, tables_in
+from .copies import TokenRows, TokenRowsConfig, tables_in
 
 
 class ListedTokens(TokenIds):
@@ -86,9 +86,7 @@ class TrainableTokensConfig(AdapterConfig):
         """
         tokens = self.token_indices
         if tokens is None:
-            raise ConfigError(
-                "TrainableTokensConfig: there are no tokens to train. Write token_indices=[…]."
-            )
+            raise ConfigError("there are no tokens to train. Write token_indices=[…].")
         found: list[Placement] = []
         for group in tables_in(anatomy, self.target_modules, "target_modules=['name']"):
             found += TokenRowsConfig(table=group[0], tokens=tokens).at(group, anatomy)

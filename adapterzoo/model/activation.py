@@ -51,7 +51,7 @@ from adapterzoo.inject.building import layer_at
 from adapterzoo.runtime import HEAD, Plan, current_task
 
 from .heads import copies
-from .heads.embeddings import refuse_own_size
+from .heads.copies import refuse_own_size
 from .heads.named import HeadNames, for_setup, show_labels
 from .hf.backbone import plain_token
 from .hf.hosts import refuse_trained, refuse_while_batching
@@ -132,10 +132,9 @@ def make_plan(
         )
     sites.update(outputs)
     captures: dict[str, tuple[str, ...]] = {}
-    for name in acting:
-        for source, reader in state.records[name].sources():
-            if reader.removeprefix("+") in sites and reader not in captures.get(source, ()):
-                captures[source] = (*captures.get(source, ()), reader)
+    for source, reader in dict.fromkeys(s for n in acting for s in state.records[n].sources()):
+        if reader.removeprefix("+") in sites:
+            captures[source] = (*captures.get(source, ()), reader)
     readers = {reader.removeprefix("+") for found in captures.values() for reader in found}
     for path in sites.keys() & {*captures, *readers}:
         sites[path] = sites[path].busy()
@@ -146,10 +145,10 @@ def make_plan(
         for path, modules in present.items()
         if path in sites and any(isinstance(m, InvertibleAdapter) for m in modules.values())
     )
-    leaving = next(inverts, None)
-    prompts = _prompts(model, parts, present)
-    counted = _counted(model, present) & stacks
-    return Plan(setup, heads, sites, captures, skip_layers, rows, stacks, counted, leaving, prompts)
+    return Plan(
+        setup, heads, sites, captures, skip_layers, rows, stacks, _counted(model, present) & stacks,
+        next(inverts, None), _prompts(model, parts, present),
+    )  # fmt: skip
 
 
 def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) -> frozenset[str]:
@@ -213,12 +212,12 @@ def _prompts(
     model: AdaptedModel, parts: tuple[Any, ...], present: Mapping[str, Mapping[str, Adapter]]
 ) -> Prompts | None:
     """Return the tokens that the adapters of a plan add to sequences; None for none."""
-    found: dict[str, list[PromptAdapter]] = {}
+    adapters: dict[str, list[PromptAdapter]] = {}
     for modules in present.values():
         for name, module in modules.items():
-            inside = [m for m in module.modules() if isinstance(m, PromptAdapter)]
-            found.setdefault(name, []).extend(inside)
-    adapters = {name: inside for name, inside in found.items() if inside}
+            for part in module.modules():
+                if isinstance(part, PromptAdapter):
+                    adapters.setdefault(name, []).append(part)
     if not adapters:
         return None
     added = prompts_of(parts, adapters)
@@ -228,9 +227,8 @@ def _prompts(
             f"{listing(adapters)} join {listing(joins)}, and all tokens of a call must join the "
             "same. Activate them one by one."
         )
-    places = token_places()
     tokens = cast("TokenInput", model.anatomy.tokens)
-    return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), places)
+    return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), token_places())
 
 
 def set_active(
@@ -248,15 +246,17 @@ def set_active(
 
 
 def replan(model: AdaptedModel) -> None:
-    """Compile the active composition again, without deleted adapters.
+    """Compile the active composition again, without deleted adapters and fusions.
 
     Raises:
         AdapterZooError: the rest cannot be active; nothing is active then.
     """
-    model._adapter_state.plans.clear()
-    plan = model._active.default.plan
+    state, plan = model._adapter_state, model._active.default.plan
+    # they hold the layers
+    state.plans.clear()
     names = plan.setup.flatten() if plan.setup is not None else ()
-    setup = without(plan.setup, [n for n in names if n not in model._adapter_state.records])
+    fusions = {fuse.name for fuse in fusions_of(plan.setup)} - state.fusions.keys()
+    setup = without(plan.setup, [n for n in names if n not in state.records], fusions)
     try:
         model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
     except AdapterZooError:
@@ -280,13 +280,12 @@ def check_layers(
     """
     if layers is None:
         return ()
-    numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    numbers = tuple(layers)
     if not all(type(n) is int and 0 <= n < blocks for n in numbers):
         raise ConfigError(
-            f"{argument}={layers!r}: the blocks are 0 to {blocks - 1}. Write a list of them: "
-            f"{argument}=[0, 1]."
+            f"{argument}={layers!r}: the blocks are 0 to {blocks - 1}. Write {argument}=[0, 1]."
         )
-    return tuple(n for n in numbers if n is not None)
+    return numbers
 
 
 # --- what is refused ---
@@ -302,10 +301,7 @@ def refuse_used(model: AdaptedModel, name: str) -> None:
     refuse_merged(model, name)
     using = [n for n, fusion in model._adapter_state.fusions.items() if name in fusion.adapters]
     if using:
-        raise StateError(
-            f"the fusion {using[0]!r} fuses {name!r}. Write delete_adapter_fusion({using[0]!r}) "
-            "first."
-        )
+        raise StateError(f"{name!r} is fused. Write delete_adapter_fusion({using[0]!r}) first.")
 
 
 def refuse_taken(
@@ -343,8 +339,7 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
     setups = [plan.setup for plan in model._active.overrides if plan.setup]
     if any(name in (*s.flatten(), *(fuse.name for fuse in fusions_of(s))) for s in setups):
         raise StateError(
-            f"{name!r} is active in an AdapterSetup of this thread. Leave the "
-            f"'with AdapterSetup(…)' block first."
+            f"{name!r} is active in an AdapterSetup of this thread. Leave the block first."
         )
     own = [] if name not in model._adapter_state.records else [*parameters_of(model, name)]
     if name in model._adapter_state.fusions:
@@ -440,9 +435,8 @@ def _refuse_routed(model: AdaptedModel, setup: Composition, names: Iterable[str]
         for path, placements in model._adapter_state.records[name].places.items():
             if any(p.site.is_routed for p in placements):
                 raise CompositionError(
-                    f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens routed to "
-                    "experts, not rows. Activate one adapter for all rows, or exclude such layers "
-                    "with exclude_modules=[…]."
+                    f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens of experts, not "
+                    "rows. Exclude such layers (exclude_modules=[…]), or activate one adapter."
                 )
 
 
@@ -498,22 +492,13 @@ class AdapterSetup:
         Raises:
             CompositionError: the setup is not a composition, or `head_setup` is one that heads
                 cannot have.
-            ConfigError: `head_setup` is neither a name nor several.
         """
-        with naming(lambda: "AdapterSetup(head_setup=…)"):
-            heads = parse_heads(head_setup)
-        kinds = (str, list, tuple, Composition, type(None))
-        if not isinstance(head_setup, kinds) or not all(isinstance(n, str) for n in heads.names):
-            raise ConfigError(
-                f"AdapterSetup(head_setup={head_setup!r}): not a name, several names, or None. "
-                "Write head_setup='my_task'."
-            )
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
-        self._heads = heads.names
+        self._heads = parse_heads(head_setup).names
         self.ignore_empty = ignore_empty
         # validated where the number of blocks is known
-        self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
+        self.skip_layers = None if skip_layers is None else tuple(skip_layers)
         # the contexts to exit, each with the thread and task that entered it
         self._entered: list[tuple[tuple[int, object], ExitStack]] = []
 
@@ -543,13 +528,11 @@ class AdapterSetup:
                     stack.enter_context(model._active.entered(plan))
                     found = True
             if not found and not self.ignore_empty:
-                for name in (*names, *self._heads):
-                    if name not in known:
-                        raise unknown_name("", "adapter or head", name, known)
+                if missing := [name for name in (*names, *self._heads) if name not in known]:
+                    raise unknown_name("", "adapter or head", missing[0], known)
                 raise StateError(
-                    "no single model has all of these. Call add_adapter or load_adapter first (and "
-                    "add_adapter_fusion where there is a Fuse), or write "
-                    "AdapterSetup(…, ignore_empty=True)."
+                    "no single model has all of these adapters, fusions and heads. Add them first, "
+                    "or write AdapterSetup(…, ignore_empty=True)."
                 )
             self._entered.append((_here(), stack.pop_all()))
         return self
@@ -581,8 +564,7 @@ class AdapterSetup:
         if self.head_setup is not None:
             call += f", head_setup={self.head_setup!r}"
         if self.skip_layers is not None:
-            skipped = self.skip_layers
-            call += f", skip_layers={list(skipped) if isinstance(skipped, tuple) else skipped!r}"
+            call += f", skip_layers={list(self.skip_layers)!r}"
         return f"AdapterSetup({call})"
 
 

@@ -6,7 +6,7 @@ Only `install` and `remove` change a model; every other function adds adapters w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -26,17 +26,15 @@ from adapterzoo.inject.building import (
     inject_path,
     layer_at,
 )
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads import copies
-from .heads.copies import leave_groups, list_ties, tables_of
-from .heads.embeddings import refuse_own_size
+from .heads.copies import refuse_own_size
 from .heads.named import release, share_table
 from .hf import hosts
-from .hf.hosts import refuse_while_batching
 from .hf.init_data import Collected, InitData, embedded_text, fitted
 from .sharding import refuse_if_sharded
 from .state import (
@@ -69,7 +67,6 @@ def add(
     it is in the model.
     """
     check_name(name)
-    check_autocast(autocast_adapter_dtype)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     if autocast_adapter_dtype:
@@ -87,10 +84,8 @@ def add(
             init_shared(model, loaded, adapter)
     if check is not None:
         check(record)
-    bring_in(model, name, record, active)
-    if with_output:
-        copies.put(model, name, copies.made(model, with_output=True))
-        replan(model)
+    head = copies.made(model, with_output=True) if with_output else None
+    bring_in(model, name, record, active, head)
 
 
 def _for_model(
@@ -169,7 +164,13 @@ def delete(model: AdaptedModel, *names: str) -> None:
     replan(model)
 
 
-def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool) -> None:
+def bring_in(
+    model: AdaptedModel,
+    name: str,
+    record: AdapterRecord,
+    active: bool,
+    head: Mapping[str, nn.Module] | None = None,
+) -> None:
     """Install an adapter, replacing one of its name; on failure nothing changes.
 
     It is frozen if others are trained.
@@ -179,6 +180,7 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
         name: of the adapter.
         record: of the adapter, with its modules and their values.
         active: whether to activate it as the only adapter.
+        head: its copies of layers of a static head, by path.
 
     Raises:
         AdapterZooError: it cannot be active, or conflicts with merged adapters.
@@ -186,7 +188,7 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
     state, plan = model._adapter_state, model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
     if active:
-        refuse_while_batching(model)
+        hosts.refuse_while_batching(model)
         setup, skipped = parse(name), ()
     is_active = setup is not None and name in setup.flatten()
     if is_active:
@@ -204,6 +206,9 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
     if active:
         set_active(model, name)
     elif is_active:
+        replan(model)
+    if head:
+        copies.put(model, name, head)
         replan(model)
 
 
@@ -321,9 +326,9 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     model._adapter_state.records[name] = record
     share_table(model, name)
     # other adapters change no ties
-    if tables_of(model, name) or copies.rows_of(model, name):
+    if copies.tables_of(model, name) or copies.rows_of(model, name):
         copies.update_rows(model)
-    list_ties(model, name)
+    copies.list_ties(model, name)
 
 
 def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
@@ -340,16 +345,17 @@ def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey
 def remove(model: AdaptedModel, name: str) -> None:
     """Remove an adapter with its copy of a static head, and from the group that it shares with."""
     release(model, name)
-    leave_groups(model, [name])
+    copies.leave_groups(model, [name])
     uninstall(model, name)
-    list_ties(model, name)
+    copies.list_ties(model, name)
 
 
 def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
-    copies.leave_rows(model, name)
     record = state.records.pop(name)
+    if copies.ROWS in record.located:
+        copies.update_rows(model)
     model._active.forget(name)
     state.plans.clear()
     fused = ((path, path) for path in model.anatomy.fused)
@@ -385,16 +391,6 @@ def remove_all(model: AdaptedModel) -> None:
 # --- inspect and move ---
 
 
-def check_autocast(flag: object) -> None:
-    """Check PEFT's switch.
-
-    Raises:
-        ConfigError: it is not a bool.
-    """
-    if not isinstance(flag, bool):
-        raise ConfigError(f"autocast_adapter_dtype={flag!r} is not True or False. Leave it out.")
-
-
 def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     """Return the config with float32 parameters over layers in half precision.
 
@@ -427,12 +423,6 @@ def widen(model: AdaptedModel, name: str) -> None:
         record, config=config, places={**record.places, **made.places}
     )
     replan(model)
-
-
-def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
-    """Yield the number and module of each block."""
-    for block in model.anatomy.blocks:
-        yield block.layer, layer_at(model._backbone, block.path)
 
 
 def move(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted, weighted_sum
@@ -17,10 +18,9 @@ from adapterzoo.inject.building import at_hand, layer_at
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
-from .activation import refuse_taken, replan
+from .activation import refuse_taken
 from .adapters import bring_in, make
 from .heads import copies, named, store
-from .heads.copies import tables_of
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of
 
@@ -60,7 +60,7 @@ def average(
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
     shown = listing(names, limit=len(names))
-    if with_tables := [each for each in names if tables_of(model, each)]:
+    if with_tables := [each for each in names if copies.tables_of(model, each)]:
         raise CompositionError(
             f"{listing(with_tables)} has trained embeddings, and tables of tokens are not "
             f"averaged. Write set_active_adapters(Average({shown}))."
@@ -68,17 +68,13 @@ def average(
     kinds = dict.fromkeys(config.architecture for config in configs)
     if len(kinds) > 1:
         raise CompositionError(
-            f"the adapters are of the methods {', '.join(kinds)}, which have no parameters in "
-            f"common. Write set_active_adapters(Average({shown})), or the names of adapters of one "
-            f"method."
+            f"the methods {', '.join(kinds)} have no parameters in common. Write "
+            f"set_active_adapters(Average({shown}))."
         )
     config = type(configs[0]).combined(configs, strategy, model.anatomy)
     record = _combined(model, config, names, own, strategy, options.get("seed"))
     head = copies.combined(model, names, own)
-    bring_in(model, name, record, active)
-    if head:
-        copies.put(model, name, head)
-        replan(model)
+    bring_in(model, name, record, active, head)
 
 
 def _combined(
@@ -98,7 +94,8 @@ def _combined(
         if not record.places[path]:
             for member, own, theirs in _by_member(config, adapter, [m[path] for m in sources]):
                 if member.averages_shared:
-                    _average(own, theirs, weights, strategy)
+                    states = [other.state_dict() for other in theirs]
+                    _average(own.state_dict(), states, weights, strategy)
                 else:
                     _share(own, theirs)
             continue
@@ -110,7 +107,7 @@ def _combined(
                 adapter,
                 [sources[i][path] for i in there],
                 [weights[i] for i in there],
-                strategy.drawing(generator(seed, path)),
+                dataclasses.replace(strategy, source=generator(seed, path)),
                 model._adapter_state.originals.get(path, {}),
             )
     return record
@@ -129,13 +126,18 @@ def _by_member(
 
 
 def _average(
-    made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
+    made: Mapping[str, Tensor],
+    others: Sequence[Mapping[str, Tensor]],
+    weights: Sequence[float],
+    strategy: Combination,
 ) -> None:
-    """Set shared tensors of the result to the weighted sum of those of the adapters."""
-    theirs = [other.state_dict() for other in others]
-    for key, target in made.state_dict().items():
-        value = weighted_sum([upcast(each[key], target) for each in theirs], weights)
-        strategy.fill(target, value, key)
+    """Set tensors of the result to the weighted sums of others; integers to the first of them."""
+    for key, target in made.items():
+        if target.is_floating_point():
+            value = weighted_sum([upcast(each[key], target) for each in others], weights)
+            strategy.fill(target.data, value, key)
+        else:
+            target.copy_(others[0][key])
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
@@ -145,9 +147,8 @@ def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
         state = other.state_dict()
         if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
             raise CompositionError(
-                f"the layers of each adapter share tensors, {listing(first)}, and these differ "
-                f"between the adapters. Train them from the same shared tensors, or write "
-                f"set_active_adapters(Average('a', 'b'))."
+                f"the tensors {listing(first)}, which layers share, differ between the adapters. "
+                f"Write set_active_adapters(Average('a', 'b'))."
             )
     made.load_state_dict(first)
 
@@ -184,17 +185,11 @@ def average_head(
     for each, tensors in zip(names, theirs, strict=True):
         if tensors.keys() != mine.keys():
             raise CompositionError(
-                f"a new head has the tensors {listing(mine)} beside those of the base model, and "
-                f"{each!r} has {listing(tensors)}. Write the names of heads whose output layer was "
-                f"not replaced."
+                f"a new head has the tensors {listing(mine)}, and {each!r} has "
+                f"{listing(tensors)}. Write the names of heads with their own output layer."
             )
     for key, target in mine.items():
-        first = theirs[0][key]
-        if not first.is_floating_point():
-            target.copy_(first)
-            continue
         # a head may have been cast, or moved
-        target.data = target.data.to(first.device, first.dtype)
-        value = weighted_sum([upcast(tensors[key], first) for tensors in theirs], own)
-        strategy.fill(target.data, value, key)
+        target.data = target.data.to(theirs[0][key].device, theirs[0][key].dtype)
+    _average(mine, theirs, own, strategy)
     store.enter(model, checked, made, set_active)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
@@ -125,14 +125,11 @@ def _tasks(
     if task_ids is None:
         if tasks is not None:
             raise CompositionError(
-                f"{plan.setup!r} is active, and nothing says which task each row has. Write "
-                "task_ids=[0, 1, …]."
+                f"{plan.setup!r} needs the task of each row. Write task_ids=[0, 1, …]."
             )
         return ()
     if adapter_names is not None:
-        raise CompositionError(
-            "adapter_names=… and task_ids=… both say what acts on each row. Write one of them."
-        )
+        raise CompositionError("adapter_names=… and task_ids=… are both given. Write one of them.")
     if tasks is None:
         warnings.warn(
             f"task_ids=… has no effect: {plan.setup!r} is active, which has no MultiTask. Write "
@@ -140,16 +137,9 @@ def _tasks(
             stacklevel=2,
         )
         return ()
-    if isinstance(task_ids, Tensor) and task_ids.dim() == 1:
-        task_ids = task_ids.tolist()
-    if isinstance(task_ids, (str, Tensor)) or not isinstance(task_ids, Iterable):
-        shown = list(task_ids.shape) if isinstance(task_ids, Tensor) else repr(task_ids)
-        raise CompositionError(
-            f"task_ids={shown}: not a tensor [rows] of numbers, or a list. Write task_ids=[0, 1]."
-        )
     count = len(tasks.parts)
     found = []
-    for task in task_ids:
+    for task in task_ids.tolist() if isinstance(task_ids, Tensor) else task_ids:
         is_number = isinstance(task, Integral) and not isinstance(task, bool)
         number = int(cast("int", task)) if is_number else tasks.number(task)
         if number is None or not 0 <= number < count:
@@ -178,18 +168,16 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
     listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
     if not listed or not adapter_names:
         raise CompositionError(
-            f"adapter_names={adapter_names!r}: not a list with a name, or None for the base model, "
-            "for each row. Write adapter_names=['a', None, 'b']."
+            f"adapter_names={adapter_names!r} is not a list with a name or None for each row. "
+            "Write adapter_names=['a', None, 'b']."
         )
     if active.held is not None:
         raise StateError(
-            f"adapter_names=…: {active.plan.setup!r} is active here. Leave the 'with "
-            "AdapterSetup(…)' block first."
+            f"adapter_names=…: an AdapterSetup holds {active.plan.setup!r}. Leave the block first."
         )
     if state.merged:
         raise StateError(
-            f"adapter_names=…: {listing(state.merged)} is merged and acts on every row. Write "
-            "reset_adapter() first."
+            f"{listing(state.merged)} is merged and acts on every row. Write reset_adapter() first."
         )
     given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
     for name in given:
@@ -210,8 +198,7 @@ def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
     for part in parts:
         if isinstance(part, Composition) and has_rows(part):
             raise CompositionError(
-                f"adapter_names=…: {part!r} divides the batch, and is given to one row. Write a "
-                "name, or Stack('a', 'b')."
+                f"adapter_names=…: {part!r} divides the batch. Write a name, or Stack('a', 'b')."
             )
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()
@@ -253,8 +240,7 @@ def named_inputs(
     """
     if len(args) > len(names):
         raise ConfigError(
-            f"forward(): {len(args)} inputs by position, {len(names)} have one: "
-            f"{listing(names, limit=30)}. Write the others by name."
+            f"forward(): {len(args)} inputs by position; {listing(names, limit=30)} have one."
         )
     inputs = dict(zip(names, args, strict=False))
     if twice := sorted(inputs.keys() & kwargs.keys()):
@@ -296,8 +282,5 @@ def _batch_of(inputs: Mapping[str, Any], what: Callable[[], str]) -> int:
     rows = _rows_of_inputs(inputs)
     if len(set(rows.values())) > 1:
         shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
-        raise CompositionError(
-            f"{what()}: the inputs have different numbers of rows ({shown}). Pass inputs with the "
-            "same number of rows."
-        )
+        raise CompositionError(f"{what()}: the inputs have different numbers of rows ({shown}).")
     return batch_size(inputs)

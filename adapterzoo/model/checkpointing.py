@@ -14,18 +14,17 @@ import torch
 from adapterzoo import formats, hub
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import CopyAdapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument, listing
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
-from .heads import files as head_files
-from .heads import records, sharing, tables
+from .heads import named, store, tables
 from .hf import documents
 from .hf.info import ModelInfo, name_of
 from .state import (
@@ -135,8 +134,8 @@ def checkpoint_of(
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
     head = None
     if with_head:
-        head_name = records.name_with(model, name)
-        head = records.record_of(model, head_name, head_name != name, format == "native")
+        head_name = named.name_with(model, name)
+        head = named.record_of(model, head_name, head_name != name, format == "native")
     base = {}
     if format == "native" and (sampled := documents.sample_of_base(model)):
         base[documents.BASE] = sampled
@@ -181,7 +180,7 @@ def load_adapter(
     """
     name, enter = fitting(model, folder, asked, hub_name)
     enter()
-    sharing.share_equal(model, [name])
+    tables.share_equal(model, [name])
     asked.load_weights(folder, name)
     return name
 
@@ -243,19 +242,14 @@ def fitting(
     record = filled(model, stored, left_out, asked.dtype)
     enter_head, lost = None, ""
     if with_head:
-        record_of_head = head_files.head_in(stored)
+        record_of_head = store.head_in(stored)
         try:
-            enter_head = head_files.fitting(model, record_of_head, head_name, of_head)
+            enter_head = store.fitting(model, record_of_head, head_name, of_head)
         except CheckpointError as error:
             # a named head that the model's class cannot have
             if model._has_named_heads or "config" not in record_of_head.document:
                 raise
             lost = f"the adapter {name!r} has been loaded without its head: {error}"
-    elif asked.id2label is not None:
-        raise ConfigError(
-            f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
-            f"Leave id2label out, or load a checkpoint with a head."
-        )
 
     def enter() -> None:
         # the step that may fail comes first
@@ -300,12 +294,11 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     names = [name for name, _ in loads]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DuplicateNameError(
-            f"two sub-folders hold an adapter {twice[0]!r}. Load them one by one: "
-            f"load_adapter(folder, load_as='another_name')."
+            f"two sub-folders hold an adapter {twice[0]!r}. Write load_adapter(…, load_as='new')."
         )
     for _, enter in loads:
         enter()
-    sharing.share_equal(model, names)
+    tables.share_equal(model, names)
     return names
 
 
@@ -331,11 +324,6 @@ def filled(
     skeleton = adapters.make(model, config, meta)
     gone = everywhere - skeleton.places.keys()
     tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
-    if both := sorted(skeleton.coming.keys() & {*paths}):
-        raise CheckpointError(
-            f"the checkpoint has trained embeddings and an adapter at {listing(both)}. "
-            f"Save it again."
-        )
     modules = tables.with_table(model, skeleton, paths, meta).coming
     copied = named_tensors({p: m for p, m in modules.items() if isinstance(m, CopyAdapter)})
     own = named_tensors(modules, keep_vars=True)

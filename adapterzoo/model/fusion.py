@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
+from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse
 from adapterzoo.errors import CompositionError, DuplicateNameError
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, set_active
+from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, replan, set_active
 from .heads import copies
 from .hf.backbone import text_config
 from .hf.hosts import refuse_while_batching
@@ -90,10 +90,7 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     """
     if name in model._adapter_state.fusions:
         if not overwrite_ok:
-            raise DuplicateNameError(
-                f"there is a fusion {name!r}. Write overwrite_ok=True, or "
-                f"delete_adapter_fusion({name!r})."
-            )
+            raise DuplicateNameError(f"there is a fusion {name!r}. Write overwrite_ok=True.")
         refuse_overridden(model, name)
 
 
@@ -163,15 +160,10 @@ def enter(
 
 def _remove(model: AdaptedModel, name: str) -> None:
     model._active.forget(name, is_fusion=True)
-    # plans hold the layers
-    model._adapter_state.plans.clear()
     copies.take(model, fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(layer_at(model._backbone, path), fusion_key(name))
-    plan = model._active.default.plan
-    if any(fuse.name == name for fuse in fusions_of(plan.setup)):
-        setup = without(plan.setup, (), [name])
-        model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)
+    replan(model)
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adapterzoo import formats
 from adapterzoo.composition import parse
-from adapterzoo.config import AdapterConfig, Placement
+from adapterzoo.config import MAX_WIDTH, AdapterConfig, Choice, Placement, Range
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, argument, listing
 from adapterzoo.formats import fit
@@ -27,8 +27,7 @@ from adapterzoo.formats.checkpoint import Checkpoint
 
 from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
-from .heads import copies, records
-from .heads import files as head_files
+from .heads import copies, named, store
 from .hf import documents
 from .hf.hosts import refuse_while_batching
 from .hf.info import ModelInfo
@@ -117,8 +116,6 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     record = model._adapter_state.find(name)
     slot = _slot(model, into)
-    if name == into:
-        raise ConfigError(f"the adapter {name!r} has its own values. Write another into=….")
     modules = dict(modules_of(model, name))
     write(_writes(model, into, record.config, record.places, modules))
     _forget_former(model, into)
@@ -143,25 +140,17 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
     refuse_while_batching(model, name)
     for group, names in model._adapter_state.sharing.items():
         if name in names:
-            others = listing(n for n in names if n != name)
-            raise StateError(
-                f"{name!r} shares parameters with {others}. Write "
-                f"unshare_parameters(name={group!r}) first."
-            )
+            raise StateError(f"{name!r} shares parameters. Write unshare_parameters({group!r}).")
     return record
 
 
 def _refuse_changes(asked: LoadOptions) -> None:
-    given = {"leave_out": asked.leave_out, "id2label": asked.id2label}
-    for key, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"hotswap=True, {key}={value!r}: layers and labels stay. Leave {key} out, or write "
-                "hotswap=False."
-            )
-    if asked.overwrite_ok is False:
+    names = ["overwrite_ok"] if asked.overwrite_ok is False else []
+    names += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
+    if names:
         raise ConfigError(
-            "hotswap=True, overwrite_ok=False: values are replaced. Leave overwrite_ok out."
+            f"hotswap=True replaces values, not layers or labels. Leave {names[0]} out, or write "
+            f"hotswap=False."
         )
 
 
@@ -179,17 +168,10 @@ def _writes(
     """
     slot = model._adapter_state.find(name)
     lines = _differences(slot, config, places)
-    if lines:
-        raise ConfigError(
-            f"a hotswap changes only tensors, and {name!r} differs from the values:\n  "
-            + "\n  ".join(lines[:10])
-            + "\nA hotswap needs the same layers, method and options. Write hotswap=False, "
-            "overwrite_ok=True."
-        )
-    pairs = zip(slot.config.members, config.members, strict=True)
+    pairs = () if lines else zip(slot.config.members, config.members, strict=True)
     is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
     found: list[Write] = []
-    for path, own in modules_of(model, name):
+    for path, own in () if lines else modules_of(model, name):
         coming, mine = in_slot(modules[path], own), own.state_dict(keep_vars=True)
         lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
         for key in coming.keys() & mine.keys():
@@ -203,8 +185,8 @@ def _writes(
     if lines:
         shown = "\n  ".join(sorted(lines)[:10])
         raise ConfigError(
-            f"the values do not fit into the adapter {name!r}:\n  {shown}\nAdd it with the largest "
-            f"size that it will take, or write hotswap=False, overwrite_ok=True."
+            f"the values do not fit into the adapter {name!r}:\n  {shown}\nA hotswap needs the "
+            f"same layers, method, options and room. Write hotswap=False, overwrite_ok=True."
         )
     return found
 
@@ -267,18 +249,18 @@ def _writes_of_head(
         CheckpointError: the head has other sizes, or another config.
         ConfigError: there is none.
     """
-    record = head_files.head_in(stored)
+    record = store.head_in(stored)
     hint = f"Write {argument('with_head', False, 'load_adapter')}."
-    if name not in records.saved_names(model):
+    if name not in named.saved_names(model):
         raise ConfigError(f"the file has a head, and the adapter {name!r} has none. {hint}")
     # its checks; what it returns would replace the head
-    head_files.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
+    store.fitting(model, record, name, dataclasses.replace(asked, overwrite_ok=True))
     if model._has_named_heads and not isinstance(record.document.get("config"), Mapping):
         raise ConfigError(
             f"the file holds the head of a task class, and {name!r} has a named one. {hint}"
         )
-    tensors = records.completed(model, name, record.document, record.tensors)
-    own = records.record_of(model, name)
+    tensors = named.completed(model, name, record.document, record.tensors)
+    own = named.record_of(model, name)
     mine = {} if own is None else own.tensors
     fit.check_fit(type(model).__name__, tensors, mine, asked.dtype)
     return [Write(mine[key], values) for key, values in tensors.items()]
@@ -314,18 +296,13 @@ def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
         ConfigError: an argument is not legal, or the rank of an adapter is larger.
         StateError: the model has adapters, or one of them is in use.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"target_rank={rank!r} is not a rank. Write target_rank=128.")
-    if check_compiled not in ("error", "warn", "ignore"):
-        raise ConfigError(
-            f"check_compiled={check_compiled!r} is not 'error', 'warn' or 'ignore'. Leave it out."
-        )
+    Range(1, MAX_WIDTH)("hotswap", "target_rank", rank, 128)
+    Choice("error", "warn", "ignore")("hotswap", "check_compiled", check_compiled, "error")
     records = model._adapter_state.records
     if records and check_compiled != "ignore":
         text = (
-            f"the model has the adapters {listing(records)}, whose sizes change, so that a "
-            f"compiled model compiles again. Write it before the first adapter is loaded, or "
-            f"check_compiled='ignore'."
+            f"the sizes of {listing(records)} change, so that a compiled model compiles again. "
+            f"Write it before the first adapter is loaded, or check_compiled='ignore'."
         )
         if check_compiled == "error":
             raise StateError(text)

@@ -142,10 +142,8 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
     if names is None:
         if plan.setup is not None and plan.skip_layers:
             raise StateError(
-                "the active adapters act in some blocks only "
-                f"(skip_layers={list(plan.skip_layers)!r}). Write "
-                f"set_active_adapters({plan.setup!r}), or "
-                f"merge_and_unload({list(plan.setup.flatten())!r})."
+                f"the active adapters do not act in the blocks {list(plan.skip_layers)!r}. Write "
+                f"set_active_adapters({plan.setup!r})."
             )
         asked = () if plan.setup is None else _stacked(plan.setup)
     else:
@@ -155,8 +153,7 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
         asked = tuple(dict.fromkeys(listed))
     if not asked and not state.merged:
         raise StateError(
-            "no adapter is active. Write merge_and_unload(['a']), or unload(); adapters: "
-            f"{listing(state.records)}."
+            f"no adapter is active. Write one of {listing(state.records)}, or unload()."
         )
     return tuple(name for name in asked if name not in state.merged)
 
@@ -167,8 +164,7 @@ def _stacked(asked: object) -> tuple[str, ...]:
     if not isinstance(setup, Stack) or not all(isinstance(c, str) for c in setup):
         raise StateError(
             f"{setup!r} is not a stack of adapters, so it cannot be merged. Write "
-            "merge_and_unload(['a']), or average_adapter('c', ['a', 'b'], combine_strategy='cat') "
-            "first."
+            "merge_and_unload(['a']), or average_adapter(…, combine_strategy='cat') first."
         )
     return setup.flatten()
 
@@ -178,10 +174,7 @@ def _refuse_unloading(model: AdaptedModel) -> None:
     for name in model._adapter_state.records:
         refuse_trained(model, name, parameters_of(model, name))
     for plan in model._active.overrides:
-        raise StateError(
-            f"an AdapterSetup of this thread holds, with {plan.setup!r}. Leave the "
-            f"'with AdapterSetup(…)' block first."
-        )
+        raise StateError(f"an AdapterSetup of this thread holds {plan.setup!r}. Leave the block.")
     if plain.plain_class(model) is None:
         raise StateError(
             f"{type(model).__name__} is a class of yours that always has adapters. Write "
@@ -195,15 +188,9 @@ def _refuse_unloading(model: AdaptedModel) -> None:
 def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
     layer = layer_at(model._backbone, path)
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
-        raise StateError(
-            f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
-            "device_map."
-        )
+        raise StateError(f"the weights at {path!r} are offloaded. Load without device_map.")
     if is_quantized(layer):
-        raise StateError(
-            f"the weights at {path!r} are quantized, and merged ones would be rounded again. Write "
-            "model.dequantize() first."
-        )
+        raise StateError(f"the weights at {path!r} are quantized. Write model.dequantize() first.")
 
 
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
@@ -303,10 +290,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
                 own_bias = cast("Tensor", layer._parameters["bias"])
                 _fill(own_bias, b, f"the merged bias at {path!r}")
             elif bool(b.count_nonzero()):
-                raise StateError(
-                    f"the adapter adds a bias at {path!r}, where the layer has none. "
-                    "Keep it active instead."
-                )
+                raise StateError(f"{path!r} has no bias, and the adapter adds one. Keep it active.")
 
 
 def _fill(target: Tensor, value: Tensor, what: str) -> None:

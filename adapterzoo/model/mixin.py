@@ -20,6 +20,7 @@ from adapterzoo.config import DEFAULT_CHANGE_FORM, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
+from adapterzoo.inject.building import layer_at
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import one_of
 from adapterzoo.runtime import ActiveState, Default, Plan
@@ -39,8 +40,7 @@ from . import hotswap as hotswapping
 from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
-from .heads import copies, embeddings, sharing
-from .heads import files as head_files
+from .heads import copies, store, tables
 from .heads.named import HeadNames
 from .hf import config_entry, fusion_files, hosts, owned, vocabularies
 from .hf.init_data import InitData
@@ -117,7 +117,8 @@ class AdapterModelMixin:
 
     def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield each block's number and module, an encoder's blocks before its decoder's."""
-        return adapters.blocks_of(self)
+        for block in self.anatomy.blocks:
+            yield block.layer, layer_at(self._backbone, block.path)
 
     @overload
     def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...
@@ -396,7 +397,7 @@ class AdapterModelMixin:
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
-        sharing.share(self, adapter_names, name, reference_adapter_name)
+        tables.share(self, adapter_names, name, reference_adapter_name)
 
     def unshare_parameters(
         self, adapter_names: MultiTask | Sequence[str] | str, name: str | None = None
@@ -411,7 +412,7 @@ class AdapterModelMixin:
             StateError: an adapter shares nothing, or not under this name; or as above.
             UnknownNameError: an adapter is unknown.
         """
-        sharing.unshare(self, adapter_names, name)
+        tables.unshare(self, adapter_names, name)
 
     # --- activate ---
 
@@ -586,8 +587,8 @@ class AdapterModelMixin:
             group: of `torch.distributed`; None for the default one.
 
         Raises:
-            StateError: no process group runs, or processes differ; the message names the
-                tensors and the ranks.
+            StateError: processes differ; the message names the tensors and the ranks.
+            ValueError: no process group runs.
         """
         training.verify_replicas(self, group)
 
@@ -605,7 +606,7 @@ class AdapterModelMixin:
         Raises:
             StateError: the model has no table of tokens.
         """
-        return embeddings.loaded(self)
+        return tables.loaded(self)
 
     def add_embeddings(
         self,
@@ -651,7 +652,7 @@ class AdapterModelMixin:
                 an active or merged adapter adapts the table.
             UnknownNameError: there are no embeddings of this name.
         """
-        embeddings.activate(self, name)
+        tables.activate(self, name)
 
     def delete_embeddings(self, name: str) -> None:
         """Delete embeddings; if they are active, "default" becomes active, with a warning.
@@ -660,7 +661,7 @@ class AdapterModelMixin:
             StateError: they are the model's own, or as `set_active_embeddings`.
             UnknownNameError: there are no embeddings of this name.
         """
-        embeddings.delete(self, name)
+        tables.delete(self, name)
 
     def save_embeddings(
         self, path: str | os.PathLike[str], name: str, tokenizer: Any = None
@@ -1064,7 +1065,7 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = checkpointing.chosen_format(format, use_safetensors)
-        head_files.save(self, save_directory, head_name, chosen)
+        store.save(self, save_directory, head_name, chosen)
 
     def load_head(
         self,
@@ -1104,7 +1105,7 @@ class AdapterModelMixin:
             load_as=load_as, id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
         )  # fmt: skip
-        return head_files.load(self, save_directory, asked)
+        return store.load(self, save_directory, asked)
 
     def save_all_heads(
         self,
@@ -1434,8 +1435,8 @@ class AdapterModelMixin:
     def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Activate embeddings when all tables have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
-        embeddings.activate_saved(model)
-        sharing.after_loading(model)
+        tables.activate_saved(model)
+        tables.after_loading(model)
         return done
 
     def _replicate_for_data_parallel(self) -> Any:

@@ -19,8 +19,8 @@ from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
-from .heads import files as head_files
-from .heads.records import saved_names
+from .heads import store
+from .heads.named import saved_names
 from .hf import fusion_files
 from .state import AdaptedModel, LoadOptions, heads_of
 
@@ -65,9 +65,9 @@ def save(
         fusion_files.save(model, folder / fuse.name, fuse, meta, format)
     for name in names_of(head_setup):
         if name not in setup.flatten():
-            head_files.save(model, folder / name, name, format)
+            store.save(model, folder / name, name, format)
     if head_setup is True:
-        head_files.save(model, folder, None, format)
+        store.save(model, folder, None, format)
     # last: where it is, all the others are
     setup_files.write(folder, setup, head_setup)
 
@@ -112,10 +112,10 @@ def load(
             undo.callback(fusion.delete, model, name)
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
-            head_files.load(model, folder / name, LoadOptions(load_as=name))
+            store.load(model, folder / name, LoadOptions(load_as=name))
         enter_head = None
         if heads is True:
-            _, enter_head = head_files.read(model, folder, LoadOptions(set_active=True))
+            _, enter_head = store.read(model, folder, LoadOptions(set_active=True))
         if set_active:
             activate(model, setup)
             if model._has_named_heads and names_of(heads):

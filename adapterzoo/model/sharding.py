@@ -40,17 +40,18 @@ def reshard(model: Any) -> None:
 
 def groups_of(model: Any) -> list[Any]:
     """Return the process groups over which a resharded model is sharded, one for each dimension."""
-    if not _may_be_sharded():
-        return []
-    from torch.distributed.tensor import DTensor
-
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
+    for parameter in model.parameters() if _may_be_sharded() else ():
+        if _is_dtensor(parameter):
             mesh = parameter.device_mesh
             return [mesh.get_group(dim) for dim in range(mesh.ndim)]
         if _is_partitioned(parameter):
             return [parameter.ds_process_group]
     return []
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # torch may be built without process groups, and without the class
+    return hasattr(tensor, "device_mesh")
 
 
 def _is_partitioned(tensor: Tensor) -> bool:
@@ -72,8 +73,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     path = peft_layer(model) if "peft_config" in vars(model) else None
     if path is not None:
         raise StateError(
-            f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() or "
-            "peft_model.merge_and_unload() first."
+            f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() first."
         )
     reshard(model)
     if groups := groups_of(model):
@@ -96,11 +96,7 @@ def peft_layer(model: nn.Module) -> str | None:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether this process has only a part of a tensor."""
-    if not _may_be_sharded():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor) or _is_partitioned(tensor)
+    return _is_dtensor(tensor) or _is_partitioned(tensor)
 
 
 def dim_of(tensor: Tensor) -> int:
@@ -126,8 +122,7 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
         model: with adapters.
         modules: of adapters, in the same order in all processes.
     """
-    is_partitioned = _may_be_sharded() and any(map(_is_partitioned, model.parameters()))
-    if not is_partitioned:
+    if not (_may_be_sharded() and any(map(_is_partitioned, model.parameters()))):
         yield
         return
     tables = (input_embeddings_of(model), model.get_output_embeddings())
@@ -160,18 +155,15 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         tensors: of a resharded model, in the same order in all processes.
     """
-    if not _may_be_sharded():
-        return dict(tensors)
-    from torch.distributed.tensor import DTensor
 
     def whole(tensor: Tensor) -> Tensor:
         if _is_partitioned(tensor):
             return tensor.detach().clone()
-        if not isinstance(tensor, DTensor):
+        if not _is_dtensor(tensor):
             return tensor
         # CPUOffloadPolicy keeps the parts where the process group may not reach them
-        there = cast("Any", tensor.detach().to(tensor.device_mesh.device_type))
-        return cast("Tensor", there.full_tensor())
+        part = cast("Any", tensor.detach())
+        return cast("Tensor", part.to(part.device_mesh.device_type).full_tensor())
 
     with _partitioned(tensors.values()):
         return {key: whole(tensor) for key, tensor in tensors.items()}
@@ -210,15 +202,9 @@ def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) ->
 
 def class_name(model: Any) -> str:
     """Return the name of a model's class, without the subclass of `fully_shard`."""
-    mro = type(model).__mro__
-    if _may_be_sharded():
-        from torch.distributed.fsdp import FSDPModule
-
-        if FSDPModule in mro:
-            return mro[mro.index(FSDPModule) + 1].__name__
-    return mro[0].__name__
+    names = [cls.__name__ for cls in type(model).__mro__]
+    return names[names.index("FSDPModule") + 1 if "FSDPModule" in names else 0]
 
 
 def _may_be_sharded() -> bool:
-    # torch may be built without process groups, hence the late imports above
     return dist.is_available() and dist.is_initialized()

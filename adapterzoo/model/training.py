@@ -8,22 +8,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.caches import values_kept
 from adapterzoo.composition import Composition, Stack, fusions_of, parse
-from adapterzoo.errors import StateError, listing
+from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject import quantized
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods.copies.table import Table
+from adapterzoo.methods.copies import Table
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active
-from .heads import copies, embeddings, tables
+from .heads import copies, tables
 from .heads.copies import tables_of
-from .heads.records import all_tensors
+from .heads.named import all_tensors
 from .hf.hosts import refuse_untrained
 from .sharding import gathered, gathering, refuse_if_sharded, reshard, size_of
 from .state import (
@@ -51,10 +51,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
-        raise StateError(
-            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
-            "train_adapter('my_task')."
-        )
+        raise StateError("there is no adapter to train. Write add_adapter('my_task') first.")
     names = setup.flatten()
     for name in names:
         model._adapter_state.find(name)
@@ -171,10 +168,7 @@ def cached_adapters(model: Any) -> Iterator[None]:
 
     def refuse_training(_module: nn.Module, _args: Any) -> None:
         if model.training:
-            raise StateError(
-                "the model is in training mode, in which its weights change. "
-                "Write model.eval() first, and train outside of the block."
-            )
+            raise StateError("the model is in training mode. Write model.eval() first.")
 
     refuse_training(model, ())
     hook = model.register_forward_pre_hook(refuse_training)
@@ -190,8 +184,8 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     model._adapter_state.trains = False
     own = set() if freezes else {id(p) for p in own_parameters_of(model)}
-    for parameter in embeddings.inactive_parameters(model) if freezes else ():
-        parameter.requires_grad_(False)
+    for inactive in tables.inactive_of(model).values() if freezes else ():
+        inactive.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
@@ -302,23 +296,27 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     """Check that every process has the same adapters and heads, bit for bit.
 
     Raises:
-        StateError: no process group runs, or processes differ.
+        StateError: processes differ.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise StateError(
-            "no process group runs. Call it in processes of torchrun, after "
-            "torch.distributed.init_process_group(…)."
-        )
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}
-    with gathering(model, _all_modules(model)):
-        mine = {"configs": repr(configs), **digests(gathered(_all_tensors(model)))}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+    modules = {
+        **{name: dict(modules_of(model, name)) for name in configs},
+        **{f"fusion {n}": dict(fusion_modules(model, n)) for n in model._adapter_state.fusions},
+    }
+    with gathering(model, (module for own in modules.values() for module in own.values())):
+        tensors = {
+            f"{name}: {key}": tensor
+            for name, own in modules.items()
+            for key, tensor in named_tensors(own).items()
+        }
+        for name, tensor in tables.tensors(model).items():
+            tensors[f"embedding {name}"] = tensor
+        mine = {"configs": repr(configs), **digests(gathered({**tensors, **all_tensors(model)}))}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    reference = everyone[0] or {}
-    differing: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        found = theirs or {}
+    reference, differing = everyone[0], dict[str, list[int]]()
+    for rank, found in enumerate(everyone):
         for key in {*reference, *found}:
             if reference.get(key) != found.get(key):
                 differing.setdefault(key, []).append(rank)
@@ -328,27 +326,6 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
             f"{len(differing)} of {len(reference)} entries differ from rank 0: {listing(shown)}. "
             f"Load the adapter in every process from one checkpoint."
         )
-
-
-def _all_modules(model: AdaptedModel) -> Iterator[nn.Module]:
-    for name in model._adapter_state.records:
-        yield from (module for _, module in modules_of(model, name))
-    for name in model._adapter_state.fusions:
-        yield from (layer for _, layer in fusion_modules(model, name))
-
-
-def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
-    found = {
-        f"{name}: {key}": tensor
-        for name in model._adapter_state.records
-        for key, tensor in tensors_of(model, name).items()
-    }
-    for name in model._adapter_state.fusions:
-        layers = named_tensors(dict(fusion_modules(model, name)))
-        found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
-    for name, tensor in embeddings.tensors(model).items():
-        found[f"embedding {name}"] = tensor
-    return {**found, **all_tensors(model)}
 
 
 # --- the summary ---
@@ -386,23 +363,17 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of a summary as a table."""
-    cells = [list(_COLUMNS), *([_cell(row, column) for column in _COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    # numbers to the right
-    marks = [">" if column.endswith("param") else "<" for column in _COLUMNS]
-    form = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
-    lines = [form.format(*row).rstrip() for row in cells]
+    cells = [_COLUMNS, *([_cell(row, column) for column in _COLUMNS] for row in rows)]
+    lines = columns(cells, [column.endswith("param") for column in _COLUMNS])
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
     value = row.get(column, "")
     if isinstance(value, bool):
-        text = "yes" if value else "no"
-    elif isinstance(value, float):
-        text = f"{value:.3f}"
-    else:
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-    if column == "active" and (skipped := row.get("skip_layers")):
-        return f"{text}, not in blocks {', '.join(map(str, skipped))}"
-    return text
+        skipped = row.get("skip_layers", ()) if column == "active" else ()
+        where = f", not in blocks {', '.join(map(str, skipped))}" if skipped else ""
+        return f"{'yes' if value else 'no'}{where}"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

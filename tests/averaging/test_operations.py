@@ -128,70 +128,54 @@ def test_weights_are_those_of_a_list_or_a_dict():
 @pytest.mark.parametrize(
     ("names", "weights", "says"),
     [
-        ([], None, ["[] is not a list of one or more names", "['a', 'b']"]),
-        ("ab", None, ["'ab' is not a list", "['ab', 'another']"]),
-        (
-            ["a", "b"],
-            [1.0],
-            ["is not a list of 2 finite numbers", "weights=[1.0, 1.0]"],
-        ),
-        (["a", "b"], [1.0, -1.0], ["[1.0, -1.0] have the sum 0", "normalize_weights=False"]),
-        (["a"], [float("nan")], ["[nan] is not a list of 1 finite", "weights=[1.0]"]),
-        (["a"], ["1"], ["['1'] is not a list of 1 finite", "weights=[1.0]"]),
-        ({"a": 1.0}, [1.0], ["conflicts with a dict", "only the dict"]),
-        (5, None, ["5 is not a list of one or more names", "['a', 'b']"]),
-        (
-            Average("a", "b"),
-            None,
-            ["Average('a', 'b') is not a list", "['a', 'b']"],
-        ),
-        (["a", "b"], 0.5, ["weights=0.5 is not a list", "weights=[1.0, 1.0]"]),
-        (["a", "b"], {0.25, 0.75}, ["is not a list of 2 finite numbers", "weights=[1.0, 1.0]"]),
-        (
-            ["a", "b"],
-            {"b": 1.0, "a": 2.0},
-            ["is not a list of 2 finite numbers", "weights=[1.0, 1.0]"],
-        ),
-        (["a", "b"], [1e308, 1e308], ["have the sum inf", "normalize_weights=False"]),
+        ([], None, r"\[\] is not a list.*Write \['a', 'b'\]"),
+        ("ab", None, r"'ab' is not a list.*Write \['a', 'b'\]"),
+        (5, None, r"5 is not a list"),
+        (Average("a", "b"), None, r"Average\('a', 'b'\) is not a list"),
+        (["a", "b"], [1.0], r"not a list of 2 finite numbers.*Write weights=\[1.0, 1.0\]"),
+        (["a"], [float("nan")], r"\[nan\] is not a list of 1 finite.*Write weights=\[1.0\]"),
+        (["a"], ["1"], r"\['1'\] is not a list of 1 finite"),
+        (["a", "b"], 0.5, r"weights=0.5 is not a list"),
+        (["a", "b"], {0.25, 0.75}, r"not a list of 2 finite numbers"),
+        (["a", "b"], {"b": 1.0, "a": 2.0}, r"not a list of 2 finite numbers"),
+        (["a", "b"], [1.0, -1.0], r"\[1.0, -1.0\] have the sum 0.*normalize_weights=False"),
+        (["a", "b"], [1e308, 1e308], r"have the sum inf.*normalize_weights=False"),
+        ({"a": 1.0}, [1.0], r"Leave weights out"),
     ],
 )
 def test_weights_that_are_none(names, weights, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=says):
         weighted(names, weights, True)
-    assert all(part in str(caught.value) for part in says), str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("ties", {}, "legal is a number above 0 to 1. Write density=0.5"),
-        ("ties", {"density": 0.0}, "density=0.0 is not legal"),
-        ("dare_linear", {"density": 1.5}, "density=1.5 is not legal"),
+        ("ties", {}, "density=None.*above 0 to 1. Write density=0.5"),
+        ("ties", {"density": 0.0}, "density=0.0"),
+        ("dare_linear", {"density": 1.5}, "density=1.5"),
         ("svd", {"density": 0.5}, "density=0.5 has no effect on 'svd'. Write density=None"),
         ("cat", {"svd_rank": 4}, "svd_rank=4 has no effect on 'cat'"),
         ("linear", {"svd_clamp": 0.5}, "svd_clamp=0.5 has no effect on 'linear'"),
         ("ties", {"density": 0.5, "seed": 1}, "seed=1 has no effect on 'ties'"),
-        ("lora_delta_w_svd", {}, "svd_rank=None is not legal for 'lora_delta_w_svd'"),
-        ("svd", {"svd_rank": 0}, "whole number from 1 to 65536. Write svd_rank=8"),
-        ("svd", {"svd_rank": 2.0}, "svd_rank=2.0 is not legal"),
-        ("svd", {"svd_clamp": 2.0}, "legal is a number from 0.0 to 1.0. Write svd_clamp=0.99"),
-        ("svd", {"svd_driver": "gauss"}, "svd_driver='gauss' is not legal for 'svd'"),
-        ("dare_ties", {"density": 0.5, "seed": 0.5}, "or None. Write seed=0"),
+        ("lora_delta_w_svd", {}, "lora_delta_w_svd.*svd_rank=None.*Write svd_rank=8"),
+        ("svd", {"svd_rank": 0}, "whole number from 1 to 65536. Write svd_rank=1"),
+        ("svd", {"svd_rank": 2.0}, "svd_rank=2.0"),
+        ("svd", {"svd_clamp": 2.0}, "a number from 0.0 to 1.0. Write svd_clamp=1.0"),
+        ("svd", {"svd_driver": "gauss"}, "svd_driver='gauss'.*Write svd_driver='gesvd'"),
+        ("dare_ties", {"density": 0.5, "seed": 0.5}, "seed=0.5.*Write seed=0"),
         ("ties", {"density": 0.5, "majority_sign_method": "mean"},
-         "legal is one of 'total', 'frequency'. Write majority_sign_method='total'"),
+         "one of 'total', 'frequency'. Write majority_sign_method='total'"),
         ("linear", {"majority_sign_method": "frequency"},
          "'frequency' has no effect on 'linear'. Write majority_sign_method='total'"),
-        ("svd", {"svd_full_matrices": "no"},
-         "legal is one of False, True. Write svd_full_matrices=False"),
+        ("svd", {"svd_full_matrices": "no"}, "one of False, True. Write svd_full_matrices=False"),
         ("cat", {"svd_full_matrices": True},
          "svd_full_matrices=True has no effect on 'cat'. Write svd_full_matrices=False"),
     ],
 )  # fmt: skip
 def test_options_that_are_none(name, given, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=says):
         combination(name, **given)
-    text = str(caught.value)
-    assert says in text
 
 
 def test_an_unknown_strategy_has_its_neighbours():

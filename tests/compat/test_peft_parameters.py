@@ -25,7 +25,7 @@ import adapterzoo
 import adapterzoo.peft
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig, Parallel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.model.hf.backbone import split_experts
 
 pytestmark = [

@@ -64,14 +64,15 @@ def test_a_composition_that_heads_cannot_have_is_refused(model, heads):
             model.active_head = heads
         with refused(model, CompositionError, kind, hint):
             model(**inputs, head=heads)
-        with refused(model, CompositionError, "head_setup=", kind, hint):
+        with refused(model, CompositionError, kind, hint):
             AdapterSetup("a", head_setup=heads)
 
 
 def test_what_is_no_name_is_refused(model):
     for heads in (3, ["x", 3]):
-        with refused(model, ConfigError, "head_setup=", "3", "head_setup='my_task'"):
-            AdapterSetup("a", head_setup=heads)
+        setup = AdapterSetup("a", head_setup=heads)
+        with refused(model, UnknownNameError, "3", "there is no"), setup:
+            pass
     with refused(model, UnknownNameError, "'z'", "'x', 'y'"):
         model.active_head = BatchSplit("x", "z", batch_sizes=1)
 
@@ -132,7 +133,7 @@ def test_tokens_and_choices_are_divided_too(model):
 
 def test_a_batch_of_another_size_is_refused(model):
     for count in (2, 6):
-        with refused(model, BatchError, f"{count} rows, legal are 3", "Write"):
+        with refused(model, BatchError, f"{count} rows, not 3", "BatchSplit"):
             model(**tiny_inputs("bert", batch=count), head=SPLIT)
 
 
@@ -202,7 +203,7 @@ def test_a_number_of_heads_that_does_not_fit_parallel_is_refused(model):
     inputs = tiny_inputs("bert", batch=2)
     model.add_classification_head("z")
     setup = AdapterSetup(Parallel("a", "b"), head_setup=["x", "y", "z"])
-    with refused(model, CompositionError, "'x', 'y', 'z'", "2 copies", "1 or 2 names"), setup:
+    with refused(model, CompositionError, "'x', 'y', 'z'", "2 copies", "2 names, or 1"), setup:
         model(**inputs)
 
 
@@ -211,7 +212,7 @@ def test_the_head_of_one_adapter_does_not_answer_for_the_others_of_parallel(mode
     model.add_classification_head("a", num_labels=4)
     for heads in (None, "a", ["a"]):
         setup = AdapterSetup(Parallel("a", "b"), head_setup=heads)
-        with refused(model, CompositionError, "'a' is the only active head", "['a', 'a']"), setup:
+        with refused(model, CompositionError, "only the head 'a' is active", "['a', 'a']"), setup:
             model(**inputs)
     model.set_active_adapters(Parallel("a", "b"))
     model.active_head = ["a", "a"]
@@ -288,5 +289,5 @@ def test_a_list_of_labels_for_one_head_or_a_head_twice_is_refused_unless_it_fits
     model.set_active_adapters(Parallel("a", "b"))
     model.active_head = ["x", "x"]
     assert all(o.loss is not None for o in model(**inputs, labels=[labels, labels]).head_outputs)
-    with pytest.raises(ConfigError, match="more than once"):
+    with pytest.raises(ConfigError, match="one tensor, or None"):
         model(**inputs, labels=[labels, labels + 0])

@@ -85,5 +85,5 @@ def test_heads_that_share_rows_cannot_have_different_labels(two_tasks):
     given = model(**inputs, labels={"a": labels})
     torch.testing.assert_close(given.loss, expected.loss, rtol=0, atol=1e-12)
     model.active_head = ["a", "b"]
-    with pytest.raises(ConfigError, match="different ones for the same rows"):
+    with pytest.raises(ConfigError, match="differ for the same rows"):
         model(**inputs, labels={"a": labels, "b": labels + 1})

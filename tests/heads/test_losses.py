@@ -143,8 +143,6 @@ def test_choices():
     labels = torch.tensor([3, -100])
     total, count = _nll(logits.detach(), labels)
     _check(head.loss(logits, labels), total / count, logits)
-    with pytest.raises(ConfigError, match=r"6 sequences do not divide.*\[batch, 4, tokens\]"):
-        head(hidden[:6])
 
 
 @pytest.mark.parametrize(
@@ -158,10 +156,10 @@ def test_choices():
         (TaggingConfig(num_labels=3), (2, 2, 3), [0, 1], r"shape \[2\].*Write .*\[2, 2\]"),
         (MultilabelClassificationConfig(), (1, 2), [[0, 2]], "2.0 is not a label.* 0 to 1"),
         (MultilabelClassificationConfig(), (1, 2), [[0, math.nan]], "nan is not a label"),
-        (MultilabelClassificationConfig(), (2, 2), [0, 1], r"Write labels of shape \[2, 2\]"),
+        (MultilabelClassificationConfig(), (2, 2), [0, 1], r"Write labels of \[2, 2\]"),
         (CausalLMConfig(), (1, 2, 11), [[0, 11]], "labels: 11 is not a label.* 0 to 10"),
         (MultipleChoiceConfig(), (2, 2), [0, 2], "labels: 2 is not a label.* 0 to 1"),
-        (QuestionAnsweringConfig(), (2, 2), [0, 1], "positions are integers"),
+        (QuestionAnsweringConfig(), (2, 2), [0, 1], "one whole number"),
         (DependencyParsingConfig(), None, [[[2, 9], [0, 0]]], "labels: 9 is not a label.* 0 to 2"),
         (DependencyParsingConfig(), None, [[[2, 1], [0, 7]]], "labels: 7 is not a label.* 0 to 1"),
     ],

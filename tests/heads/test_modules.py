@@ -177,7 +177,7 @@ def test_a_word_without_tokens_is_zero_and_missing_starts_are_named():
         [4, 4, 0, 4, 0, 0],
         [20, 20, 0, 20, 0, 0],
     ]
-    with pytest.raises(ConfigError, match=r"word_starts is missing.*\[batch, words \+ 1\]"):
+    with pytest.raises(ConfigError, match="word_starts is missing"):
         head(hidden)
 
 
@@ -192,9 +192,9 @@ def test_a_word_without_tokens_is_zero_and_missing_starts_are_named():
         (lambda: ClassificationConfig(use_pooler=True, pooling="mean"), "use_pooler=False"),
         (lambda: ClassificationConfig(dropout_prob=1.0), "dropout_prob=1.0.*Write dropout_prob="),
         (lambda: TaggingConfig(activation_function="thanh"), "'thanh'.*Did you mean 'tanh'"),
-        (lambda: TaggingConfig(label2id={"a": 0, "b": 2}), "'b': 2; with 2 labels.*Write id2label"),
-        (lambda: TaggingConfig(label2id={"a": 0, "b": 0}), "twice"),
-        (lambda: labels_from({0: "a", 1: "a"}), "same name"),
+        (lambda: TaggingConfig(label2id={"a": 0, "b": 2}), "'b': 2.*with 2 labels.*Write id2label"),
+        (lambda: TaggingConfig(label2id={"a": 0, "b": 0}), "at most once"),
+        (lambda: labels_from({0: "a", 1: "a"}), "different names"),
         (lambda: labels_from("ab"), "Write id2label="),
         (lambda: QuestionAnsweringConfig(num_labels=3), "Write num_labels=2"),
         (lambda: CausalLMConfig(logit_softcap=0.0), "logit_softcap=0.0.*Write logit_softcap=None"),

@@ -284,9 +284,7 @@ def test_a_second_row_does_not_matter(model_type):
 def test_a_layer_by_itself_has_no_positions():
     model = made("llama", a=LOREFT)
     model.set_active_adapters("a")
-    with pytest.raises(
-        StateError, match=r"outside of its encoder or decoder.*Call the whole model"
-    ):
+    with pytest.raises(StateError, match="Call the whole model"):
         model.layers[0](torch.zeros(1, 3, 32, dtype=torch.float64))
 
 

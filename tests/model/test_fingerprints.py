@@ -11,7 +11,7 @@ import torch
 from families import tiny_config
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.errors import CheckpointError
 from adapterzoo.formats.fit import digest, fingerprint
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -60,11 +60,6 @@ def test_one_flipped_bit_in_the_file_is_found(tmp_path):
     with pytest.raises(CheckpointError, match=r"not what was written.*Copy the checkpoint"):
         fresh.load_adapter(tmp_path)
     assert not fresh.has_adapters()
-
-
-def test_without_a_process_group_it_says_what_to_call():
-    with pytest.raises(StateError, match="init_process_group"):
-        model_with_adapter().verify_replicas()
 
 
 SCRIPT = """

@@ -209,7 +209,7 @@ def test_a_bias_where_the_layer_has_none_is_refused(tiny):
     model.merge_adapter("a")
     model.reset_adapter()
     stir(model, "a")
-    with refused(model, StateError, "where the layer has none", "Keep it active instead"):
+    with refused(model, StateError, "has no bias", "Keep it active"):
         model.merge_adapter("a")
 
 

@@ -207,7 +207,7 @@ def test_trainers_hand_on_the_column_of_tasks(make, tmp_path):
 @pytest.mark.parametrize(
     ("task_ids", "error", "says"),
     [
-        (None, CompositionError, ("nothing says which task", "Write task_ids=[0, 1, …]")),
+        (None, CompositionError, ("needs the task of each row", "Write task_ids=[0, 1, …]")),
         ([0, 1], CompositionError, ("2 tasks for 4 rows", "one task for each")),
         ([0, 1, 2, 0], CompositionError, ("there is no task 2", "0 to 1, 'a', 'b'")),
         ([0, -1, 0, 0], CompositionError, ("there is no task -1",)),
@@ -215,10 +215,8 @@ def test_trainers_hand_on_the_column_of_tasks(make, tmp_path):
         ([0, None, 0, 0], CompositionError, ("there is no task None",)),
         ([True, 0, 0, 0], CompositionError, ("there is no task True",)),
         ([0.0, 0, 0, 0], CompositionError, ("there is no task 0.0",)),
-        (torch.zeros(4, 1), CompositionError, ("task_ids=[4, 1]", "tensor [rows] of numbers")),
+        (torch.zeros(4, 1), CompositionError, ("there is no task [0.0]",)),
         (torch.zeros(4), CompositionError, ("there is no task 0.0",)),
-        ("abab", CompositionError, ("task_ids='abab'", "Write task_ids=[0, 1]")),
-        (3, CompositionError, ("task_ids=3", "Write task_ids=[0, 1]")),
     ],
 )  # fmt: skip
 def test_what_says_no_task_is_refused(task_ids, error, says):
@@ -253,7 +251,7 @@ def test_generate_ignores_tasks_where_there_are_none():
 def test_tasks_and_names_of_rows_are_refused_together():
     model, inputs = static(), tiny_inputs("bert", batch=2)
     model.set_active_adapters(MultiTask("a", "b"))
-    with refused(CompositionError, "both say what acts", "Write one of them"):
+    with refused(CompositionError, "are both given", "Write one of them"):
         model(**inputs, task_ids=[0, 1], adapter_names=["a", "b"])
     with refused(StateError, "task_ids=…", "part of the model was called"):
         model.bert(**inputs, task_ids=[0, 1])

@@ -585,7 +585,7 @@ def test_parallel_is_each_adapter_on_the_whole_batch(static):
 
 
 @pytest.mark.parametrize(("setup", "count", "says"), [
-    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows, legal are 2.*other sizes"),
+    (BatchSplit("a", "b", batch_sizes=[1, 1]), 4, "the batch has 4 rows"),
     (Parallel("a", "b"), 0, "the batch has 0 rows, legal are 1"),
 ])  # fmt: skip
 def test_a_batch_of_another_size_is_refused(setup, count, says):
@@ -630,9 +630,9 @@ def test_labels_of_another_number_of_rows_are_refused():
     model = with_heads(a=2, b=3).float()
     inputs, labels = tiny_inputs("bert", batch=4), torch.tensor([0, 1, 1])
     for given in (labels, {"a": labels}):
-        with refused(model, ConfigError, "4 rows and the head 'a' reads 2 of them", "labels={'a'"):
+        with refused(model, ConfigError, "Write 4 rows", "labels={'a'"):
             model(**inputs, adapter_names=["a", "b"] * 2, labels=given)
-    says = r"shape \[3\]\. Write labels of 4 rows"
+    says = r"shape \[3\]\. Write 4 rows"
     with AdapterSetup(Parallel("a", "b")), pytest.raises(ConfigError, match=says):
         model(**inputs, labels=labels)
 

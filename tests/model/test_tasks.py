@@ -171,7 +171,7 @@ def test_an_adapter_in_use_by_a_task_is_not_deleted(model):
         entered, left = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(inside(entered, left))
         await entered.wait()
-        with pytest.raises(StateError, match="Leave the 'with AdapterSetup"):
+        with pytest.raises(StateError, match="Leave the block"):
             model.delete_adapter(A)
         left.set()
         await task
@@ -183,7 +183,7 @@ def test_an_adapter_in_use_by_a_task_is_not_deleted(model):
 def test_what_was_deleted_meanwhile_never_runs_as_the_base_model(model):
     async def late(go):
         await go.wait()
-        with pytest.raises(StateError, match=f"'{A}' was deleted or replaced"):
+        with pytest.raises(StateError, match=f"'{A}' was deleted"):
             output(model)
         with AdapterSetup(B):
             return output(model)

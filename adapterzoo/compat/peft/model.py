@@ -134,7 +134,6 @@ class PeftModel:
             CheckpointError: it does not fit the model.
             ConfigError: an argument is not legal.
         """
-        adapters.check_autocast(autocast_adapter_dtype)
         for name, value in (
             ("ephemeral_gpu_offload", ephemeral_gpu_offload),
             ("key_mapping", key_mapping),

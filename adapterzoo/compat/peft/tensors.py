@@ -16,8 +16,8 @@ from adapterzoo.formats.checkpoint import from_plain
 from adapterzoo.model import checkpointing, sharding
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.heads.copies import modules_with
-from adapterzoo.model.heads.files import fitting
-from adapterzoo.model.heads.records import HeadRecord, record_of, saved_names
+from adapterzoo.model.heads.named import HeadRecord, record_of, saved_names
+from adapterzoo.model.heads.store import fitting
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.state import (
     AdaptedModel,

@@ -33,7 +33,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python,
 from adapterzoo.formats.checkpoint import OWN_OUTPUT, SavedModel, places_of, shared_key, short
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
-from adapterzoo.methods.copies.config import all_placements
+from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftLayer, PeftSpelling, Tensors, peft_readable

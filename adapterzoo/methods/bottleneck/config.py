@@ -36,7 +36,7 @@ from adapterzoo.config import (
 from adapterzoo.contracts import Adapter, SharedModules
 from adapterzoo.errors import ConfigError, MissingEntryError
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
-from adapterzoo.methods.copies.config import ConfigWithCopies
+from adapterzoo.methods.copies import ConfigWithCopies
 
 from .compacter import HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock

@@ -178,7 +178,7 @@ class LowRankConfig(TargetedConfig):
             strategy.refuse_differing(dicts, trained | _SCALING | alike)
         sized = first.of_ranks(combined)
         # a scaling of 0 has no inverse
-        keeps_alpha = strategy.strategy.keeps_alpha and first.alpha
+        keeps_alpha = strategy.keeps_alpha and first.alpha
         return sized.replace(alpha=first.alpha, alpha_pattern={}) if keeps_alpha else sized
 
 

@@ -54,7 +54,7 @@ from adapterzoo.contracts import (
 from adapterzoo.errors import SiteError
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, kaiming, normal, uniform
 from adapterzoo.methods._parts import Affine, Gate
-from adapterzoo.methods.copies.config import ConfigWithCopies
+from adapterzoo.methods.copies import ConfigWithCopies
 from adapterzoo.spelling import spelled
 
 from .formats import SELF, TIED, cartridge, prefix_adapterhub, prefix_peft

@@ -9,7 +9,7 @@ from typing import Any
 
 from adapterzoo.composition import Composition
 from adapterzoo.config import AdapterConfig, Config
-from adapterzoo.errors import ConfigError, unknown_name
+from adapterzoo.errors import unknown_name
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model.state import AdapterState
 from adapterzoo.runtime import ActiveState
@@ -111,10 +111,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
             location_key: a field that is not false; None for any.
 
         Returns:
-            The config; None if the adapter is unknown, or has none.
-
-        Raises:
-            ConfigError: it has several.
+            The config, the first of several; None if the adapter is unknown, or has none.
         """
         config = self.get(adapter_name)
         found = [
@@ -124,11 +121,6 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
             and layer_idx not in member.get("leave_out", ())
             and (location_key is None or member.get(location_key))
         ]
-        if len(found) > 1:
-            raise ConfigError(
-                f"match({adapter_name!r}, {config_type.__name__}): {len(found)} members of its "
-                f"union are of the type. Write adapters_config[{adapter_name!r}].configs."
-            )
         return found[0] if found else None
 
 

@@ -22,16 +22,15 @@ from adapterzoo import inject
 from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.averaging import Density, Truncated, truncated
 from adapterzoo.composition import parse
-from adapterzoo.config import MAX_WIDTH, AdapterConfig, Range, change_forms
+from adapterzoo.config import MAX_WIDTH, AdapterConfig, Maybe, Range, change_forms
 from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
 from adapterzoo.inject.layers import take_slice
 from adapterzoo.methods import undrawn
-from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken, replan
+from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
 from adapterzoo.model.adapters import bring_in, make
 from adapterzoo.model.heads import copies
-from adapterzoo.model.heads.copies import tables_of
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
@@ -76,17 +75,10 @@ class Size(NamedTuple):
         rank, energy = self
         if rank is not None and energy is not None:
             raise ConfigError(
-                f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one of them."
+                f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one."
             )
-        if rank is not None and not Range(1, MAX_WIDTH).fits(rank):
-            raise ConfigError(
-                f"rank={rank!r} is not a whole number from 1 to {MAX_WIDTH:,}. Write rank=8."
-            )
-        if energy is not None and not Density().fits(energy):
-            raise ConfigError(
-                f"energy={energy!r} is not a share of the squared singular values, above 0 and at "
-                f"most 1. Write energy=0.99."
-            )
+        Maybe(Range(1, MAX_WIDTH))("convert", "rank", rank, 8)
+        Maybe(Density())("convert", "energy", energy, 0.99)
 
 
 class Foreign(NamedTuple):
@@ -153,11 +145,7 @@ def convert(
     config = form.at_sites_of(record.config, model.anatomy)
     made, layers = _made(model, config, lambda: _changes_of(model, name), size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
-    own_head = copies.combined(model, [name], [1.0])
-    bring_in(model, target, made, active)
-    if own_head:
-        copies.put(model, target, own_head)
-        replan(model)
+    bring_in(model, target, made, active, copies.combined(model, [name], [1.0]))
     after = outputs(model, target, head, given)
     return Certificate(
         target, record.config.architecture, to, tuple(layers),
@@ -196,8 +184,7 @@ def add_changes(
         if not key.startswith(start) or parameter != "weight" or path not in sites:
             raise StateError(
                 f"the adapter changes {key!r}, which is not the weight of a layer that can have "
-                f"adapters. Merge it with PEFT instead: "
-                f"peft_model.merge_and_unload().save_pretrained(…)."
+                f"adapters. Write peft_model.merge_and_unload() instead."
             )
         transposed = inject.stores_transposed(layer_at(backbone, path))
         changes.append(Change(path, None, value.mT if transposed else value))
@@ -215,25 +202,19 @@ def add_changes(
 
 def _refuse_other(model: AdaptedModel, name: str) -> None:
     """Refuse an adapter that does more than change weights of layers."""
-    if tables_of(model, name):
+    if copies.tables_of(model, name):
         raise StateError(
-            f"{name!r} has trained embeddings, which are not a change of a weight. Keep it as it "
-            f"is."
+            f"{name!r} has trained embeddings, which are no change of a weight. Keep it."
         )
     for path, adapter in modules_of(model, name):
         parts = (part for part in adapter.modules() if isinstance(part, Adapter))
         for part in parts if path else ():
-            kind = type(part).__name__
-            if not isinstance(part, WeightAdapter | inject.ExpertAdapters):
+            is_change = isinstance(part, WeightAdapter | inject.ExpertAdapters)
+            keeps = isinstance(part, WeightAdapter) and part.keeps_weight
+            if not is_change or part.stands_alone or keeps:
                 raise StateError(
-                    f"{name!r} has a {kind} adapter at {path!r}, which is not a change of a "
-                    f"weight. Keep it as it is."
-                )
-            if part.stands_alone or (isinstance(part, WeightAdapter) and part.keeps_weight):
-                raise StateError(
-                    f"{name!r} has a {kind} adapter at {path!r}, whose parameters replace those of "
-                    f"the layer (modules_to_save, trainable_token_indices, bias, norms), and a "
-                    f"conversion would lose it. Keep it as it is."
+                    f"{name!r} has a {type(part).__name__} adapter at {path!r}, which is not a "
+                    f"change of a weight and would be lost. Keep the adapter as it is."
                 )
 
 
@@ -252,10 +233,7 @@ def _changes_at(model: AdaptedModel, path: str, adapter: Adapter) -> Iterator[Ch
         try:
             for parameter, value, factors in inject.changes(layer, adapter, originals):
                 if not bool(value.isfinite().all()):
-                    raise StateError(
-                        "the change of the weight is not finite. Look for NaN in the adapter, and "
-                        "load another checkpoint."
-                    )
+                    raise StateError("the change is not finite. Look for NaN in the adapter.")
                 yield Change(path, parameter, value, factors)
         except StateError as error:
             raise StateError(f"at {path!r}: {error}") from error
@@ -489,9 +467,7 @@ def changes_by_peft(
     """
     peft = _installed(method)
     if not (folder / _TENSORS).is_file():
-        raise CheckpointError(
-            f"there is no {_TENSORS} in {str(folder)!r}. Save the adapter again with PEFT."
-        )
+        raise CheckpointError(f"{str(folder)!r} has no {_TENSORS}. Save it again with PEFT.")
     base = copy.deepcopy(plain)
     # so that the difference of the weights is exact
     wide = widest(next(plain.parameters()).device)
@@ -511,8 +487,7 @@ def changes_by_peft(
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"PEFT cannot merge the {method} adapter in {str(folder)!r} into this model "
-            f"({type(error).__name__}: {reason}), so that it cannot be converted. Load it with "
-            f"PEFT into the model that it was trained on."
+            f"({type(error).__name__}: {reason}). Load the model that it was trained on."
         ) from error
     after = dict(merged.named_parameters(remove_duplicate=False))
     changes = {
@@ -533,6 +508,5 @@ def _installed(method: str) -> ModuleType:
         return importlib.import_module("peft")
     except ImportError as error:
         raise ConfigError(
-            f"the method {method!r} does not exist here, and PEFT, which can compute its changes, "
-            f"is not installed. Write pip install peft."
+            f"the changes of the method {method!r} are computed by PEFT. Write pip install peft."
         ) from error

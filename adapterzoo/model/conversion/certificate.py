@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from adapterzoo.errors import columns
 
 _TITLES = ("layer", "rank", "‖ΔW‖", "error", "relative", "")
 
@@ -93,32 +94,18 @@ class Certificate:
 
     def __str__(self) -> str:
         """Return a table of the layers, and a line on the outputs."""
-        rows = [_TITLES, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        first = f"{{:<{widths[0]}}}"
-        shown = [
-            "  ".join([first.format(row[0]), *map(str.rjust, row[1:5], widths[1:5]), row[5]])
-            for row in rows
-        ]
+        reports = [*((each.path, str(each.rank), each) for each in self.layers), ("all", "", self)]
+        rows = [
+            (name, rank, f"{of.norm:.4g}", f"{of.error:.2e}", f"{of.relative:.2e}",
+             "exact" if of.is_exact else "SVD")
+            for name, rank, of in reports
+        ]  # fmt: skip
         outputs = (
             f"outputs on {self.inputs} inputs: they differ by at most "
             f"{self.output_difference:.2e}; the adapter changes them by up to "
             f"{self.output_change:.2e}"
         )
-        return "\n".join([*(line.rstrip() for line in shown), outputs])
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for layer in self.layers:
-            yield layer.path, str(layer.rank), *_numbers(layer), _kind(layer.is_exact)
-        yield "all", "", *_numbers(self), _kind(self.is_exact)
-
-
-def _numbers(of: LayerReport | Certificate) -> tuple[str, str, str]:
-    return f"{of.norm:.4g}", f"{of.error:.2e}", f"{of.relative:.2e}"
-
-
-def _kind(is_exact: bool) -> str:
-    return "exact" if is_exact else "SVD"
+        return "\n".join([*columns([_TITLES, *rows], [False, *[True] * 4, False]), outputs])
 
 
 def _share(part: float, whole: float) -> float:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -35,28 +36,26 @@ from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copie
 from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import ConfigError, SiteError, StateError, listing
+from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.peft.config import exactly
-from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules, plain_state
+from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.quantized import packing_of
-from adapterzoo.methods.copies.rows import ROWS, TokenRows
-from adapterzoo.methods.copies.table import Table
+from adapterzoo.methods.copies import ROWS, Table
+from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
+    DEFAULT_EMBEDDINGS,
     AdaptedModel,
     base_prefix,
     heads_of,
     modules_of,
     prefixes_of,
-    shareable_of,
+    token_table,
 )
 from adapterzoo.patterns import matches, short_names
 from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
 _HELD = Contained.container
-
-
-Layers = Mapping[str, nn.Module]
 
 
 def owner_of(part: object) -> str | None:
@@ -180,7 +179,7 @@ def _copied(layer: nn.Module) -> nn.Module:
     return twin
 
 
-def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
+def put(model: AdaptedModel, owner: str, layers: Mapping[str, nn.Module]) -> None:
     """Give an adapter its own head, replacing the one that it has; then plans are made anew.
 
     Args:
@@ -304,34 +303,14 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
         model: with adapters.
         owner: of the head; where it has no copy, the original's are returned. None: the original.
     """
-    found, output = _original(model), output_path(model)
+    if model._has_named_heads or model._backbone is cast("nn.Module", model):
+        return {}
+    shared, output = shared_ids(model), output_path(model)
+    found = {key: t for key, t in head_tensors(model).items() if id(t) not in shared}
     for path, layer in layers_with(model, owner).items():
         own = layer.state_dict(prefix=f"{path}.", keep_vars=True)
         found |= {key: t for key, t in own.items() if key in found or path == output}
     return found
-
-
-def _original(model: AdaptedModel) -> dict[str, Tensor]:
-    backbone = model._backbone
-    if model._has_named_heads or backbone is cast("nn.Module", model):
-        return {}
-    shared, inside = shared_ids(model), base_prefix(model)
-    kept = dict(_tensors(cast("nn.Module", model)))
-    for name, child in model.named_children():
-        if child is not backbone:
-            kept |= plain_state(child, name)
-    # quantized layers make some entries anew each time, so compare names
-    return {
-        key: tensor
-        for key, tensor in kept.items()
-        if id(tensor) not in shared and not key.startswith(inside)
-    }
-
-
-def rest_of(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the tensors of the original head that have no copies."""
-    inside = tuple(f"{path}." for path in layers_of(model))
-    return {key: t for key, t in _original(model).items() if not key.startswith(inside)}
 
 
 def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
@@ -347,7 +326,7 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
         if any(weight is parameter for parameter in own_parameters(model._backbone)):
             raise StateError(
                 f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
-                f"tied to its embeddings, and merging would change both. Keep the adapter active."
+                f"tied to its embeddings, which merging would change. Keep the adapter active."
             )
 
 
@@ -457,10 +436,9 @@ def update_rows(model: AdaptedModel) -> bool:
         Whether something has changed, so that plans have to be made anew.
     """
     names = [name for name in model._adapter_state.records if rows_of(model, name)]
-    state = model._adapter_state
+    state, whole = model._adapter_state, cast("nn.Module", model)
     if not names and not state.outputs:
         return False
-    whole = cast("nn.Module", model)
     wanted: dict[tuple[str, str], tuple[nn.Module, Any]] = {}
     for path, layer, tables in _tied_outputs(model):
         for name in names:
@@ -469,33 +447,13 @@ def update_rows(model: AdaptedModel) -> bool:
                 wanted[path, name] = layer, found[0]
     for path, name in state.outputs:
         old = _module_at(whole, path)
-        kept = wanted.get((path, name))
-        held = None if old is None else _adapters_at(old).get(name)
-        if old is not None and held is not None and (kept is None or held is not kept[1]):
+        if old is not None and (path, name) not in wanted and name in _adapters_at(old):
             inject.take(old, name)
     for (path, name), (layer, rows) in wanted.items():
         if name not in _adapters_at(layer):
             inject.put(layer, name, rows, model._active, HEAD + path)
     before, state.outputs = state.outputs, tuple(wanted)
     return before != state.outputs
-
-
-def renumber(model: AdaptedModel) -> None:
-    """Set the numbers of tokens again, which a model that is loaded does not have."""
-    for name in model._adapter_state.records:
-        for path in rows_of(model, name):
-            module = dict(modules_of(model, name))[path]
-            cast("TokenRows", module).renumber()
-
-
-def leave_rows(model: AdaptedModel, name: str) -> None:
-    """Take the rows of an adapter, which is removed, out of the output layers."""
-    state = model._adapter_state
-    for path, owner in state.outputs:
-        layer = _module_at(cast("nn.Module", model), path)
-        if owner == name and layer is not None and name in _adapters_at(layer):
-            inject.take(layer, name)
-    state.outputs = tuple(each for each in state.outputs if each[1] != name)
 
 
 def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
@@ -519,8 +477,7 @@ def row_steps(
     """
     found: dict[str, SiteStep] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
-        layer = _module_at(cast("nn.Module", model), path)
-        held = {} if layer is None else _adapters_at(layer)
+        held = _adapters_at(_module_at(cast("nn.Module", model), path))
         present = {name: module for name, module in held.items() if name in acting}
         step = compile_site(parts, present)
         if step is not None:
@@ -528,26 +485,7 @@ def row_steps(
     return found
 
 
-def _row_ties(model: AdaptedModel) -> dict[str, str]:
-    """Map keys of shared rows in the state dict to the keys of those that they share."""
-    found: dict[str, str] = {}
-    own = {
-        id(tensor)
-        for name in model._adapter_state.records
-        if (paths := rows_of(model, name))
-        for path, module in modules_of(model, name)
-        if path in paths
-        for tensor in module.state_dict(keep_vars=True).values()
-    }
-    first: dict[int, str] = {}
-    tensors = cast("nn.Module", model).state_dict(keep_vars=True) if own else {}
-    for key, tensor in tensors.items():
-        if id(tensor) in own and first.setdefault(id(tensor), key) != key:
-            found[key] = first[id(tensor)]
-    return found
-
-
-def _adapters_at(layer: nn.Module) -> Mapping[str, Any]:
+def _adapters_at(layer: nn.Module | None) -> Mapping[str, Any]:
     return inject.adapters_of(layer) if isinstance(layer, inject.Adapted) else {}
 
 
@@ -602,27 +540,22 @@ def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
 
 def ties(model: AdaptedModel) -> dict[str, str]:
     """Map state-dict keys of shared parameters to the keys of those that they share."""
-    start, found = base_prefix(model), {}
-    for name in model._adapter_state.records:
-        if not (paths := tables_of(model, name)):
-            continue
+    start, state, whole = base_prefix(model), model._adapter_state, cast("nn.Module", model)
+    own = [name for name in state.records if tables_of(model, name) or rows_of(model, name)]
+    keyed: list[tuple[str, nn.Parameter]] = []
+    for name in dict.fromkeys([*chain(*state.sharing.values()), *own]):
         prefixes = prefixes_of(model, name)
-        first, *rest = (f"{start}{prefixes[path]}table.weight" for path in paths)
-        found.update(dict.fromkeys(rest, first))
-    for group in model._adapter_state.sharing.values():
-        alike = [prefixes_of(model, name) for name in group]
-        for path, key in shareable_of(model, group[0]):
-            first, *others = (f"{start}{prefixes[path]}{key}" for prefixes in alike)
-            found.update(dict.fromkeys(others, first))
-    names = shared_with_heads(model)
+        for path, module in modules_of(model, name):
+            keyed += module.named_parameters(f"{start}{prefixes[path]}".removesuffix("."))
     for name, head in heads_of(model).items():
         for path, module in plain_modules(head, f"heads.{name}"):
-            for own, parameter in module._parameters.items():
-                key = f"{path}.{own}"
-                source = key if parameter is None else names.setdefault(id(parameter), key)
-                if source != key:
-                    found[key] = source
-    return {**found, **_row_ties(model)}
+            keyed += ((f"{path}.{n}", p) for n, p in module._parameters.items() if p is not None)
+    for path, name in state.outputs:
+        rows = _adapters_at(_module_at(whole, path))[name]
+        keyed += rows.named_parameters(f"{path}.{inject.container_of(rows)}.{name}")
+    names = shared_with_heads(model)
+    sources = ((key, names.setdefault(id(parameter), key)) for key, parameter in keyed)
+    return {key: source for key, source in sources if source != key}
 
 
 def list_ties(model: AdaptedModel, name: str | None = None) -> None:
@@ -666,48 +599,69 @@ def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
                 sharing[group] = left
 
 
+# --- adapters that have the size of the table ---
+
+
+def at_table(model: AdaptedModel, places: Mapping[str, Sequence[Placement]]) -> list[str]:
+    """Return the paths at which an adapter has the size of the active table of tokens."""
+    paths = [path for path, ps in places.items() if any(p.site.kind == "embedding" for p in ps)]
+    table = token_table(model) if paths else None
+    layers = ((path, layer_at(model._backbone, path)) for path in paths)
+    return [path for path, m in layers if table and m._parameters.get("weight") is table.weight]
+
+
+def refuse_own_size(
+    model: AdaptedModel, name: str, places: Mapping[str, Sequence[Placement]]
+) -> None:
+    """Refuse an adapter of the model's own table where other embeddings are active.
+
+    Raises:
+        StateError: it adapts the table.
+    """
+    active = model._adapter_state.embeddings
+    if active != DEFAULT_EMBEDDINGS and (found := at_table(model, places)):
+        raise StateError(
+            f"{name} adapts {listing(found)}, and the embeddings {active!r} may have another size. "
+            f"Write set_active_embeddings({DEFAULT_EMBEDDINGS!r}) first."
+        )
+
+
 # --- names of layers of the head in the config of a new adapter ---
-
-
-_FIELDS = ("modules_to_save", "target_modules", "target_parameters", "exclude_modules")
 
 
 def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterConfig, bool]:
     """Return a config without names of the head, and whether the adapter has its output layer.
 
+    The head is trained whole, with a copy for each adapter, except for the layer onto the
+    vocabulary.
+
     Args:
         model: with adapters.
         config: of a new adapter.
-
-    Raises:
-        ConfigError: the adapter has rows of the output layer as well.
-        SiteError: the config names layers of the head that PEFT would adapt.
     """
-    unnamed = all(m.get(name) is None for m in config.members for name in _FIELDS)
-    if unnamed or model._has_named_heads:
-        return config, False
-    head = {path: bool(module._parameters) for path, module in outside(model) if path}
+    fields = ("modules_to_save", "target_modules", "exclude_modules")
+    unnamed = all(member.get(field) is None for member in config.members for field in fields)
+    head = [] if unnamed or model._has_named_heads else [p for p, _ in outside(model) if p]
     if not head:
         return config, False
     base = [f"{base_prefix(model)}{path}" for path, _ in plain_modules(model._backbone)]
-    output, has_output, members = output_path(model), False, []
+    output, has_output, members = output_path(model), False, list[AdapterConfig]()
     for member in config.members:
-        names = member.get("modules_to_save")
-        listed = names if isinstance(names, tuple) else ()
-        mine = [n for n in listed if any(matches(path, (n,)) for path in head)]
-        has_output |= output is not None and matches(output, mine)
-        if has_output and member.get("trainable_token_indices") is not None:
-            raise ConfigError(
-                f"modules_to_save={[*listed]!r} and trainable_token_indices both change the output "
-                f"layer {output!r}. Leave one of them out."
-            )
-        saved = tuple(f"{path}." for path in head if matches(path, mine))
-        _refuse_parameters(model, member, head)
-        own = _of_base(model, member, base, head, saved)
-        kept = tuple(n for n in listed if n not in mine or any(matches(p, (n,)) for p in base))
-        members.append(own.replace(modules_to_save=kept or None) if mine else own)
+        changes: dict[str, Any] = {}
+        for field in fields:
+            wanted = member.get(field) or ()
+            # a string is one pattern, a tuple holds names
+            parts = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
+            mine = [part for part in parts if any(matches(path, part) for path in head)]
+            kept = [p for p in parts if p not in mine or any(matches(path, p) for path in base)]
+            if field == fields[0] and output is not None:
+                has_output |= any(matches(output, part) for part in mine)
+            # without any targets there would be the default ones
+            if len(kept) < len(parts) and (kept or field != "target_modules"):
+                changes[field] = tuple(name for (name,) in kept) or None
+        members.append(member.replace(**changes) if changes else member)
     if all(one is other for one, other in zip(members, config.members, strict=True)):
-        return config, False
+        return config, has_output
     return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
 
 
@@ -718,76 +672,3 @@ def names_of(model: AdaptedModel, sites: Iterable[Site]) -> str | list[str]:
     every = dict.fromkeys((*layers, *(path for path, _ in outside(model) if path)))
     names = short_names(chosen, every)
     return exactly(chosen) if names is None else list(names)
-
-
-def _of_base(
-    model: AdaptedModel,
-    config: AdapterConfig,
-    base: Iterable[str],
-    head: Mapping[str, bool],
-    saved: tuple[str, ...],
-) -> AdapterConfig:
-    """Return a config whose names of layers are those of the base model alone, in PEFT too.
-
-    Args:
-        model: with adapters.
-        config: of a new adapter.
-        base: paths of the modules of the base model in the whole model.
-        head: path of a module of the head → whether it has parameters of its own.
-        saved: paths in `modules_to_save`, each with a dot: PEFT does not adapt what is in them.
-
-    Raises:
-        SiteError: PEFT would adapt a layer of the head.
-    """
-    wanted: Any = config.get("target_modules")
-    excluded: Any = config.get("exclude_modules")
-    left_out = [path for path in head if excluded and matches(path, excluded)]
-    if left_out:
-        config = config.replace(exclude_modules=_without(excluded, base, head))
-    named = [path for path in head if head[path] and matches(path, wanted or ())]
-    if config.get("layers_to_transform") is not None:
-        # for a layer outside of blocks PEFT needs its whole path then
-        named = [path for path in named if path in wanted]
-    mine = _without(wanted, base, head) if named else None
-    if not mine:
-        return config
-    found = config.replace(target_modules=mine).below(base_prefix(model), model.anatomy)
-    sites = (placement.site for placement in found.placements(model.anatomy))
-    names = names_of(model, (site for site in sites if site.parameter is None))
-    if theirs := [p for p in named if p not in left_out and not f"{p}.".startswith(saved)]:
-        raise SiteError(_adapted_in_peft(config, "target_modules", theirs, names))
-    return config.replace(target_modules=names)
-
-
-def _without(
-    wanted: str | tuple[str, ...], base: Iterable[str], head: Iterable[str]
-) -> str | tuple[str, ...] | None:
-    """Return names, or an expression, without those that only match the head; None if all do."""
-    parts: Sequence[Any] = (wanted,) if isinstance(wanted, str) else [(name,) for name in wanted]
-    kept = [
-        part
-        for part in parts
-        if any(matches(path, part) for path in base) or not any(matches(p, part) for p in head)
-    ]
-    return next(iter(kept), None) if isinstance(wanted, str) else tuple(n for (n,) in kept) or None
-
-
-def _refuse_parameters(model: AdaptedModel, config: AdapterConfig, head: Iterable[str]) -> None:
-    """Refuse names of parameters of the head, which PEFT would adapt."""
-    wanted = config.get("target_parameters") or ()
-    layers = [(path, layer_at(cast("nn.Module", model), path)) for path in head if wanted]
-    names = [f"{path}.{name}" for path, layer in layers for name in layer._parameters]
-    theirs = [name for name in names if matches(name, wanted)]
-    mine = [f"{base_prefix(model)}{n}" for n in model.anatomy.weights() if matches(n, wanted)]
-    if theirs and mine:
-        raise SiteError(_adapted_in_peft(config, "target_parameters", theirs, mine))
-
-
-def _adapted_in_peft(config: AdapterConfig, field: str, theirs: list[str], mine: object) -> str:
-    """Return the message for a field that names a part of the head."""
-    wanted = config.get(field)
-    shown = [*wanted] if isinstance(wanted, tuple) else wanted
-    return (
-        f"{type(config).__name__}({field}={shown!r}): in PEFT it adapts {listing(theirs)} of the "
-        f"head too, which has no adapters here. Write {field}={mine!r} for the base model alone."
-    )

@@ -5,7 +5,6 @@ A call is a record that each head gets, of all rows of the batch or of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +23,12 @@ from adapterzoo.errors import (
     ConfigError,
     StateError,
     argument,
-    in_python,
     listing,
     unknown_name,
 )
-from adapterzoo.heads import Pooling, PredictionHead, by_head, head_types
+from adapterzoo.heads import Pooling, PredictionHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.hf.backbone import pad_and_eos, text_config
-from adapterzoo.model.state import anatomy_of
 
 from . import named
 from .named import HeadNames
@@ -52,8 +49,8 @@ _FEATURES = ("attention_mask", "input_ids")
 # --- one call, as heads see it ---
 
 
-class Base:
-    """The base model in one call; attributes other than its call are those of the model's own.
+class BaseCall:
+    """The base model in one call; its other attributes are those of the model's own.
 
     Attributes:
         outputs: of the last run; None before it has run.
@@ -97,7 +94,7 @@ class Call:
 
     model: Any
     name: str = ""
-    base: Base
+    base: BaseCall
     inputs: Mapping[str, Any]
     given: Mapping[str, Any]
     rows: RowMap | None
@@ -119,14 +116,23 @@ class Call:
             has_rows = isinstance(value, Tensor) and key not in COMMON
             given[key] = rows.take(part, value) if has_rows else value
         outputs = outputs_of(part, rows, cast("ModelOutput", self.base.outputs))
-        return dataclasses.replace(
+        return replace(
             self,
             name=name,
-            base=Base(self.model, outputs),
+            base=BaseCall(self.model, outputs),
             given=given,
             rows=None if self.rows is None else self.rows.of(rows, part),
             part=(part, rows),
         )
+
+    def of(self, name: str) -> Call:
+        """Return the call of a head on all rows; `Parallel` has repeated the batch."""
+        rows, given = self.rows, {**self.given}
+        if rows is not None and rows.copies > 1:
+            # those that have all rows already do not change
+            batch = len(rows.index) // rows.copies
+            given = {key: repeated(t, rows.copies, batch, key) for key, t in given.items()}
+        return replace(self, name=name, given=given)
 
     # --- what heads read ---
 
@@ -202,7 +208,6 @@ def forward(
         times: how often the batch is repeated.
     """
     used = named.active_heads(model, head)
-    _check_exit(model, used)
     _check_batch(model, named.chosen(model, head), batch_size(inputs) * times)
     labels = _take_labels(model, inputs, used, named.chosen(model, head).names)
     if times > 1:
@@ -213,7 +218,7 @@ def forward(
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
         name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
         given = {"input_ids": inputs.get("input_ids"), **labels, "attention_mask": inputs.get(name)}
-        return _answer(model, Base(model), head, return_dict, inputs, given)
+        return _answer(model, BaseCall(model), head, return_dict, inputs, given)
 
     if model._active.plan.prompts is not None:
         return _with_prompts(model, inputs, labels, used, run)
@@ -228,8 +233,7 @@ def _with_prompts(
         if each.config.inputs:
             raise StateError(
                 f"a {each.config.head_type} head reads {listing(each.config.inputs)}, which does "
-                f"not count the tokens that an active adapter adds. Activate another head, or an "
-                f"adapter of another method."
+                f"not count the tokens that an active adapter adds. Activate another head."
             )
     read = labels.pop("input_ids", None)
     call = inject.recorded(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
@@ -242,27 +246,6 @@ def _with_prompts(
         return run(wide, labels)
 
 
-def _check_exit(model: Any, used: Heads) -> None:
-    """Refuse heads to which the inverse of an invertible adapter cannot be applied.
-
-    Raises:
-        StateError: the last layer of a head reads another width.
-    """
-    plan = model._active.plan
-    if plan.exit is None:
-        return
-    entry = anatomy_of(model).entry
-    width = 0 if entry is None else entry.d_out
-    for name, each in used.items():
-        layer = each.output_embeddings if each.has_exit else None
-        if layer is not None and layer.in_features != width:
-            raise StateError(
-                f"the last layer of the head {name!r} reads {layer.in_features} features, and the "
-                f"invertible adapters of {plan.setup!r} have {width}: those of the blocks. Write "
-                f"inv_adapter=None in their config, or use a head of the model's own width."
-            )
-
-
 def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
     """Check that a batch has the rows that a `BatchSplit` of heads divides.
 
@@ -273,10 +256,7 @@ def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
     # in `generate` each row may stand for several beams
     rest = count % legal if legal and model._active.call.generation is not None else count - legal
     if legal and rest:
-        raise BatchError(
-            f"the heads are {heads.setup!r}: the batch has {count} rows, legal are {legal}. Write "
-            f"other sizes."
-        )
+        raise BatchError(f"the heads are {heads.setup!r}: the batch has {count} rows, not {legal}.")
 
 
 def _check_owner(model: Any, names: tuple[str, ...]) -> None:
@@ -291,9 +271,8 @@ def _check_owner(model: Any, names: tuple[str, ...]) -> None:
     owners = {last_adapter(part) for part in parts_of(plan.setup)[0]} - {None}
     if names[0] in owners and len(owners) > 1:
         raise CompositionError(
-            f"{plan.setup!r}: {names[0]!r} is the only active head, and the others have none. Add "
-            f"heads with their names, or write active_head = {[*names] * plan.rows.copies!r} to "
-            f"use it for all."
+            f"{plan.setup!r}: only the head {names[0]!r} is active. Add heads with the other "
+            f"names, or write active_head = {[*names] * plan.rows.copies!r} to use it for all."
         )
 
 
@@ -304,13 +283,26 @@ def label_arguments() -> tuple[str, ...]:
 
 
 def _by_head(given: dict[str, Any], used: Heads, names: tuple[str, ...]) -> None:
-    """Turn lists with a value for each active head into dicts, in place."""
+    """Turn lists with a value for each active head into dicts, in place.
+
+    Raises:
+        ConfigError: a list does not fit the heads.
+    """
     # task classes take lists themselves, such as one dict for each image
-    if not used or any(head.calls_base for head in used.values()):
+    if any(head.calls_base for head in used.values()):
         return
     for field in {n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)}:
-        if isinstance(given.get(field), (list, tuple)):
-            given[field] = by_head(field, given[field], names)
+        values = given.get(field)
+        if not isinstance(values, (list, tuple)):
+            continue
+        given[field] = own = dict(zip(names, values, strict=False))
+        fits = all(value is None or isinstance(value, Tensor) for value in values)
+        alike = all(own[name] is value for name, value in zip(names, values, strict=False))
+        if not fits or not alike or len(values) != len(names):
+            raise ConfigError(
+                f"forward({field}=[…]): a list has one tensor, or None, for each active head "
+                f"({listing(names)}). Write {field}={{{names[0]!r}: torch.tensor(…)}}."
+            )
 
 
 def _take_labels(
@@ -326,20 +318,14 @@ def _take_labels(
             if name not in model.heads:
                 what = f"forward({field}={{{name!r}: …}})"
                 raise unknown_name(what, "head", name, model.heads)
+    labels = {n for cls in head_types.values() for n in cls.label_names}
     given = [n for n in taken if taken[n] is not None and n not in COMMON]
-    if given and not used:
-        raise StateError(
-            f"forward({', '.join(f'{n}=…' for n in given)}): no head is active, so there "
-            f"is no use for labels. Heads: {listing(model.heads)}. "
-            f"Write add_classification_head('my_task') or model.active_head = 'my_task'."
-        )
-    labels = [n for n in given if any(n in cls.label_names for cls in head_types.values())]
+    given = [n for n in given if n in labels or not used]
     legal = [n for h in used.values() for n in h.config.label_names]
-    if labels and not any(n in legal for n in labels):
+    if given and not any(n in legal for n in given):
         raise StateError(
-            f"forward({', '.join(f'{n}=…' for n in labels)}): the head {listing(used)} does "
-            f"not take these labels, it takes {listing(legal)}. Write those, or "
-            f"model.active_head = '…'; heads: {listing(model.heads)}."
+            f"forward({', '.join(f'{n}=…' for n in given)}): no active head takes these. Write "
+            f"model.active_head = '…'; heads: {listing(model.heads)}, active: {listing(used)}."
         )
     return taken
 
@@ -379,12 +365,12 @@ def forward_head(
     used = named.active_heads(model, head)
     _by_head(given, used, named.chosen(model, head).names)
     inputs = given.pop("inputs", None) or {n: given[n] for n in ("attention_mask", "input_ids")}
-    return _answer(model, Base(model, outputs), head, return_dict, inputs, given)
+    return _answer(model, BaseCall(model, outputs), head, return_dict, inputs, given)
 
 
 def _answer(
     model: Any,
-    base: Base,
+    base: BaseCall,
     head: HeadNames,
     return_dict: bool | None,
     inputs: Mapping[str, Any],
@@ -411,12 +397,16 @@ def _answer(
     results: list[ModelOutput] | MultiHeadOutput
     if found is None and len(heads) == 1:
         ((name, only),) = heads.items()
-        results = [only.answer(_for_all(call, name))]
+        results = [only.answer(call.of(name))]
     else:
-        _run_base(call, heads)
-        call = replace(call, base=Base(model, base.outputs))
+        if base.outputs is None:
+            if (caller := _caller_of_base(heads)) is None:
+                base(**inputs)
+            else:
+                heads[caller].answer(replace(call, name=caller, given={}))
+        call = replace(call, base=BaseCall(model, base.outputs))
         results = (
-            [each.answer(_for_all(call, name)) for name, each in heads.items()]
+            [each.answer(call.of(name)) for name, each in heads.items()]
             if found is None
             else _answer_on_rows(call, heads, *found)
         )
@@ -431,25 +421,9 @@ def _answer(
     return MultiHeadOutput(head_outputs=results, loss=loss)
 
 
-def _for_all(call: Call, name: str) -> Call:
-    """Return the call of a head on all rows."""
-    return replace(call, name=name, given=with_copies(call.rows, {**call.given}))
-
-
 def _caller_of_base(heads: Heads) -> str | None:
     """Return the first head that makes the arguments of the base model itself; None: none does."""
     return next((name for name, head in heads.items() if head.calls_base), None)
-
-
-def _run_base(call: Call, heads: Heads) -> None:
-    """Run the base model, unless it has run."""
-    if call.base.outputs is not None:
-        return
-    name = _caller_of_base(heads)
-    if name is None:
-        call.base(**call.inputs)
-    else:
-        heads[name].answer(replace(call, name=name, given={}))
 
 
 def _answer_on_rows(
@@ -496,9 +470,8 @@ def decoder_labels(
     first, *others = found
     if any(labels is not first and not torch.equal(labels, first) for labels in others):
         raise ConfigError(
-            f"labels={{…}}: the decoder reads the labels, shifted by one, and {listing(heads)} "
-            f"have different ones for the same rows. Write the same labels for all, or "
-            f"decoder_input_ids=…."
+            f"labels={{…}}: the decoder reads those of {listing(heads)}, and they differ for the "
+            f"same rows. Write the same for all, or decoder_input_ids=…."
         )
     return first.repeat(copies, *(1 for _ in first.shape[1:]))  # [copies · batch, tokens]
 
@@ -532,8 +505,8 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
     start = next((token for token in found if token is not None), None)
     if start is None:
         raise ConfigError(
-            f"decoder_input_ids: {type(config).__name__} has no decoder_start_token_id to begin "
-            f"with. Write model(…, decoder_input_ids=…), or set config.decoder_start_token_id."
+            f"decoder_input_ids: {type(config).__name__} has no decoder_start_token_id. Set it, or "
+            f"write model(…, decoder_input_ids=…)."
         )
     shifted = ids.roll(1, dims=-1)
     shifted[:, 0] = start
@@ -562,14 +535,8 @@ def head_input(
         StateError: the model did not compute what the head needs.
     """
     if pooling == "pooler":
-        pooled = outputs.get("pooler_output")
-        if pooled is None:
-            raise StateError(
-                f"use_pooler=True: {type(model.base_model).__name__} has no pooled output. Write "
-                f"{in_python('add_classification_head(…, use_pooler=False)', '--pooling cls')}."
-            )
         # a CNN's has two more dimensions, of size 1
-        return pooled.flatten(1), None  # [batch, d_model]
+        return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
     hidden = cast("Tensor", outputs["last_hidden_state"])
     if hidden.dim() == 4:
         hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
@@ -591,11 +558,9 @@ def head_input(
             mask = ends.where(ends.any(dim=1, keepdim=True), real)
     fitting = _fitting(model, mask, hidden)
     if mask is not None and fitting is None:
-        shown = list(mask.shape) if isinstance(mask, Tensor) else "of each kind of layer"
         raise StateError(
-            f"pooling={pooling!r}: the mask {shown} does not say which of the "
-            f"{hidden.shape[1]} hidden states {type(model.base_model).__name__} computed are "
-            f"padding. Write {argument('pooling', 'cls')}{in_python(' when you add the head')}."
+            f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} hidden "
+            f"states are padding. Write {argument('pooling', 'cls')}."
         )
     return hidden, fitting
 
@@ -655,10 +620,9 @@ def head_rows(
 def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
     """Return the rows of heads of which each reads one copy of the batch."""
     if len(names) != rows.copies:
-        legal = " or ".join(map(str, sorted({1, rows.copies, rows.parts})))
         raise CompositionError(
             f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} copies "
-            f"of the batch. Write active_head = […] with {legal} names."
+            f"of the batch. Write active_head = […] with {rows.copies} names, or 1."
         )
     batch = len(rows.index) // rows.copies
     return replace(rows, index=tuple(row // batch for row in range(len(rows.index))), _layouts={})
@@ -678,16 +642,15 @@ def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:
         if isinstance(value, Tensor):
             taken[name] = rows.take(part, value) if value.dim() else value
         elif isinstance(value, tuple):
-            taken[name] = tuple(_taken(part, rows, t) for t in value if isinstance(t, Tensor))
+            # memories may have tokens before rows
+            taken[name] = tuple(
+                rows.take(part, t) if t.dim() and t.shape[0] % len(rows.index) == 0 else t
+                for t in value
+                if isinstance(t, Tensor)
+            )
         elif rows.together:
             taken[name] = value
     return type(outputs)(**taken)
-
-
-def _taken(part: int, rows: RowMap, t: Tensor) -> Tensor:
-    # memories may have tokens before rows
-    fits = t.dim() and t.shape[0] % len(rows.index) == 0
-    return rows.take(part, t) if fits else t
 
 
 def given_to(
@@ -716,26 +679,12 @@ def given_to(
             whole = repeated(own, rows.copies, batch)
             if whole.shape[0] % len(rows.index):
                 raise ConfigError(
-                    f"forward({key}=…): the batch has {batch} rows and the head {name!r} "
-                    f"reads {mine} of them, but {key} has shape {list(own.shape)}. Write {key} of "
-                    f"{batch} rows, or {key}={{{name!r}: …}} with the {mine}."
+                    f"forward({key}=…) has shape {list(own.shape)}. Write {batch} rows, those of "
+                    f"the batch, or {key}={{{name!r}: …}} with the {mine} of the head."
                 )
             own = rows.take(part, whole)
         found[key] = own
     return found
-
-
-def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the labels and other arguments of a head, repeated like the batch.
-
-    Args:
-        rows: of the batch; `Parallel` has repeated it.
-        given: arguments of `forward`; those that have all rows already do not change.
-    """
-    if rows is None or rows.copies < 2:
-        return given
-    batch = len(rows.index) // rows.copies
-    return {key: repeated(value, rows.copies, batch, key) for key, value in given.items()}
 
 
 def joined(

@@ -1,29 +1,33 @@
-"""Named heads: find, select, build and tie them. A model with a static head has none."""
+"""Named heads: find, select, build and tie them; and heads as checkpoints hold them.
+
+A model with a static head has no named ones. The matrix onto the vocabulary is frozen unless the
+embeddings are trained, and may be larger than all adapters of a model. A file names its digest, and
+loading takes it from the model's own head.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.composition import Composition, last_adapter
 from adapterzoo.composition.rows import ActiveHeads, heads_of_rows, parse_heads, parts_of
-from adapterzoo.errors import (
-    StateError,
-    listing,
-    unknown_name,
-)
-from adapterzoo.heads import (
-    HeadConfig,
-    PredictionHead,
-)
+from adapterzoo.errors import CheckpointError, StateError, argument, listing, unknown_name
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import OWN_OUTPUT
+from adapterzoo.formats.fit import digest
+from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig
 from adapterzoo.model.hf.backbone import describe, ties_output
-from adapterzoo.model.state import heads_of
+from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors, saved_fields
+from adapterzoo.model.sharding import class_name
+from adapterzoo.model.state import AdaptedModel, heads_of
 
-from .copies import shared_with_heads, table_of, take
+from . import copies
 
 HeadNames: TypeAlias = "str | list[str] | Composition | None"
 
@@ -39,19 +43,25 @@ def find(model: Any, name: object) -> PredictionHead:
     return cast("PredictionHead", model.heads[name])
 
 
-def active_name(model: Any) -> str:
-    """Return the name of the one head that is active.
+def active_name(model: Any) -> str | None:
+    """Return the name of the only active head.
+
+    Of a static head, it is the owner, even if it has no copy yet; None: the original.
 
     Raises:
-        StateError: there is none, or there are several.
+        StateError: there is none, there are several, or rows use different heads.
     """
-    names = model._active.heads.names
-    if len(names) == 1:
-        return cast("str", names[0])
-    raise StateError(
-        f"{len(names)} heads are active, so the head is ambiguous. "
-        f"Write its name; heads: {listing(model.heads)}."
-    )
+    names: tuple[str | None, ...] = model._active.heads.names
+    is_one = len(names) == 1
+    if not model._has_named_heads:
+        names, own = copies.owners_of(model._active.plan.setup), model._adapter_state.copies
+        is_one = len({name if name in own else None for name in names}) <= 1
+    if not is_one:
+        raise StateError(
+            f"{len(names)} heads are active, so the head is ambiguous. Activate one, or write its "
+            f"name; heads: {listing(saved_names(model))}."
+        )
+    return names[0] if len(names) == 1 else None
 
 
 def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
@@ -164,9 +174,8 @@ def for_rows(
     own = own_heads(model, parts)
     if None in own and any(own) and len(active.names) != 1 and not one_head:
         raise StateError(
-            f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
-            f"active heads are {listing(active.names)}, not one for such rows. Write "
-            f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
+            f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and no single "
+            f"head is active. Write model.active_head = {next(filter(None, own))!r}, or head=…."
         )
     if not any(own):
         return active, ()
@@ -182,9 +191,8 @@ def check_generation(model: Any, given: Mapping[str, Any]) -> None:
     """
     if model._has_named_heads and not (given.get("head") or model._active.heads.names):
         raise StateError(
-            f"generate(): no head is active, so nothing scores the next token. Heads: "
-            f"{listing(model.heads)}. Write add_causal_lm_head('my_task'), on an "
-            f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
+            f"generate(): no head is active; heads: {listing(model.heads)}. Write "
+            f"add_causal_lm_head('my_task'), or add_seq2seq_lm_head for an encoder–decoder."
         )
 
 
@@ -212,7 +220,7 @@ def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
         name: of the adapter whose table it is, where that has one of its own.
     """
     if ties_output(model.config, head.config):
-        own = None if name is None else table_of(model, name)
+        own = None if name is None else copies.table_of(model, name)
         head.tie(model.get_input_embeddings().weight if own is None else own)
 
 
@@ -230,7 +238,7 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
         head: of the model, or not yet.
         but: a tensor of an adapter that counts as the head's own.
     """
-    backbone = shared_with_heads(model).keys() - {id(but)}
+    backbone = copies.shared_with_heads(model).keys() - {id(but)}
     tensors = head.state_dict(keep_vars=True)
     # a parameter with two names is there once
     first = {id(t): key for key, t in reversed(tensors.items()) if id(t) not in backbone}
@@ -240,7 +248,7 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
 def share_table(model: Any, name: str) -> None:
     """Let the head of the adapter's name share its table."""
     head = heads_of(model).get(name)
-    if head is None or table_of(model, name) is None:
+    if head is None or copies.table_of(model, name) is None:
         return
     # a head whose layer was replaced has one of its own
     if is_on(head, model.get_input_embeddings().weight):
@@ -249,7 +257,220 @@ def share_table(model: Any, name: str) -> None:
 
 def release(model: Any, owner: str) -> None:
     """Take out the copy of an adapter or fusion, which goes, and untie a head from its table."""
-    take(model, owner)
-    head, table = heads_of(model).get(owner), table_of(model, owner)
+    copies.take(model, owner)
+    head, table = heads_of(model).get(owner), copies.table_of(model, owner)
     if head is not None and table is not None and is_on(head, table):
         tie(model, head)
+
+
+# --- heads as checkpoints hold them ---
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecord:
+    """A head as a checkpoint holds it: a document of JSON types, and tensors."""
+
+    document: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def saved_names(model: AdaptedModel) -> tuple[str, ...]:
+    """Return the names of heads that can be saved; of copies of a static head, their owners."""
+    return (*heads_of(model), *model._adapter_state.copies)
+
+
+def name_with(model: Any, adapter: str) -> str | None:
+    """Return the name of the head that is saved with an adapter.
+
+    That is the head of the adapter's name, or else the only active one, if no other owns it. A copy
+    of a static head is kept under the name of its adapter.
+    """
+    if not model._has_named_heads:
+        return adapter
+    if adapter in model.heads:
+        return adapter
+    active, state = model._active.heads.names, model._adapter_state
+    owned = any(name in state.records or name in state.fusions for name in active)
+    return active[0] if len(active) == 1 and not owned else None
+
+
+def record_of(
+    model: Any, name: str | None, alone: bool = False, short: bool = False
+) -> HeadRecord | None:
+    """Return a head as a checkpoint holds it; None if there is none.
+
+    Args:
+        model: with adapters.
+        name: of the head; of a static head its owner, None for the original.
+        alone: whether it is saved without the adapter of its name: a table that it shares with the
+            adapter is its own.
+        short: whether to leave out an output layer that the base model's checkpoint brought.
+    """
+    if model._has_named_heads:
+        return None if name is None else of_named(model, name, alone, short)
+    return _of_static(model, name, alone)
+
+
+def of_named(model: Any, name: str, alone: bool = False, short: bool = False) -> HeadRecord:
+    """Return a named head as a checkpoint holds it; arguments as of `record_of`."""
+    head = find(model, name)
+    config, table = head.config, copies.table_of(model, name) if alone else None
+    if table is not None and is_on(head, table):
+        config = config.replace(tie_word_embeddings=False)
+    tensors = own_tensors(model, head, table)
+    document: dict[str, Any] = {"config": config.to_dict()}
+    if isinstance(config, StaticConfig):
+        document[MODEL_CONFIG] = saved_fields(model.config, config)
+    record = HeadRecord(document, tensors)
+    return without_output(head, record) if short else record
+
+
+def _of_static(model: Any, name: str | None, alone: bool) -> HeadRecord | None:
+    tensors, layer = copies.tensors_of(model, name), model.get_output_embeddings()
+    rest = {key: t for key, t in head_tensors(model).items() if key not in tensors}
+    weight = None if layer is None else cast("Tensor", layer.weight)
+    large = {key: tensor for key, tensor in rest.items() if tensor is weight}
+    if not tensors and not alone and (large or layer is None):
+        return None
+    if not (tensors or rest or layer is not None):
+        return None
+    config = model.config
+    document: dict[str, Any] = {
+        STATIC: class_name(model),
+        "label2id": getattr(config, "label2id", None),
+        MODEL_CONFIG: config_fields(config),
+    }
+    if copies.output_path(model) in copies.layers_with(model, name):
+        document[OWN_OUTPUT] = True
+    if large and not alone:
+        (key,) = large
+        document |= {FIELD: digest(large[key]), OUTPUT_KEY: key}
+        rest.pop(key)
+    return HeadRecord(document, {**tensors, **rest})
+
+
+def completed(
+    model: Any, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Return the tensors of a file, with the output layer that a short record left out.
+
+    Raises:
+        CheckpointError: the head has another config.
+    """
+    if not model._has_named_heads:
+        return tensors
+    saved = config_from(model, document["config"])
+    head = find(model, name)
+    fit.check_same(f"head {name!r}", saved, head.config)
+    return with_output(head, model.heads.values(), document, tensors)
+
+
+def all_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the own tensors of all heads, named for messages."""
+    found = {
+        f"head {name}: {key}": tensor
+        for name, head in heads_of(model).items()
+        for key, tensor in own_tensors(model, head).items()
+    }
+    for owner in model._adapter_state.copies:
+        tensors = copies.tensors_of(model, owner)
+        found |= {f"head of {owner}: {key}": tensor for key, tensor in tensors.items()}
+    return found
+
+
+# --- output layers from the base model's checkpoint ---
+
+
+FIELD = "output"
+
+
+# of a task class: the key of its weight there
+OUTPUT_KEY = "output_key"
+
+
+def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
+    """Return a head's record without its output layer, if that is unchanged from the checkpoint.
+
+    Args:
+        head: of any type.
+        record: with all its tensors.
+    """
+    key, layer = head.output_key, head.output_embeddings
+    if key is None or layer is None or not head.of_checkpoint:
+        return record
+    weight = layer.weight
+    plain = type(weight) is nn.Parameter and not weight.is_meta
+    if weight.requires_grad or not plain or key not in record.tensors:
+        return record
+    kept = {k: tensor for k, tensor in record.tensors.items() if k != key}
+    return HeadRecord({**record.document, FIELD: digest(weight)}, kept)
+
+
+def with_output(
+    head: PredictionHead,
+    heads: Iterable[PredictionHead],
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors of a head with the output layer that its file leaves out.
+
+    Args:
+        head: that gets the tensors.
+        heads: of the model.
+        document: of the head in the file.
+        tensors: in the file.
+        dtype: into which the user lets values be converted.
+
+    Raises:
+        CheckpointError: no head of the model has that layer.
+    """
+    named = document.get(FIELD)
+    key = head.output_key
+    if named is None or key is None:
+        return dict(tensors)
+    return {**tensors, key: output_like(heads, named, dtype)}
+
+
+def output_like(
+    heads: Iterable[PredictionHead], named: object, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the output layer of a checkpoint that has a digest, or any for another dtype.
+
+    Raises:
+        CheckpointError: no head has it.
+    """
+    for weight in _of_checkpoint(heads):
+        # rounded values have another digest, and the user asks for them
+        if dtype is not None or digest(weight) == named:
+            return weight.detach()
+    raise CheckpointError(
+        "the file leaves out the output layer of the checkpoint that its base model came from, and "
+        f"no head here has it. Write {argument('with_head', False, 'load_adapter')}."
+    )
+
+
+def start_with(head: PredictionHead, heads: Iterable[PredictionHead]) -> None:
+    """Give a fresh head the output layer of the model's checkpoint, if there is one.
+
+    Args:
+        head: of any type, not tied.
+        heads: of the model.
+    """
+    layer = head.output_embeddings
+    if layer is None:
+        return
+    mine = layer.weight
+    for theirs in _of_checkpoint(heads):
+        if theirs is not mine and theirs.shape == mine.shape and not mine.is_meta:
+            with torch.no_grad():
+                mine.copy_(theirs)
+            head.of_checkpoint = theirs.dtype is mine.dtype
+            return
+
+
+def _of_checkpoint(heads: Iterable[PredictionHead]) -> Iterator[Tensor]:
+    """Yield the weights of output layers that the base model's checkpoint brought."""
+    for head in heads:
+        if (layer := head.output_embeddings) is not None and head.of_checkpoint:
+            yield layer.weight

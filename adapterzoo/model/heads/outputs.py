@@ -14,8 +14,6 @@ from transformers.utils.generic import ModelOutput
 
 from adapterzoo.caches import CACHES
 
-_SEQ2SEQ = "Seq2Seq"
-
 
 @dataclass
 class DependencyParsingOutput(ModelOutput):
@@ -79,7 +77,17 @@ def head_output(name: str, values: Mapping[str, Any], outputs: ModelOutput) -> M
         values: fields of the head.
         outputs: of the base model.
     """
-    cls, names = _output_class(name, outputs)
+    variants = []
+    if "encoder_last_hidden_state" in outputs:
+        variants.append(f"Seq2Seq{name}")
+    if outputs.get("cross_attentions") is not None:
+        variants.append(f"{name}WithCrossAttentions")
+    if outputs.get("router_logits") is not None:
+        variants.append(f"Moe{name}WithPast")
+    if any(field in CACHES for field in outputs):
+        variants.append(f"{name}WithPast")
+    cls: Any
+    cls, names = _CLASSES[next((variant for variant in variants if variant in _CLASSES), name)]
     found = {name: outputs.get(name) for name in names if name in outputs}
     for name in ("hidden_states", "attentions"):
         if name in names and name not in found:
@@ -93,16 +101,3 @@ _CLASSES = {
     for cls in (*vars(modeling_outputs).values(), DependencyParsingOutput)
     if isinstance(cls, type) and issubclass(cls, ModelOutput) and dataclasses.is_dataclass(cls)
 }
-
-
-def _output_class(name: str, outputs: ModelOutput) -> tuple[Any, tuple[str, ...]]:
-    variants = []
-    if "encoder_last_hidden_state" in outputs:
-        variants.append(_SEQ2SEQ + name)
-    if outputs.get("cross_attentions") is not None:
-        variants.append(f"{name}WithCrossAttentions")
-    if outputs.get("router_logits") is not None:
-        variants.append(f"Moe{name}WithPast")
-    if any(field in CACHES for field in outputs):
-        variants.append(f"{name}WithPast")
-    return _CLASSES[next((variant for variant in variants if variant in _CLASSES), name)]

@@ -20,7 +20,7 @@ from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 
-from . import embeddings, named, records
+from . import named, tables
 
 
 def plain_class(model: Any) -> type[nn.Module] | None:
@@ -48,13 +48,10 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
         return as_plain(twin, *head_to_keep(twin, architecture))
     plain = cast("type[nn.Module]", plain_class(model))
     if architecture is not None:
-        raise StateError(
-            f"architecture={architecture!r}: a model with a static head becomes the "
-            f"{plain.__name__} that it was. Leave architecture out."
-        )
-    embeddings.check_plain(model)
+        raise StateError(f"the model becomes a {plain.__name__} again. Leave architecture out.")
+    tables.check_plain(model)
     change(model)
-    embeddings.keep_active(model)
+    tables.keep_active(model)
     adapters.remove_all(model)
     unregister(model)
     disown(model)
@@ -87,11 +84,10 @@ def head_to_keep(
     if not names:
         if architecture is not None:
             raise StateError(
-                f"no head is active to become that of a {architecture}. Write "
-                f"model.active_head = '…'; heads: {listing(model.heads)}."
+                f"no head is active. Write model.active_head = '…'; heads: {listing(model.heads)}."
             )
         return None, None, {}
-    record = records.of_named(model, names[0])
+    record = named.of_named(model, names[0])
     info = ModelInfo(model)
     try:
         if architecture is not None:
@@ -106,7 +102,7 @@ def head_to_keep(
         reason = str(error).replace(f" Write {argument('with_head', False)}.", "")
         raise CheckpointError(
             f"{reason} Write {argument('architecture', '…')} with a class that has such a head"
-            f"{in_python(', or model.active_head = None for the base model alone')}."
+            f"{in_python(', or model.active_head = None')}."
         ) from error
 
 
@@ -143,8 +139,7 @@ def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[st
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"a {cls.__name__} has {listing(missing)}, which this model lacks. Write "
-            f"{argument('architecture', '…')} with another class"
-            f"{in_python(', or model.active_head = None')}."
+            f"{argument('architecture', '…')} with another class."
         )
     plain.config.name_or_path = model.config.name_or_path
     if plain.can_generate():

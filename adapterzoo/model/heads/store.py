@@ -1,41 +1,65 @@
-"""Named heads: activate, add, delete and resize them."""
+"""Named heads: activate, add, delete and resize them; heads in folders and in checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adapterzoo import formats
 from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
+    CheckpointError,
     ConfigError,
     DuplicateNameError,
+    StateError,
+    argument,
+    in_python,
+    unknown_name,
 )
-from adapterzoo.heads import HeadConfig, PredictionHead
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import OWN_OUTPUT, Checkpoint
+from adapterzoo.formats.fit import same_bits
+from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig, labels_from
 from adapterzoo.inject import AdapterDict
+from adapterzoo.model import sharding
+from adapterzoo.model.activation import replan
+from adapterzoo.model.hf import documents
 from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
+from adapterzoo.model.hf.documents import StrPath
 from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
-from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import DEFAULT_EMBEDDINGS
+from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
+from adapterzoo.model.sharding import class_name, refuse_if_sharded
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, LoadOptions, heads_of
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
+from . import copies, named
 from .copies import list_ties
-from .embeddings import drop_biases
 from .named import (
+    FIELD,
+    OUTPUT_KEY,
     HeadNames,
+    HeadRecord,
+    active_name,
     checked,
     config_from,
     find,
+    output_like,
+    record_of,
+    saved_names,
     show_labels,
+    start_with,
     tie,
+    with_output,
 )
-from .records import start_with
-from .sharing import update_outputs
+from .tables import drop_biases, update_outputs
 
 
 def start(model: Any) -> None:
@@ -72,21 +96,19 @@ def add(
     """Add a head with fresh parameters."""
     checked = free_name(model, name, overwrite_ok)
     refuse_unreadable(model)
-    if config.scores_vocabulary and model._adapter_state.embeddings != DEFAULT_EMBEDDINGS:
-        config = _of_vocabulary(model, config)
+    if (
+        model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
+        and "vocab_size" in config.field_names()
+        and config["vocab_size"] is None
+        and not ties_output(model.config, config)
+    ):
+        # it keeps the number of tokens if other embeddings become active
+        config = config.replace(vocab_size=model.get_input_embeddings().num_embeddings)
     head = config.build(describe(model))
     refuse_unreadable(model, head)
     if not ties_output(model.config, head.config):
         start_with(head, model.heads.values())
     enter(model, checked, head, set_active)
-
-
-def _of_vocabulary(model: Any, config: HeadConfig) -> HeadConfig:
-    """Return a config that keeps the number of tokens if other embeddings become active."""
-    own = "vocab_size" in config.keys() and config["vocab_size"] is None  # noqa: SIM118
-    if not own or ties_output(model.config, config):
-        return config
-    return config.replace(vocab_size=model.get_input_embeddings().num_embeddings)
 
 
 def add_type(model: Any, head_type: str, cls: Any) -> None:
@@ -98,13 +120,11 @@ def add_type(model: Any, head_type: str, cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, HeadConfig)):
         raise ConfigError(
             f"{cls!r}: a head type is registered by its config class. Derive one from "
-            f"adapterzoo.heads.HeadConfig whose build(backbone) makes the head, an "
-            f"adapterzoo.heads.PredictionHead."
+            f"adapterzoo.heads.HeadConfig."
         )
     if cls.head_type != head_type:
         raise ConfigError(
-            f"{cls.__name__}.head_type is {cls.head_type!r}, the name in files. Write "
-            f"register_custom_head({cls.head_type!r}, {cls.__name__})."
+            f"{cls.__name__}.head_type is {cls.head_type!r}, the name in files. Write it."
         )
     model.custom_heads[head_type] = cls
 
@@ -158,6 +178,7 @@ def delete(model: Any, name: str) -> None:
     active = model._active
     active.default.plan = without(active.default.plan)
     active.change_overrides(without)
+    update_outputs(model)
     list_ties(model)
 
 
@@ -186,8 +207,10 @@ def resize(
     """
     plan, table = model._active.plan, model.get_input_embeddings().weight
     # take these before: tying anew changes heads that share the table
-    heads = [head for head in model.heads.values() if head.output_embeddings is not None]
-    before = [(head, *_weight_and_bias(head.output_embeddings)) for head in heads]
+    heads: Any = [head for head in model.heads.values() if head.output_embeddings is not None]
+    layers = [(head, head.output_embeddings) for head in heads]
+    biases = [None if layer.bias is None else layer.bias.detach() for _, layer in layers]
+    before = [(head, layer.weight, b) for (head, layer), b in zip(layers, biases, strict=True)]
     # transformers would resize the layer of one active head even if its config forbids it
     with model._active.overridden(dataclasses.replace(plan, heads=ActiveHeads())):
         resized = resize_table()
@@ -229,7 +252,191 @@ def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
     return torch.cat([kept, added])
 
 
-def _weight_and_bias(layer: nn.Linear) -> tuple[Any, Tensor | None]:
-    # torch's types claim that there always is a bias
-    bias = cast("Tensor | None", layer.bias)
-    return layer.weight, None if bias is None else bias.detach()
+# --- heads in folders, and heads of checkpoints that enter a model ---
+
+
+def save(
+    model: AdaptedModel, folder: StrPath, head_name: str | None, format: str = "native"
+) -> None:
+    """Save only a head.
+
+    Raises:
+        UnknownNameError: there is no such head.
+        StateError: there is none to save.
+    """
+    known = saved_names(model)
+    if head_name is not None and head_name not in known:
+        raise unknown_name("", "head", head_name, known)
+    name = head_name or active_name(model)
+    sharding.reshard(model)
+    with sharding.gathering(model, ()):
+        found = record_of(model, name, alone=True, short=format == "native")
+        if found is None:
+            raise StateError(
+                f"a {type(model).__name__} has no head. Write add_classification_head('my_task')."
+            )
+        own_name = name if name and model._has_named_heads else class_name(model)
+        document = {**documents.provenance(model, own_name), "head": found.document}
+        documents.write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
+
+
+def load(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
+    """Load and activate a head."""
+    name, enter = read(model, folder, asked)
+    enter()
+    return name
+
+
+def read(
+    model: AdaptedModel, folder: StrPath, asked: LoadOptions
+) -> tuple[str, Callable[[], None]]:
+    """Read what `load_head` loads and check it; return its name and what enters it."""
+    refuse_if_sharded(model, "Load it before fully_shard(model).")
+    stored = formats.read(Path(folder), "head", ModelInfo(model))
+    name = documents.name_in(asked.load_as, stored, folder)
+    target = name if model._has_named_heads else active_name(model)
+    asked, warn = asked.overwriting(name, head=heads_of(model))
+    enter_head = fitting(model, head_in(stored), target, asked)
+
+    def enter() -> None:
+        enter_head()
+        warn()
+        asked.report()
+
+    return name, enter
+
+
+def head_in(stored: Checkpoint) -> HeadRecord:
+    """Return the head of a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    document = stored.metadata.get("head")
+    if not isinstance(document, Mapping):
+        raise CheckpointError(
+            f"the checkpoint describes its head by {document!r}, which is not an object. "
+            f"Write {argument('with_head', False, 'load_adapter')}."
+        )
+    return HeadRecord(dict(document), stored.head)
+
+
+def fitting(
+    model: Any, record: HeadRecord, name: str | None, asked: LoadOptions
+) -> Callable[[], None]:
+    """Check a head of a checkpoint completely; return a function that puts it into the model.
+
+    Args:
+        model: with adapters.
+        record: of the checkpoint.
+        name: of the head; of a static head its owner, None for the original.
+        asked: what the user asks for.
+
+    Raises:
+        CheckpointError: it does not fit.
+        ConfigError: there are labels for a static head.
+    """
+    if not model._has_named_heads:
+        return _fitting_static(model, record, name, asked)
+    if not isinstance(record.document.get("config"), Mapping):
+        record = _translated(model, record)
+    config = named.config_from(model, record.document["config"])
+    saved = record.document.get(MODEL_CONFIG)
+    if isinstance(config, StaticConfig) and isinstance(saved, Mapping):
+        config = config.replace(fields=other_fields(model.config, saved) or None)
+    if asked.id2label is not None:
+        config = config.replace(label2id=labels_from(asked.id2label))
+    checked = free_name(model, name, bool(asked.overwrite_ok))
+    refuse_unreadable(model)
+    # an untrusted config may ask for more memory than there is: compare before allocating
+    empty = named.built(model, config, torch.device("meta"))
+    heads = model.heads.values()
+    tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
+    fits = named.own_tensors(model, empty)
+    fit.check_fit(type(model).__name__, fit.converted(tensors, fits), fits, None)
+    head = named.built(model, config)
+    refuse_unreadable(model, head)
+    if asked.dtype is not None:
+        for tensor in named.own_tensors(model, head).values():
+            tensor.data = tensor.data.to(asked.dtype)
+    fit.fill(head, tensors)
+    if asked.dtype is None:
+        head.of_checkpoint = FIELD in record.document
+    return lambda: enter(model, checked, head, asked.set_active)
+
+
+def _translated(model: Any, record: HeadRecord) -> HeadRecord:
+    """Return the head of a task class as a named one.
+
+    Raises:
+        CheckpointError: it cannot be one.
+    """
+    document, tensors = record.document, dict(record.tensors)
+    if (key := document.get(OUTPUT_KEY)) is not None:
+        tensors[key] = output_like(model.heads.values(), document[FIELD])
+    given = document.get("label2id")
+    saved = document.get(MODEL_CONFIG)
+    translated = ModelInfo(model).from_static(
+        str(document.get(STATIC)),
+        tensors,
+        given if isinstance(given, Mapping) else None,
+        saved if isinstance(saved, Mapping) else None,
+    )
+    return HeadRecord(*translated)
+
+
+def _fitting_static(
+    model: Any, record: HeadRecord, name: str | None, asked: LoadOptions
+) -> Callable[[], None]:
+    if asked.id2label is not None:
+        raise ConfigError(
+            "id2label names the labels of a named head; a static head keeps them in "
+            "model.config.id2label. Leave id2label out."
+        )
+    tensors = record.tensors
+    if STATIC not in record.document:
+        cls = class_name(model)
+        tensors = ModelInfo(model).to_static(cls, record.document, tensors)
+    mine = copies.tensors_of(model, None)
+    rest = {key: t for key, t in head_tensors(model).items() if key not in mine}
+    if name is None:
+        # the original may get another output layer
+        fits = mine | {key: rest[key] for key in rest.keys() & tensors.keys()}
+        fit.check_fit(type(model).__name__, fit.converted(tensors, fits), fits, None)
+        return lambda: fit.fill(model, tensors)
+    output = copies.output_tensors(model)
+    inside = tuple(f"{path}." for path in copies.layers_of(model))
+    shared = {key: t for key, t in mine.items() if not key.startswith(inside)}
+    # a copy may still have the values of the original
+    own_output = bool(record.document.get(OWN_OUTPUT)) or any(
+        _differs(output[key], tensors[key]) for key in output if key in tensors
+    )
+    if own_output:
+        mine |= output
+        rest = {key: t for key, t in rest.items() if key not in output}
+    for key, tensor in {**shared, **rest}.items():
+        if key in tensors and not tensor.is_meta and _differs(tensor, tensors[key]):
+            raise CheckpointError(
+                f"{key!r} of the checkpoint's head is not that of this {type(model).__name__}, and "
+                f"all adapters share it. Write {argument('with_head', False, 'load_adapter')}"
+                f"{in_python(', or load_head(…) with no adapter active')}."
+            )
+    tensors = {key: t for key, t in tensors.items() if key not in rest or key in mine}
+    fit.check_fit(type(model).__name__, fit.converted(tensors, mine), mine, None)
+    layers = copies.made(model, own_output)
+    for path, layer in layers.items():
+        start = f"{path}."
+        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+        fit.fill(layer, own)
+
+    def enter() -> None:
+        copies.put(model, name, layers)
+        replan(model)
+
+    return enter
+
+
+def _differs(tensor: Tensor, theirs: Tensor) -> bool:
+    if tensor.is_meta or theirs.shape != tensor.shape:
+        return True
+    return not same_bits(theirs.to(tensor.device, tensor.dtype), tensor)

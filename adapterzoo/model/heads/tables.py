@@ -1,44 +1,393 @@
-"""Embeddings trained with an adapter: its own table of tokens, instead of the base model's.
+"""Tables of tokens, named or trained with an adapter; and parameters that adapters share.
 
-The base model's table stays as it is. All modules that share it (`shared` and `embed_tokens` of an
-encoder-decoder) get one `Table` per adapter, and so does a language modeling head of the adapter's
-name that is tied to it.
+*Named embeddings* take the place of the model's own, one at a time. The active table is the weight
+of the modules that embed tokens and of every output layer that is tied to them, so that a language
+model answers in the vocabulary that it reads. The others wait in `other_embeddings`, each with the
+biases that the output layers have beside it. "default" is the model's own table.
+
+*Embeddings trained with an adapter* are a table of its own. The base model's stays as it is. All
+modules that share it (`shared` and `embed_tokens` of an encoder-decoder) get one `Table` per
+adapter, and so does a language modeling head of the adapter's name that is tied to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site, input_embeddings_of, without_wrappers
-from adapterzoo.config import Placement
-from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.anatomy import Site, without_wrappers
+from adapterzoo.composition import Composition
+from adapterzoo.config import MultiTaskConfig, Placement, architectures
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    FieldError,
+    StateError,
+    listing,
+    unknown_name,
+)
 from adapterzoo.formats.fit import digest
-from adapterzoo.inject.building import at_hand, device_of, layer_at
-from adapterzoo.methods.copies.table import Table
-from adapterzoo.model.activation import check_setup, refuse_used, replan
+from adapterzoo.inject.building import blank_copy, device_of, layer_at
+from adapterzoo.inject.quantized import packing_of
+from adapterzoo.methods.copies import Table, TokenRows
+from adapterzoo.model.activation import (
+    check_setup,
+    refuse_merged,
+    refuse_overridden,
+    refuse_used,
+    replan,
+)
 from adapterzoo.model.adapters import init_values, install, uninstall
+from adapterzoo.model.hf.backbone import text_config
+from adapterzoo.model.hf.hosts import refuse_while_batching
+from adapterzoo.model.sharding import refuse_if_sharded
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS as DEFAULT
 from adapterzoo.model.state import (
-    DEFAULT_EMBEDDINGS,
     AdaptedModel,
     AdapterRecord,
     modules_of,
+    shareable_of,
     token_table,
 )
+from adapterzoo.names import check_name
 
-from .copies import LOCATION, tables_of
-from .embeddings import default_table
+from .copies import LOCATION, at_table, leave_groups, list_ties, rows_of, tables_of, update_rows
+
+_LOG = logging.getLogger(__name__)
+_STORE = "other_embeddings"
+# of BART and its relatives: a buffer that is added to the logits
+ADDED = "final_logits_bias"
+
+
+class InactiveTable(nn.Module):
+    """Embeddings that are not active.
+
+    Attributes:
+        weight: the table `[vocab_size, d]`; biases of output layers lie beside it, under their
+            paths with slashes.
+        padding_idx: the token whose row gets no gradient; None for none.
+    """
+
+    def __init__(self, weight: Tensor, padding_idx: int | None) -> None:
+        """Keep a table.
+
+        Args:
+            weight: `[vocab_size, d]`.
+            padding_idx: token whose row gets no gradient.
+        """
+        super().__init__()
+        self.weight = cast("nn.Parameter", weight)
+        self.padding_idx = padding_idx
+
+    def keep(self, key: str, bias: Tensor) -> None:
+        """Keep what an output layer adds to the logits, `[*, vocab_size]`."""
+        kept = self._parameters if isinstance(bias, nn.Parameter) else self._buffers
+        cast("dict[str, Tensor]", kept)[key] = bias
+
+    def biases(self) -> dict[str, Tensor]:
+        """Return what output layers add to the logits, by key."""
+        own = {**self._parameters, **self._buffers}
+        return {key: t for key, t in own.items() if key != "weight" and t is not None}
+
+
+# --- look ---
+
+
+def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
+    """Return all embeddings by name, as modules on the model's own parameters.
+
+    Raises:
+        StateError: the model has no table of tokens.
+    """
+    inactive = inactive_of(model)
+    own: Any = {model._adapter_state.embeddings: layer_of(model)}
+    found = {DEFAULT: inactive.get(DEFAULT), **own, **inactive}
+    return MappingProxyType({name: _view(of.weight, of.padding_idx) for name, of in found.items()})
+
+
+def find(model: AdaptedModel, name: str) -> nn.Embedding:
+    """Return the embeddings of this name.
+
+    Raises:
+        UnknownNameError: there are none.
+    """
+    found = loaded(model)
+    if name not in found:
+        raise unknown_name("", "embedding", name, found)
+    return found[name]
+
+
+def tensors(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return the tables by name, where there are others than the model's own."""
+    if not inactive_of(model):
+        return {}
+    return {name: module.weight for name, module in loaded(model).items()}
+
+
+def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
+    """Return what tied output layers add to the logits beside these embeddings, by key."""
+    if name == model._adapter_state.embeddings:
+        return {key: tensor for key, tensor, _ in _biases(model)}
+    return inactive_of(model)[name].biases()
+
+
+def inactive_of(model: AdaptedModel) -> dict[str, InactiveTable]:
+    """Return the embeddings that are not active, by name."""
+    store = cast("nn.Module", model)._modules.get(_STORE)
+    return cast("dict[str, InactiveTable]", {} if store is None else store._modules)
+
+
+def layer_of(model: AdaptedModel) -> nn.Embedding:
+    """Return the module that embeds tokens.
+
+    Raises:
+        StateError: the model has no table of tokens.
+    """
+    layer = token_table(model)
+    if layer is None:
+        raise StateError(
+            f"the input embeddings of this {type(model).__name__} are not a table of tokens, which "
+            f"embeddings and train_embeddings need."
+        )
+    return layer
+
+
+def _view(weight: Tensor, padding_idx: int | None) -> nn.Embedding:
+    # no memory is allocated for the values that are replaced at once
+    rows, width = weight.shape
+    made = nn.Embedding(rows, width, padding_idx=padding_idx, device="meta")
+    made.weight = cast("nn.Parameter", weight)
+    return made
+
+
+# --- add and delete ---
+
+
+def free_place(model: AdaptedModel, name: str) -> nn.Embedding:
+    """Return the module that embeds tokens, if embeddings of a new name may become active there.
+
+    Raises:
+        DuplicateNameError: the name is taken.
+        StateError: they cannot become active.
+    """
+    check_name(name)
+    if name in loaded(model):
+        raise DuplicateNameError(
+            f"there are embeddings {name!r}. Write another name, or delete_embeddings({name!r})."
+        )
+    _refuse_change(model)
+    return layer_of(model)
+
+
+def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
+    """Add embeddings that `free_place` allows, and activate them."""
+    store_of(model)[name] = made
+    _exchange(model, name)
+
+
+def store_of(model: AdaptedModel) -> inject.AdapterDict:
+    """Return the container of the embeddings that are not active, made when missing."""
+    modules = cast("nn.Module", model)._modules
+    if _STORE not in modules:
+        modules[_STORE] = inject.AdapterDict()
+    return cast("inject.AdapterDict", modules[_STORE])
+
+
+def delete(model: AdaptedModel, name: str) -> None:
+    """Delete embeddings; if they are active, the model's own become active.
+
+    Raises:
+        StateError: they are the model's own, or no others can become active.
+        UnknownNameError: there are none of this name.
+    """
+    find(model, name)
+    if name == DEFAULT:
+        raise StateError(f"{DEFAULT!r} is the model's own table and cannot be deleted.")
+    if name == model._adapter_state.embeddings:
+        activate(model, DEFAULT)
+        _LOG.warning("The active embeddings %r are deleted; %r is active now.", name, DEFAULT)
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    del store_of(model)._modules[name]
+    if not inactive_of(model):
+        del cast("nn.Module", model)._modules[_STORE]
+
+
+def drop_biases(model: AdaptedModel, head: str) -> None:
+    """Forget the biases that a named head, which goes, had with embeddings that are not active."""
+    for inactive in inactive_of(model).values():
+        for kept in (inactive._parameters, inactive._buffers):
+            for key in [key for key in kept if key.startswith(f"heads/{head}/")]:
+                del kept[key]
+
+
+# --- activate ---
+
+
+def activate(model: AdaptedModel, name: str) -> None:
+    """Let other embeddings take the place of the active ones.
+
+    Raises:
+        StateError: something that acts has the size of the active ones, or the model is sharded.
+        UnknownNameError: there are none of this name.
+    """
+    find(model, name)
+    if name == model._adapter_state.embeddings:
+        return
+    _refuse_change(model)
+    _exchange(model, name)
+
+
+def _exchange(model: AdaptedModel, name: str) -> None:
+    """Replace the active table and the biases beside it, wherever they are."""
+    state, store, layer = model._adapter_state, store_of(model), layer_of(model)
+    incoming = cast("InactiveTable", store._modules.pop(name))
+    old, rows = layer.weight, len(incoming.weight)
+    outgoing = InactiveTable(old, layer.padding_idx)
+    biases = incoming.biases()
+    for key, bias, holders in _biases(model):
+        outgoing.keep(key, bias)
+        fresh = biases.get(key)
+        if fresh is None:
+            # the head came later: no token is more likely than another
+            fresh = bias.new_zeros(*bias.shape[:-1], rows)
+            if isinstance(bias, nn.Parameter):
+                fresh = nn.Parameter(fresh, bias.requires_grad)
+        for held, field in holders:
+            held[field] = fresh
+    for module in cast("nn.Module", model).modules():
+        if module._parameters.get("weight") is not old:
+            continue
+        module._parameters["weight"] = incoming.weight
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings, module.padding_idx = rows, incoming.padding_idx
+        elif "out_features" in vars(module):
+            cast("Any", module).out_features = rows
+    store[state.embeddings] = outgoing
+    state.embeddings, state.anatomy = name, None
+    if _follows(model, incoming.weight):
+        text_config(model.config).vocab_size = rows
+        for part in {id(m): m for m in (model, model._backbone)}.values():
+            if "vocab_size" in vars(part):
+                cast("Any", part).vocab_size = rows
+
+
+def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str, Any], str]]]]:
+    """Return what tied output layers add to the logits: a key, the tensor, and who holds it."""
+    whole, table = cast("nn.Module", model), layer_of(model).weight
+    tied = {
+        path: module
+        for path, module in whole.named_modules()
+        if module._parameters.get("weight") is table and not isinstance(module, nn.Embedding)
+    }
+    biases = {id(m._parameters.get("bias")) for m in tied.values()} - {id(None)}
+    found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for path, module in whole.named_modules():
+        for field, tensor in (*module._parameters.items(), *module._buffers.items()):
+            start = f"{path}." if path else ""
+            beside = field == ADDED and any(each.startswith(start) for each in tied)
+            if tensor is None or not (beside or id(tensor) in biases):
+                continue
+            holder: Any = module._parameters if field in module._parameters else module._buffers
+            # a name of a parameter has no dots
+            key = without_wrappers(f"{start}{field}").replace(".", "/")
+            found.setdefault(id(tensor), (key, tensor, []))[2].append((holder, field))
+    return list(found.values())
+
+
+def _follows(model: AdaptedModel, table: Tensor) -> bool:
+    """Return whether the config has the number of the embedded tokens, not of an untied output."""
+    output = None if model._has_named_heads else model.get_output_embeddings()
+    return output is None or output.weight is table
+
+
+# --- whole models ---
+
+
+def activate_saved(model: AdaptedModel) -> None:
+    """Activate the embeddings that a saved model had, whose values are there now."""
+    name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
+    if name is not None:
+        activate(model, name)
+
+
+@contextlib.contextmanager
+def own_in_place(model: AdaptedModel) -> Iterator[bool]:
+    """Let a model be saved with its own table; yield whether another was active."""
+    name = model._adapter_state.embeddings
+    if name == DEFAULT:
+        yield False
+        return
+    activate(model, DEFAULT)
+    model._adapter_state.coming_embeddings = name
+    try:
+        yield True
+    finally:
+        activate_saved(model)
+
+
+def check_plain(model: AdaptedModel) -> None:
+    """Check that a plain model can have the active embeddings.
+
+    Raises:
+        StateError: its output layer is not tied, and its config has one number of tokens.
+    """
+    active = model._adapter_state.embeddings
+    table = layer_of(model).weight if active != DEFAULT else None
+    if table is not None and not _follows(model, table):
+        raise StateError(
+            f"the embeddings {active!r} are active, and the output layer is not tied to them. "
+            f"Write set_active_embeddings({DEFAULT!r}) first."
+        )
+
+
+def keep_active(model: AdaptedModel) -> None:
+    """Forget all embeddings but the active ones, of a model that becomes a plain one."""
+    cast("nn.Module", model)._modules.pop(_STORE, None)
+    model._adapter_state.embeddings = DEFAULT
+
+
+# --- what does not fit ---
+
+
+def _refuse_change(model: AdaptedModel) -> None:
+    """Refuse to replace a table on whose size or values something else depends.
+
+    Raises:
+        StateError: something does.
+    """
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_while_batching(model)
+    layer, active = layer_of(model), model._active
+    if packing_of(layer.weight) is not None or layer.weight.is_meta:
+        how = "offloaded" if layer.weight.is_meta else "quantized"
+        raise StateError(f"the table of tokens is {how}. Load the model without that.")
+    setups = [plan.setup for plan in (active.default.plan, *active.overrides) if plan.setup]
+    acting = dict.fromkeys(name for setup in setups for name in setup.flatten())
+    state = model._adapter_state
+    for name in (*acting, *state.merged):
+        if name in state.records and at_table(model, state.records[name].places):
+            raise StateError(
+                f"{name!r} adapts the table of tokens and has its size. Write "
+                f"set_active_adapters(None), or reset_adapter() if it is merged."
+            )
+
+
+# --- embeddings that are trained with an adapter ---
 
 
 def _base_table(model: AdaptedModel) -> Tensor:
     """Return the base model's table as it was before adapters were merged into it."""
-    if (waiting := default_table(model)) is not None:
-        return waiting
+    if (inactive := inactive_of(model).get(DEFAULT)) is not None:
+        return inactive.weight
     path = _embedding_paths(model)[0]
     weight = cast("Tensor", layer_at(model._backbone, path)._parameters["weight"])
     return model._adapter_state.originals.get(path, {}).get("weight", weight)
@@ -50,14 +399,7 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
     Raises:
         StateError: the model has no such table.
     """
-    embedding = input_embeddings_of(model)
-    if not isinstance(embedding, nn.Embedding):
-        held = "none" if embedding is None else f"a {inject.plain_class(embedding).__name__}"
-        raise StateError(
-            f"trained embeddings are a table of tokens, and the input embeddings of this "
-            f"{type(model).__name__} are not one ({held}). Leave train_embeddings out."
-        )
-    shared = embedding._parameters["weight"]
+    shared = layer_of(model)._parameters["weight"]
     return tuple(
         without_wrappers(path)
         for path, module in model._backbone.named_modules()
@@ -77,34 +419,12 @@ def check_table(model: AdaptedModel, name: str) -> None:
     refuse_used(model, name)
     record = model._adapter_state.records[name]
     if taken := [path for path in paths if path in record.places]:
-        hint = f"train the embeddings with another adapter, in a Stack with {name!r}"
-        if all("exclude_modules" in [*config] for config in record.config.members):
-            hint = f"add it with exclude_modules={[path.rpartition('.')[2] for path in taken]!r}"
         raise StateError(
-            f"the adapter {name!r} already adapts {listing(taken)}, the embeddings to be trained "
-            f"in full. Leave train_embeddings out, or {hint}."
+            f"{name!r} already adapts {listing(taken)}, the embeddings to be trained in full. "
+            f"Leave train_embeddings out, or train them with an adapter in a Stack with {name!r}."
         )
-    for path in paths:
-        _check_lookup(model, path)
-
-
-def _check_lookup(model: AdaptedModel, path: str) -> None:
-    """Check that the layer looks rows up and does nothing else."""
-    layer = cast("nn.Embedding", layer_at(model._backbone, path))
-    with at_hand(layer), torch.no_grad():
-        weight = layer._parameters["weight"]
-        if weight is None or weight.is_meta:
-            return
-        base = inject.base_of(layer)
-        ids = torch.arange(min(8, layer.num_embeddings), device=weight.device)
-        table = Table(weight.shape[0], weight.shape[1], weight.device, weight.dtype)
-        table.init_from_layer(base)
-        if not torch.equal(table(ids, base), base(ids)):
-            raise StateError(
-                f"the embedding at {path!r}, a {inject.plain_class(layer).__name__}, does more "
-                f"than look rows up, so that an adapter cannot have its own. Leave "
-                f"train_embeddings out."
-            )
+    # the copy of an embedding that cannot have one is refused
+    blank_copy(layer_at(model._backbone, paths[0]), paths[0], torch.device("meta"))
 
 
 def with_table(
@@ -125,7 +445,7 @@ def with_table(
         return record
     layer = cast("nn.Embedding", layer_at(model._backbone, paths[0]))
     rows, width = layer.num_embeddings, layer.embedding_dim
-    table = Table(rows, width, device or device_of(layer), layer.weight.dtype)
+    table = Table(blank_copy(layer, paths[0], device or device_of(layer)))
     sites = [Site(path, "embedding", -1, "", "embedding", rows, width) for path in paths]
     places = {site.path: (Placement(site, record.config, LOCATION),) for site in sites}
     return dataclasses.replace(
@@ -203,11 +523,10 @@ def expand(
     """
     if entry is None:
         return (), dict(tensors)
-    if (active := model._adapter_state.embeddings) != DEFAULT_EMBEDDINGS:
+    if (active := model._adapter_state.embeddings) != DEFAULT:
         raise CheckpointError(
-            f"the checkpoint has trained embeddings, which change the model's own, and the "
-            f"embeddings {active!r} are active. Write set_active_embeddings("
-            f"{DEFAULT_EMBEDDINGS!r}) first."
+            f"the checkpoint has trained embeddings, and the embeddings {active!r} are active. "
+            f"Write set_active_embeddings({DEFAULT!r}) first."
         )
     listed = entry.get("paths") if isinstance(entry, Mapping) else None
     paths = () if token_table(model) is None else _embedding_paths(model)
@@ -221,12 +540,17 @@ def expand(
     key = f"{paths[0]}/table.weight"
     if rows is not None and values is not None:
         base = _base_table(model).detach()
-        _check_rows(rows, values, base)
+        shaped = rows.dim() == 1 and values.shape == (len(rows), base.shape[1])
+        inside = shaped and bool(((rows >= 0) & (rows < len(base))).all())
+        if not inside or rows.dtype is not torch.int64:
+            raise CheckpointError(
+                f"the checkpoint has trained rows of the embeddings, {list(values.shape)}, that do "
+                f"not lie in those of this model, {list(base.shape)}. Load its base model."
+            )
         if base.dtype is values.dtype and entry.get("base") != digest(base):
             raise CheckpointError(
-                f"the checkpoint holds {len(rows)} trained rows of the embeddings, and the other "
-                f"rows of this model are not those that it was trained with. Load the base model "
-                f"that it was trained on, as large as it was then."
+                f"the checkpoint holds {len(rows)} trained rows of the embeddings, and the others "
+                f"here are not those of its base model. Load that model, as large as it was then."
             )
         whole = base.to("cpu", values.dtype, copy=True)
         whole[rows] = values
@@ -247,12 +571,160 @@ def _changed_rows(table: Tensor, base: Tensor) -> Tensor | None:
     return rows if 2 * len(rows) < len(table) else None
 
 
-def _check_rows(rows: Tensor, values: Tensor, base: Tensor) -> None:
-    shaped = rows.dim() == 1 and values.shape == (len(rows), base.shape[1])
-    inside = shaped and bool(((rows >= 0) & (rows < len(base))).all())
-    if not inside or rows.dtype is not torch.int64:
-        raise CheckpointError(
-            f"the checkpoint has trained rows of the embeddings, {list(values.shape)} for numbers "
-            f"{list(rows.shape)}, that do not lie in those of this model, {list(base.shape)}. "
-            f"Load the model that it was trained on."
+# --- parameters that adapters share ---
+
+
+def update_outputs(model: AdaptedModel) -> None:
+    """Let the output layers that are tied to a table now have the rows of adapters."""
+    if update_rows(model):
+        replan(model)
+        list_ties(model)
+
+
+def after_loading(model: AdaptedModel) -> None:
+    """Complete the rows of adapters, of a model whose parameters are there and tied now."""
+    for name in model._adapter_state.records:
+        own = dict(modules_of(model, name)) if (paths := rows_of(model, name)) else {}
+        for path in paths:
+            # a model that was made on the meta device has no numbers of tokens
+            cast("TokenRows", own[path]).renumber()
+    update_outputs(model)
+
+
+def share(
+    model: AdaptedModel,
+    adapter_names: Composition | Sequence[str] | str,
+    name: str | None = None,
+    reference: str | None = None,
+) -> None:
+    """Let adapters have the same parameters, with the values of one of them.
+
+    Raises:
+        FieldError: their method shares nothing.
+        ConfigError: their configs or the reference do not fit.
+    """
+    names = _names(adapter_names)
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    configs = [model._adapter_state.find(each).config for each in names]
+    wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
+    if wrong:
+        sharing = [name for name, c in architectures.items() if issubclass(c, MultiTaskConfig)]
+        raise FieldError(
+            f"the method of {wrong[0]!r} shares no parameters. Add adapters of {listing(sharing)}."
         )
+    first = names[0] if reference is None else reference
+    if first not in names:
+        raise ConfigError(
+            f"reference_adapter_name={reference!r} is not one of {listing(names)}. Write one."
+        )
+    shapes = [{k: p.shape for k, p in shareable_of(model, each).items()} for each in names]
+    other = next((n for n, own in zip(names, shapes, strict=True) if own != shapes[0]), None)
+    if other is not None or len({type(config) for config in configs}) > 1:
+        raise ConfigError(
+            f"{names[0]!r} and {other or names[-1]!r} differ in layers or shapes of parameters. "
+            f"Add adapters of equal configs."
+        )
+    for each in names:
+        refuse_overridden(model, each)
+        refuse_merged(model, each)
+    leave_groups(model, names)
+    _replace(model, first, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
+    _join(model, names, first, name)
+
+
+def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | None = None) -> None:
+    """Give adapters the parameters of the first."""
+    own = shareable_of(model, first)
+    for each in names:
+        _replace(model, each, lambda place, _: own[place])
+    model._adapter_state.sharing[group or _group_name(names)] = tuple(names)
+    for each in names:
+        list_ties(model, each)
+
+
+def unshare(
+    model: AdaptedModel,
+    adapter_names: Composition | Sequence[str] | str,
+    name: str | None = None,
+) -> None:
+    """Give each of several adapters its own parameters again, with the values of now.
+
+    Raises:
+        StateError: they share nothing.
+    """
+    names, sharing = _names(adapter_names), model._adapter_state.sharing
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    for each in names:
+        model._adapter_state.find(each)
+    groups = [*sharing.values()] if name is None else [sharing.get(name, ())]
+    if alone := [n for n in names if not any(n in group for group in groups)]:
+        raise StateError(
+            f"{alone[0]!r} shares no such parameters. Shared are {listing(sharing) or 'none'}."
+        )
+    for each in names:
+        refuse_overridden(model, each)
+        refuse_merged(model, each)
+        _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
+    leave_groups(model, names)
+    for each in names:
+        list_ties(model, each)
+
+
+def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
+    """Let adapters that come from files share parameters that have the same bits as others'.
+
+    Fresh adapters that were drawn from one seed have equal bits too, and B is zero.
+    """
+    state = model._adapter_state
+    for name in names:
+        config, own = state.find(name).config, shareable_of(model, name)
+        seed = config.get("init_weights_seed")
+        if not own or (seed is not None and any(not bool(p.any()) for p in own.values())):
+            continue
+        for other, record in state.records.items():
+            # most other adapters differ in the first parameter: compare no more of these
+            if other == name or type(record.config) is not type(config):
+                continue
+            theirs = shareable_of(model, other)
+            first = next(iter(theirs.items()), None)
+            if first is None or first[0] not in own or not _is_equal(own[first[0]], first[1]):
+                continue
+            if record.config != config or own.keys() != theirs.keys():
+                continue
+            if all(_is_equal(p, theirs[place]) for place, p in own.items()):
+                group = next((g for g, n in state.sharing.items() if other in n), None)
+                members = state.sharing.pop(group) if group is not None else (other,)
+                same = (*members, *(n for n in (name,) if n not in members))
+                _join(model, same, other, None if group == _group_name(members) else group)
+                break
+
+
+def _is_equal(parameter: nn.Parameter, other: nn.Parameter) -> bool:
+    alike = parameter.device == other.device and parameter.dtype == other.dtype
+    return alike and torch.equal(parameter, other)
+
+
+def _group_name(names: Sequence[str]) -> str:
+    """Return the name of a group that was given none; different groups have different ones."""
+    return repr([*names]) if any("," in name for name in names) else ",".join(names)
+
+
+def _names(given: Composition | Sequence[str] | str) -> tuple[str, ...]:
+    """Return the adapters that are named: a composition, a list, or names with commas between."""
+    names = given.split(",") if isinstance(given, str) else given
+    listed = names.flatten() if isinstance(names, Composition) else tuple(names)
+    if not listed:
+        raise ConfigError("adapter_names=[]: write adapter_names=['a', 'b'].")
+    return listed
+
+
+def _replace(
+    model: AdaptedModel,
+    name: str,
+    made: Callable[[tuple[str, str], nn.Parameter], nn.Parameter],
+) -> None:
+    """Put other parameters in the place of those that an adapter can share."""
+    modules = dict(modules_of(model, name))
+    for (path, key), parameter in shareable_of(model, name).items():
+        owner, _, own = key.rpartition(".")
+        modules[path].get_submodule(owner).register_parameter(own, made((path, key), parameter))

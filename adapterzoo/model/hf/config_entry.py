@@ -22,9 +22,9 @@ from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import copies, embeddings, sharing, tables
+from adapterzoo.model.heads import copies, tables
 from adapterzoo.model.heads.copies import tables_of
-from adapterzoo.model.heads.embeddings import ADDED
+from adapterzoo.model.heads.tables import ADDED
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, heads_of, is_base
 from adapterzoo.names import check_name
 
@@ -37,7 +37,7 @@ def entered(model: AdaptedModel, options: dict[str, Any]) -> Iterator[None]:
         model: to save.
         options: of `save_pretrained`; those that do not fit are removed.
     """
-    with embeddings.own_in_place(model) as replaced:
+    with tables.own_in_place(model) as replaced:
         if replaced:
             # of the embeddings that were active, as transformers' Trainer passes it
             options.pop("state_dict", None)
@@ -124,7 +124,7 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
     for group, names in document.get("sharing", ()):
-        sharing.share(model, names, group)
+        tables.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])
@@ -142,8 +142,8 @@ def _restore(model: AdaptedModel, document: Any) -> None:
 
 def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
     """Return what the config says of embeddings beside the model's own, None without such."""
-    inactive = embeddings.inactive_of(model)
-    tables = [
+    inactive = tables.inactive_of(model)
+    listed = [
         {
             "name": name,
             "shape": list(each.weight.shape),
@@ -154,21 +154,21 @@ def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
     ]
     # a model is saved with its own in place
     active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
-    return {"active": active, "tables": tables} if tables else None
+    return {"active": active, "tables": listed} if listed else None
 
 
 def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
     if document is None:
         return
-    own = embeddings.layer_of(model).weight
+    own = tables.layer_of(model).weight
     like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
     for each in document["tables"]:
         table = nn.Parameter(torch.empty(each["shape"], **like), False)
-        made = embeddings.InactiveTable(table, each["padding_idx"])
+        made = tables.InactiveTable(table, each["padding_idx"])
         for key, shape in each["biases"].items():
             bias = torch.empty(shape, **like)
             made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
-        embeddings.store_of(model)[check_name(each["name"])] = made
+        tables.store_of(model)[check_name(each["name"])] = made
     model._adapter_state.coming_embeddings = document["active"]
 
 

@@ -17,7 +17,7 @@ from adapterzoo.formats.checkpoint import Checkpoint, inexpressible
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model import fusion, sharding
 from adapterzoo.model.fusion import FuseArgument
-from adapterzoo.model.heads import files as head_files
+from adapterzoo.model.heads import store
 from adapterzoo.model.state import AdaptedModel, LoadOptions, fusion_modules, named_tensors
 from adapterzoo.names import check_name
 
@@ -60,7 +60,7 @@ def save(
     if with_head:
         # whether it can be written is known before anything is
         head_name = with_head if isinstance(with_head, str) else name
-        head_files.save(model, folder, head_name, format)
+        store.save(model, folder, head_name, format)
 
     def write(stored: Checkpoint) -> None:
         if format == "native":
@@ -110,7 +110,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
         fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
     enter_head = None
     if asked.with_head and formats.of(folder, "head") is not None:
-        _, enter_head = head_files.read(model, folder, asked)
+        _, enter_head = store.read(model, folder, asked)
     fusion.enter(model, fuse, config, made, asked.set_active)
     if enter_head is not None:
         enter_head()

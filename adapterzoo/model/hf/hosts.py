@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.caches import values_kept
@@ -24,14 +22,6 @@ from adapterzoo.inject import Adapted
 from adapterzoo.inject.building import plain_state
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 from adapterzoo.runtime import ActiveState
-
-
-def gives_loss(cls: type[nn.Module]) -> bool:
-    """Return whether a class of transformers can compute a loss without a head.
-
-    Models of two towers, such as CLIP, compare the rows with each other (`return_loss=True`).
-    """
-    return bool(find_labels(cls)) or "return_loss" in inspect.signature(cls.forward).parameters
 
 
 def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -> None:

@@ -19,7 +19,7 @@ from adapterzoo.inject import AdapterDict
 from adapterzoo.inject.building import layer_at
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors
-from adapterzoo.model.heads.records import of_named, record_of
+from adapterzoo.model.heads.named import of_named, record_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import base_prefix, heads_of
 

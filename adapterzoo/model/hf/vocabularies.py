@@ -22,10 +22,10 @@ from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
-from adapterzoo.methods.copies.rows import TokenRows
+from adapterzoo.methods.copies import Table, TokenRows
 from adapterzoo.model.activation import replan
-from adapterzoo.model.heads import copies, sharing
-from adapterzoo.model.heads.embeddings import (
+from adapterzoo.model.heads import copies
+from adapterzoo.model.heads.tables import (
     InactiveTable,
     biases_of,
     enter,
@@ -33,6 +33,7 @@ from adapterzoo.model.heads.embeddings import (
     free_place,
     layer_of,
     loaded,
+    update_outputs,
 )
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
@@ -223,7 +224,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         outside = tuple(_measured(backbone, site) for site in anatomy.outside)
         model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
         replan(model)
-    sharing.update_outputs(model)
+    update_outputs(model)
     return resized
 
 
@@ -259,7 +260,7 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
         if _is_adapted(layer)
         for name, adapter in inject.adapters_of(layer).items()
     ]
-    if large := [name for name, adapter in there if not isinstance(adapter, _RESIZED)]:
+    if large := [n for n, a in there if not isinstance(a, _RESIZED) or isinstance(a, Table)]:
         raise StateError(
             f"the adapters {listing(dict.fromkeys(large))} adapt the embedding and have its size. "
             f"Delete them first: delete_adapter(…)."

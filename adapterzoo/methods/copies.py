@@ -1,0 +1,532 @@
+"""What an adapter trains of the base model itself, by copies in place of the layer's own values.
+
+y = f_θ'(x) with the function f of the layer and parameters θ' of the adapter, initially the layer's
+own θ. After other adapters in a stack it adds its change: y + f_θ'(x) − f_θ(x).
+
+Layers (`modules_to_save`, norms, the table of tokens with `train_embeddings`) have whole copies.
+
+Rows of the table (`trainable_token_indices`): E'(t) = R[i] for the i-th token of the list, E(t) for
+all others. The padding token of the embedding gets no gradient there, as in torch. An output layer
+that is tied to the table scores these tokens with R as well: logits[t] = h · R[i] + b[t].
+
+Biases (`bias`; Ben Zaken et al. 2021, arXiv:2106.10199, BitFit): y + b' − b.
+
+Differs from PEFT: several can act in one call, in a stack or an average, and each row of a batch
+can have its own, whatever the layer; merging writes the values into the layer. Biases of the base
+model itself do not change, so that the model without the adapter keeps them. For rows, the table is
+not copied in each forward, and a bias of the output layer is kept. Differs from adapters: there
+`train_embeddings` trains the table of the base model, for all adapters.
+Cost: the parameters of the layer for each adapter, and alone nothing in the forward; d_out for a
+bias; tokens · d for rows. The file of a table holds the rows that differ.
+Cannot do: layers that are called with more than one input, quantized ones, batch norms.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import embedding, linear
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.averaging import Combination
+from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, config_class, field
+from adapterzoo.contracts import BaseLayer, CopyAdapter, WeightAdapter, replaced
+from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.patterns import Saved, TokenIds, around, matches
+
+from ._init import DTYPES
+
+ROWS = "token rows"
+"""The location of the rows of a table; all modules that share the table share them."""
+
+
+class Copy(WeightAdapter):
+    """y = f_θ'(x), with the function f of the layer and parameters θ', initially the layer's θ.
+
+    Attributes:
+        noun: what it is a copy of, for messages.
+    """
+
+    noun: ClassVar[str]
+
+    @abstractmethod
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return θ, the values of the layer, by the names of the adapter's parameters."""
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Take the values of the layer."""
+        with torch.no_grad():
+            for name, value in self.identity_values(base).items():
+                self.get_parameter(name).copy_(value)
+
+    def combine(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
+    ) -> None:
+        """Combine the values linearly.
+
+        Raises:
+            CompositionError: the strategy leaves out entries.
+        """
+        if strategy.prunes:
+            raise strategy.refusal(f"{self.noun} is not a sum of such")
+        names = [name for name, _ in self.named_parameters()]
+        self.combine_linearly(names, adapters, weights, strategy, base)
+
+
+# --- whole layers ---
+
+
+@config_class
+class CopyConfig(AdapterConfig):
+    """Base of the configs whose adapters are copies of layers."""
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LayerCopy:
+        """Return an adapter that does not have its copy yet."""
+        return LayerCopy(site.transposed or site.kind == "embedding")
+
+
+class LayerCopy(Copy, CopyAdapter):
+    """y = layer(x) with a copy of the layer.
+
+    Attributes:
+        transposed: whether the layer stores its weight as `[d_in, d_out]`.
+        held: name of the copy in keys.
+    """
+
+    noun: ClassVar[str] = "a copy of a layer"
+    held: ClassVar[str] = "layer"
+
+    def __init__(self, transposed: bool) -> None:
+        """Wait for the copy; the argument is the attribute."""
+        super().__init__()
+        self.transposed = transposed
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the output of the copy, or with earlier adapters add its change."""
+        if base.is_original:
+            return self._run(x, base)
+        y, plain = base(x), base.original(x)
+        own = self._run(x, base)
+        return own if y is plain else y + (own - plain)
+
+    def _run(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the copy's output; values of another dtype are cast to that of the layer."""
+        like = base.parameters
+        out: Tensor
+        if all(self._own(name).dtype is value.dtype for name, value in like.items()):
+            out = self.layer(x)
+        else:
+            cast = {name: self._own(name).to(value.dtype) for name, value in like.items()}
+            out = functional_call(self.layer, cast, (x,))
+        return out
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight, `[d_out, d_in]`."""
+        own = self._own("weight").to(w.dtype)
+        return replaced(w, own.mT if self.transposed else own, base.weight.to(w.dtype))
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias, `[d_out]`."""
+        return b if base.bias is None else self.parameter("bias", b, base)
+
+    def parameter(self, name: str, value: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged value of any parameter, as the layer stores it."""
+        plain = base.parameters[name].to(value.dtype)
+        return replaced(value, self._own(name).to(value.dtype), plain)
+
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return the values of the layer."""
+        return {f"{self.held}.{name}": value for name, value in base.parameters.items()}
+
+    def _own(self, name: str) -> Tensor:
+        own: Tensor = self.layer._parameters[name]  # type: ignore[assignment]
+        return own
+
+
+class Table(LayerCopy):
+    """The embedding of tokens with a table of its own, `[vocab_size, d]`, for `train_embeddings`.
+
+    All embeddings that share the table of the model share it.
+    """
+
+    noun: ClassVar[str] = "a table"
+    held: ClassVar[str] = "table"
+
+    def __init__(self, table: nn.Module) -> None:
+        """Take a copy of the embedding."""
+        super().__init__(transposed=True)
+        self.table = table
+
+    @property
+    def layer(self) -> nn.Module:  # type: ignore[override]
+        """The copy."""
+        return self.table
+
+
+@config_class
+class SavedModulesConfig(CopyConfig):
+    """The part of a config that its `modules_to_save` add.
+
+    Attributes:
+        names: of modules; each layer in one gets a copy.
+    """
+
+    architecture: ClassVar[str] = "modules_to_save"
+
+    names: str | tuple[str, ...] = ()
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer in the modules.
+
+        Raises:
+            SiteError: a name matches no module with parameters, or a layer cannot be copied.
+        """
+        sites = {s.path: s for s in (*anatomy, *anatomy.others)}
+        # a string is one pattern, a tuple holds names
+        for one in [self.names] if isinstance(self.names, str) else [(n,) for n in self.names]:
+            if not any(_is_in(path, one) for path in sites):
+                known = sorted({name for path in sites for name in path.split(".")})
+                names = listing([name for name in known if not name.isdecimal()], limit=30)
+                raise SiteError(
+                    f"modules_to_save={self.names!r}: no module of the base model matches "
+                    f"{one if isinstance(one, str) else one[0]!r}. Write some of {names}."
+                )
+        found = [site for path, site in sites.items() if _is_in(path, self.names)]
+        for site in found:
+            if group := next((g for g in anatomy.shared_tables if site.path in g), ()):
+                raise SiteError(
+                    f"modules_to_save: {listing(group)} share the table at {site.path!r}. Write "
+                    f"trainable_token_indices=[…], or train_adapter(…, train_embeddings=True)."
+                )
+            if site.parameter is not None:
+                raise SiteError(
+                    f"modules_to_save: the copy of {site.path!r} could not run in its place, which "
+                    f"computes with {site.parameter!r} itself. Leave it out."
+                )
+        return [Placement(site, self, "modules_to_save") for site in found]
+
+
+def _is_in(path: str, wanted: str | tuple[str, ...]) -> bool:
+    """Return whether a layer, or a module around it, matches."""
+    return any(matches(each, wanted) for each in around(path))
+
+
+# --- biases ---
+
+
+@config_class
+class BiasConfig(AdapterConfig):
+    """The part of a config that its `bias` adds.
+
+    Attributes:
+        paths: of the layers; None for all that have a bias.
+    """
+
+    architecture: ClassVar[str] = "bias"
+
+    paths: tuple[str, ...] | None = None
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each of the layers that has a bias.
+
+        Raises:
+            SiteError: none has, or one has a bias that is not simply added to its output.
+        """
+        wanted = None if self.paths is None else {*self.paths}
+        odd = [path for path in anatomy.odd_biases if wanted is None or path in wanted]
+        sites = [s for s in anatomy.biases if wanted is None or s.path in wanted]
+        if odd or not sites:
+            what = f"{listing(odd)} do more than add theirs" if odd else "no layer has one to train"
+            raise SiteError(f"bias: {what}. Write bias='none'.")
+        return [Placement(site, self, "bias") for site in sites]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OwnBias:
+        """Return a fresh adapter for the site."""
+        return OwnBias(site, device, dtype)
+
+
+class OwnBias(Copy):
+    """y = base(x) + b' − b."""
+
+    noun: ClassVar[str] = "a bias"
+    keeps_weight: ClassVar[bool] = True
+
+    def __init__(self, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the bias.
+
+        Args:
+            site: gives the width.
+            device: of the bias.
+            dtype: of the layer.
+        """
+        super().__init__()
+        # the output of a convolution, or a norm of channels, is [batch, d_out, *places]
+        self.is_spatial = site.kind == "layer"
+        self.own = nn.Parameter(torch.zeros(site.d_out, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer with the other bias. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        y = base(x)
+        if base.bias is None:
+            return y
+        change = self.own - base.bias  # [d_out]
+        if self.is_spatial:
+            # a convolution may have no batch
+            weight = base.parameters.get("weight")
+            like = y if weight is None or weight.dim() < 3 else weight
+            change = change.view(-1, *(1 for _ in like.shape[2:]))  # [d_out, *ones]
+        return y + change.to(y.dtype)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the weight, which does not change."""
+        return w
+
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged bias, `[d_out]`."""
+        if base.bias is None:
+            return b
+        return replaced(b, self.own.to(b.dtype), base.bias.to(b.dtype))
+
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return the values of the layer."""
+        return {} if base.bias is None else {"own": base.bias}
+
+
+# --- rows of a table of tokens ---
+
+
+@config_class
+class TokenRowsConfig(AdapterConfig):
+    """The part of a config that its `trainable_token_indices` add, for one table.
+
+    Attributes:
+        table: name or end of the path of the embedding; None for the model's own table of tokens.
+        tokens: their numbers, in ascending order.
+        dtype: of the rows, by name; None for that of the table.
+    """
+
+    architecture: ClassVar[str] = "token_rows"
+
+    table: str | None = None
+    tokens: tuple[int, ...] = ()
+    dtype: str | None = None
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each module that has the table.
+
+        Raises:
+            SiteError: there is no such table, there are several, or it has fewer tokens.
+        """
+        name = None if self.table is None else (self.table,)
+        found = tables_in(anatomy, name, "{'name of an embedding': [ids]}")
+        if len(found) > 1:
+            raise SiteError(
+                f"trainable_token_indices={{{self.table!r}: …}}: this is the name of embeddings "
+                f"with different tables, {listing([group[0] for group in found])}. Write a path."
+            )
+        return self.at(found[0], anatomy)
+
+    def at(self, group: Sequence[str], anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each path of embeddings that share a table.
+
+        Raises:
+            SiteError: the table has fewer tokens.
+        """
+        tables = {site.path: site for site in anatomy if site.kind == "embedding"}
+        size = tables[group[0]].d_in
+        if outside := [token for token in self.tokens if token >= size]:
+            raise SiteError(
+                f"there are no tokens {listing(outside)}: the table at {group[0]!r} has {size}. "
+                f"Write model.resize_token_embeddings({max(outside) + 1}) first."
+            )
+        return [Placement(tables[path], self, ROWS) for path in group]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
+        """Return a fresh adapter for the site."""
+        own = DTYPES[self.dtype] if self.dtype else dtype
+        return TokenRows(self.tokens, site.d_out, device, own)
+
+
+class TokenRows(Copy):
+    """The table, or the output layer tied to it, with other rows for some tokens.
+
+    Attributes:
+        rows: R `[tokens, d]`.
+        tokens: their numbers, in ascending order.
+    """
+
+    noun: ClassVar[str] = "a row of a table"
+    stands_alone: ClassVar[bool] = True
+    tokens: Tensor
+
+    def __init__(
+        self, tokens: tuple[int, ...], width: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the rows.
+
+        Args:
+            tokens: in ascending order.
+            width: of the table.
+            device: of the rows.
+            dtype: of the rows.
+        """
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
+        self.ids = tokens
+        # the config has them, so that files need not
+        numbers = torch.tensor(tokens, device=device, dtype=torch.long)
+        self.register_buffer("tokens", numbers, persistent=False)
+
+    def renumber(self) -> None:
+        """Set the numbers again, after a model was made on the meta device."""
+        self.tokens = torch.tensor(self.ids, device=self.rows.device, dtype=torch.long)
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the embeddings `[*batch, d]` of tokens `x` `[*batch]`.
+
+        In an output layer, return the logits `[*batch, vocab]` of features `x` `[*batch, d]`.
+        """
+        y, plain = base(x), base.original(x)
+        return (self._scored if x.is_floating_point() else self._embedded)(x, y, plain, base)
+
+    def _embedded(self, x: Tensor, y: Tensor, plain: Tensor, base: BaseLayer) -> Tensor:
+        ids = x.to(self.tokens.dtype).contiguous()
+        at = torch.searchsorted(self.tokens, ids).clamp(max=len(self.tokens) - 1)  # [*batch]
+        padding = base.padding_idx
+        own = embedding(at, self.rows, self.ids.index(padding) if padding in self.ids else None)
+        scale = base.scale
+        if isinstance(scale, Tensor):
+            # cast like the families that have such a scale
+            own = own * scale.to(own.dtype)
+        elif scale != 1.0:
+            own = own * scale
+        own = own.to(y.dtype)  # [*batch, d]
+        listed = (self.tokens[at] == ids).unsqueeze(-1)  # [*batch, 1]
+        return torch.where(listed, own if y is plain else y + (own - plain), y)
+
+    def _scored(self, x: Tensor, y: Tensor, plain: Tensor, base: BaseLayer) -> Tensor:
+        bias = None if base.bias is None else base.bias[self.tokens]  # [tokens]
+        own = linear(x, self.rows.to(x.dtype), bias).to(y.dtype)  # [*batch, tokens]
+        if y is not plain:
+            own = own + (y - plain).index_select(-1, self.tokens)
+        return y.index_copy(-1, self.tokens, own)
+
+    def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
+        """Return the rows for a slot of the same tokens.
+
+        Raises:
+            ConfigError: it has rows of others.
+        """
+        if self.ids != slot.ids:
+            raise ConfigError(
+                f"the slot has rows of the tokens {listing(slot.ids)}, and the values are of "
+                f"{listing(self.ids)}. Write hotswap=False, overwrite_ok=True."
+            )
+        return super().in_slot(slot)
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight, `[d, vocab_size]`."""
+        own, plain = self.rows.to(w.dtype).mT, base.weight[:, self.tokens].to(w.dtype)
+        return w.index_copy(1, self.tokens, replaced(w[:, self.tokens], own, plain))
+
+    def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
+        """Return the values of the table."""
+        return {"rows": base.weight.mT[self.tokens]}
+
+
+def tables_in(
+    anatomy: Anatomy, names: str | tuple[str, ...] | None, hint: str
+) -> list[tuple[str, ...]]:
+    """Return the tables of a model, each as the paths of the embeddings that share it.
+
+    Args:
+        anatomy: of the model.
+        names: of embeddings, as in `target_modules`; None: the model's own table of tokens.
+        hint: how to name an embedding.
+
+    Raises:
+        SiteError: there is no such table.
+    """
+    tables = [site.path for site in anatomy if site.kind == "embedding"]
+    if names is None:
+        found = [path for path in tables if path == anatomy.own_table]
+    else:
+        found = [path for path in tables if matches(path, names)]
+    parts = names if isinstance(names, tuple) else ()
+    if not found or any(not any(matches(p, (name,)) for p in found) for name in parts):
+        named = names if isinstance(names, str) else listing(parts)
+        what = "table of tokens" if names is None else f"embedding {named}"
+        raise SiteError(
+            f"rows of embeddings are to be trained, and this model has no {what}; embeddings: "
+            f"{listing(tables) or 'none'}. Write {hint}."
+        )
+    tied = {path: group for group in anatomy.shared_tables for path in group}
+    return list(dict.fromkeys(tied.get(path, (path,)) for path in found))
+
+
+# --- the fields of a config ---
+
+
+def all_placements(config: AdapterConfig, anatomy: Anatomy) -> list[Placement]:
+    """Return the placements of a config, and those of its copies.
+
+    Args:
+        config: without one of the fields it has no such copies.
+        anatomy: of the model.
+
+    Raises:
+        ConfigError: nothing is left to adapt.
+        SiteError: a name matches nothing, or tokens are outside of the table.
+    """
+    if isinstance(config, ConfigUnion):
+        return [p for member in config.members for p in all_placements(member, anatomy)]
+    own, names = config.placements(anatomy), config.get("modules_to_save")
+    copies = [] if names is None else SavedModulesConfig(names=names).placements(anatomy)
+    copied = {p.site.path for p in copies}
+    gives_way = getattr(config, "gives_way", False)
+    # elsewhere a layer that is adapted in two ways is refused when it is built
+    adapted = [p for p in own if not gives_way or p.site.path not in copied]
+    if copied and not adapted:
+        raise ConfigError(
+            f"modules_to_save={names!r}: these hold all layers that the config would adapt. Write "
+            f"fewer."
+        )
+    given, dtype = config.get("trainable_token_indices"), config.get("dtype")
+    each = given if isinstance(given, Mapping) else {} if given is None else {None: given}
+    tables = (TokenRowsConfig(table=n, tokens=tokens, dtype=dtype) for n, tokens in each.items())
+    rows = [p for table in tables for p in table.placements(anatomy)]
+    biases: list[Placement] = []
+    if (kind := config.get("bias", "none")) != "none":
+        layers = None if kind == "all" else tuple(dict.fromkeys(p.site.path for p in adapted))
+        biases = BiasConfig(paths=layers).placements(anatomy)
+    return [*adapted, *(p for p in biases if p.site.path not in copied), *copies, *rows]
+
+
+@config_class
+class ConfigWithCopies(AdapterConfig):
+    """Base of the configs whose adapters can have copies of parts of the base model.
+
+    Attributes:
+        modules_to_save: names of modules of which the adapter has copies of its own, or a regular
+            expression; names of a module's layers, or of one around them.
+        trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
+            itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
+        gives_way: whether the method has no adapter at a copied layer, as in PEFT; otherwise a
+            layer of the method cannot be copied.
+    """
+
+    gives_way: ClassVar[bool] = False
+
+    modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
+        None, TokenIds(), ours=True
+    )

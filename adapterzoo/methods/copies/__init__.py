@@ -1,1 +1,0 @@
-"""Copies of parts of the base model for each adapter: modules, biases, tables and their rows."""
