@@ -85,6 +85,7 @@ def one_of(**given: Any) -> Any:
         last, other = found[-1]
         if value is not other and value != other:
             raise ConfigError(
-                f"{name}={value!r} differs from {last}={other!r}, its other name. Write only one."
+                f"{name}={value!r} and {last}={other!r} mean the same thing and differ. Write only "
+                f"{last}={other!r}."
             )
     return found[-1][1] if found else None
