@@ -57,7 +57,7 @@ ADD = [
     ("seq_bn[reduction_factor=0]", ConfigError, ("reduction_factor=0", "reduction_factor=16")),
     ("seq_bn[reduction_factor=-1]", ConfigError, ("reduction_factor=-1", "reduction_factor=16")),
     ("seq_bn[reduction_factor=1e-9]", ConfigError, ("reduction_factor=1e-09", "exceeds 65536")),
-    (SeqBnConfig(reduction_factor={"0": 4}), ConfigError, ("{'0': 4, ", "block 1", "'default': 16")),
+    (SeqBnConfig(reduction_factor={"0": 4}), ConfigError, ("block 1", "{'0': 4, 'default': 16")),
     ("seq_bn[non_linearity='rleu']", ConfigError, ("'rleu'", "relu")),
     (LoRAConfig(target_modules=["nope"]), SiteError, ("'nope'", "'query'", "'all-linear'")),
     (LoRAConfig(target_modules=["query", "nope"]), SiteError, ("matches 'nope'", "'all-linear'")),
