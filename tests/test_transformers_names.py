@@ -70,7 +70,7 @@ OTHERS = frozenset((
 ))  # fmt: skip
 
 ROOMS = ("anatomy", "heads", "inject", "model/heads", "model/hf")
-FILES = ("call.py", "caches.py", "masks.py", "model/batches.py", "token_ids.py", "trainer.py")
+FILES = ("call.py", "caches.py", "masks.py", "model/batches.py", "trainer.py")
 # the mappings in which these rooms have the arguments and outputs of a call
 MAPPINGS = frozenset((
     "asked", "batch", "changed", "given", "inputs", "kwargs", "output", "outputs", "self._given",

@@ -252,10 +252,11 @@ def replan(model: AdaptedModel) -> None:
         AdapterZooError: the rest cannot be active; nothing is active then.
     """
     state, plan = model._adapter_state, model._active.default.plan
-    # they hold the layers
+    # cached plans hold layers
     state.plans.clear()
     names = plan.setup.flatten() if plan.setup is not None else ()
-    fusions = {fuse.name for fuse in fusions_of(plan.setup)} - state.fusions.keys()
+    there = {(name, fusion.adapters) for name, fusion in state.fusions.items()}
+    fusions = [fuse.name for fuse in fusions_of(plan.setup) if (fuse.name, fuse.fused) not in there]
     setup = without(plan.setup, [n for n in names if n not in state.records], fusions)
     try:
         model._active.default.plan = make_plan(model, setup, plan.heads, plan.skip_layers)

@@ -18,7 +18,7 @@ from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, fusible_paths, make_plan, refuse_overridden, replan, set_active
+from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
 from .heads import copies
 from .hf.backbone import text_config
 from .hf.hosts import refuse_while_batching
@@ -59,7 +59,8 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
     model._adapter_state.find_fusion(name)
     refuse_if_sharded(model, "Write set_active_adapters(None).")
     refuse_overridden(model, name)
-    _remove(model, name)
+    _take(model, name)
+    replan(model)
 
 
 def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
@@ -138,32 +139,28 @@ def enter(
         made: its layers by path.
         active: whether to activate the fusion.
     """
-    fusions, default = model._adapter_state.fusions, model._active.default
-    name, plan = fuse.name, default.plan
+    fusions, name = model._adapter_state.fusions, fuse.name
     record = FusionRecord(config, fuse.fused, tuple(made))
-    # an active fusion that is replaced stays active
-    stays = any(f.name == name and f.fused == record.adapters for f in fusions_of(plan.setup))
     if active:
         refuse_while_batching(model)
         check_setup(model, fuse, (), fusions={name: record})
     if name in fusions:
-        _remove(model, name)
+        _take(model, name)
     for path, layer in made.items():
         at = layer_at(model._backbone, path)
         inject.put(at, fusion_key(name), layer, model._active, path)
     fusions[name] = record
+    # an active fusion that is replaced stays active
+    replan(model)
     if active:
         set_active(model, fuse)
-    elif stays:
-        default.plan = make_plan(model, plan.setup, plan.heads, plan.skip_layers)
 
 
-def _remove(model: AdaptedModel, name: str) -> None:
+def _take(model: AdaptedModel, name: str) -> None:
     model._active.forget(name, is_fusion=True)
     copies.take(model, fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(layer_at(model._backbone, path), fusion_key(name))
-    replan(model)
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:

@@ -161,7 +161,7 @@ def test_compositions(model):
 
 @pytest.mark.parametrize("setup", [None, [], Parallel(None, None)])
 def test_training_without_an_adapter(model, setup):
-    says = (f"train_adapter({setup!r})", "Write add_adapter('my_task', 'seq_bn')")
+    says = (f"train_adapter({setup!r})", "Write add_adapter('my_task')")
     with refused(model, StateError, *says):
         model.train_adapter(setup)
 

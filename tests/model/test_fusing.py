@@ -377,7 +377,12 @@ def test_what_cannot_be_fused_is_refused():
         (lambda: add("b,c", name="x/y"), ConfigError, "'x/y'", "Write"),
         (lambda: act(Fuse("b", "c")), StateError, "fusions: 'a,b'", "add_adapter_fusion(Fuse("),
         (lambda: act(Fuse("b", "a")), StateError, "no fusion layers 'b,a'", "Write add_adapter"),
-        (lambda: model.delete_adapter("a"), StateError, "fuses 'a'", "delete_adapter_fusion('a,b"),
+        (
+            lambda: model.delete_adapter("a"),
+            StateError,
+            "'a' is fused",
+            "delete_adapter_fusion('a,b",
+        ),
         (lambda: delete("b,c"), UnknownNameError, "no fusion 'b,c'", "Known fusions: 'a,b'"),
         (lambda: model.train_adapter_fusion("a"), StateError, "no fusion in it", "Fuse('a', 'b')"),
         (lambda: model.train_adapter_fusion(both), StateError, "Parallel('a', 'b')", "Write Fuse"),

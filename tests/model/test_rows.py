@@ -449,7 +449,7 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
 def test_names_are_refused_in_a_merged_model_and_in_a_setup():
     model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
     inputs = tiny_inputs("bert", batch=2)
-    with AdapterSetup("b"), refused(model, StateError, "Stack('b')", "Leave the 'with AdapterSet"):
+    with AdapterSetup("b"), refused(model, StateError, "Stack('b')", "Leave the block"):
         model(**inputs, adapter_names=["a", "b"])
     model.merge_adapter("a")
     with refused(model, StateError, "'a' is merged", "Write reset_adapter() first"):
@@ -539,7 +539,7 @@ def test_rows_of_inputs_that_differ_are_refused():
     model = with_adapters("clip", {"a": "lora"}, dtype=torch.float32)
     inputs = tiny_inputs("clip", batch=2)
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
-    with refused(model, CompositionError, "pixel_values: 4", "the same number of rows"):
+    with refused(model, CompositionError, "pixel_values: 4", "different numbers of rows"):
         model(**inputs, adapter_names=["a", None])
 
 
@@ -770,7 +770,7 @@ def test_an_input_given_twice_or_to_nobody_is_an_error(rows):
         model(ids, input_ids=ids, **given)
     parameters = inspect.signature(BertModel.forward).parameters
     names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    with refused(model, ConfigError, f"{len(names) + 1} inputs", "'input_ids'", "by name"):
+    with refused(model, ConfigError, f"{len(names) + 1} inputs", "'input_ids'", "by position"):
         model(ids, *[None] * len(names), **given)
     whole = model(ids, None, **given)
     assert torch.equal(first_output(whole), first_output(model(input_ids=ids, **given)))
