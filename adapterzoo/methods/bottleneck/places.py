@@ -265,6 +265,9 @@ def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, convention: str) 
         block: of the sub-layer.
         sub: the sub-layer.
         convention: name of the row, or "paper".
+
+    Raises:
+        SiteError: the block has no such layer.
     """
     row = PLACES.get(convention)
     place = None if row is None else row.sublayers.get(sub.kind)
@@ -279,6 +282,11 @@ def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, convention: str) 
     if place.languages:
         check_languages(anatomy, f"site_convention={convention!r}")
     out = block.languages if place.languages else full(place.out) or sub.out
+    if place.out and not any(site.path == out for site in block.sites):
+        raise SiteError(
+            f"site_convention={convention!r}: the block at {block.path!r} has no layer "
+            f"{place.out!r}, where adapters puts a bottleneck. Write site_convention='paper'."
+        )
     return dataclasses.replace(
         stream_site(block, sub, "output", captures=True),
         path=out,
