@@ -180,8 +180,7 @@ def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
             ours, kept = argument.ours, _value(cls, name, value, argument)
         if ours in made or (ours != name and ours in given):
             raise ConfigError(
-                f"{cls.__name__}({name}={value!r}, {ours}=…): both are the same field. Write only "
-                f"{ours}={kept!r}."
+                f"{cls.__name__}({name}={value!r}, {ours}=…): the same. Write only {ours}={kept!r}."
             )
         made[ours] = kept
     return made
@@ -228,15 +227,15 @@ def _options(
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{cls.__name__}({name}={value!r}): it is neither PEFT's object nor a dict. Write "
-            f"{name}={{…}} with some of {listing(sorted(parts))}."
+            f"{cls.__name__}({name}={value!r}): write {name}={{…}} with some of "
+            f"{listing(sorted(parts))}."
         )
     made = {}
     for key, option in given.items():
         if (part := parts.get(key)) is None:
             raise ConfigError(
-                f"{cls.__name__}({name}={{{key!r}: {option!r}}}): there is no such field. Write "
-                f"some of {listing(sorted(parts))}."
+                f"{name}={{{key!r}: {option!r}}}: there is no such field. Write some of "
+                f"{listing(sorted(parts))}."
             )
         if part.ours is None:
             _check(cls, f"{name}.{key}", option, part)

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .config import FLAG, METHODS, AdapterConfig, Check, Placement, variants
-from .peft_arguments import PeftArguments, classes_of_peft
+from .config import METHODS, AdapterConfig, Placement, variants
+from .peft_arguments import PeftArgument, PeftArguments, classes_of_peft
 from .registry import Registry
 
 Fields = dict[str, Any]
@@ -96,14 +96,6 @@ class AdapterHubFile:
         return number < release or (number == release and bool(match[4]))
 
 
-def _as_asked(config: AdapterConfig, _sites: Sequence[Site], _anatomy: Anatomy) -> AdapterConfig:
-    return config
-
-
-def _by_flags(config: AdapterConfig, _anatomy: Anatomy) -> AdapterConfig | None:
-    return config
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterHubSpelling:
     """How AdapterHub's `adapters` spells a method.
@@ -154,10 +146,14 @@ class AdapterHubSpelling:
     fused: str | None = None
     feed_forward: tuple[str, str] | None = None
     read_fields: Callable[[Fields, AdapterHubFile], Fields] = lambda fields, _file: fields
-    place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
+    place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = (
+        lambda config, _sites, _anatomy: config
+    )
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
     joins: Callable[[AdapterConfig, AdapterConfig], bool] = lambda _config, _other: False
-    as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
+    as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = lambda config, _anatomy: (
+        config
+    )
     as_another: Mapping[str, Any] = field(default_factory=dict)
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
     added: Callable[[Sequence[AdapterConfig], Anatomy], AdapterConfig | None] | None = None
@@ -182,19 +178,6 @@ class AdapterHubSpelling:
 
 
 # --- PEFT ---
-
-
-@dataclass(frozen=True, slots=True)
-class PeftField:
-    """A field of PEFT's config that is read.
-
-    Attributes:
-        default: the value in a file without the field.
-        check: the legal values.
-    """
-
-    default: bool | float | str | None
-    check: Check = FLAG
 
 
 @dataclass(slots=True)
@@ -262,30 +245,25 @@ class PeftSpelling:
             end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
-        optional: our parameters that exist only with some field of PEFT's.
-        forms: the sets of parameters of which a layer has one; empty: all but optional ones.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read, beside those of `arguments` with a check.
-        patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
-            with the number for all other layers (same name too).
+        patterns: fields that map layer names to numbers (same name in PEFT and here) → PEFT's
+            field with the number for all other layers.
         inert: fields that are not in `arguments` and do not change what an adapter computes.
         refused: fields that cannot be reproduced unless they are off → the reason.
-        derived: fields of ours that map layer names to numbers and that tensors give → the field of
-            PEFT with the number for all other layers, and ours.
         beside: the fields for what is trained beside the adapters, the same in PEFT and here.
         of_parameters: whether PEFT's method has `target_parameters`: adapters of parameters.
         of_norms: whether the layers are norms; otherwise they have a weight matrix.
         rows_field: the field with the numbers of the tokens, of a method that only trains rows of
             embeddings; else empty.
-        maybe: our parameters that a layer may lack.
         becomes: what its adapters become, in words, if the method is only read; else empty.
         wide: parameters that stay in float32 over half-precision layers.
         subsets: fields that name some of the target modules (same name in PEFT and here) → whether
             a layer is among them, by its tensors in PEFT's layout.
         refuse: the whole config → why it cannot be reproduced; None: it can.
         read: PEFT's tensors of one layer to ours.
-        read_layers: all layers of a file to the fields of our config at each; layers that differ
-            in other fields than those of `patterns` become members of a union.
+        read_fields: a layer, and the values of `fields` there under our names, to the fields of our
+            config; layers that differ in others than those of `patterns` become members of a union.
         read_model: PEFT's fields, its adapter-wide tensors by the names in `shared`, all layers,
             and the model's anatomy, to fields of our config and to our adapter-wide tensors.
         unsayable: why PEFT's format cannot express an adapter; None: it can.
@@ -293,8 +271,9 @@ class PeftSpelling:
         join: several adapters at one layer, or those of parts of it, and what gives the layer's
             weight as it is stored, to PEFT's tensors of one adapter of the layer that computes
             the same; raises where there is none. None: never.
-        write_layers: the fields of PEFT's config for each of all layers; a value of None is
-            ignored. Fields of `patterns` may differ between layers.
+        write_layers: all layers, and the values of `fields` in the config at each, to the fields
+            of PEFT's config for each. A value of None is ignored. Fields of `patterns` may differ
+            between layers.
         write_model: the config, our adapter-wide tensors, and the model's anatomy, to PEFT's
             fields and to its tensors by the names in `shared`; raises where PEFT's format cannot
             express them.
@@ -306,36 +285,30 @@ class PeftSpelling:
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)
-    forms: tuple[frozenset[str], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, PeftField] = field(default_factory=dict)
-    patterns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    fields: Mapping[str, PeftArgument] = field(default_factory=dict)
+    patterns: Mapping[str, str] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
-    derived: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     of_parameters: bool = False
     of_norms: bool = False
     rows_field: str = ""
-    maybe: frozenset[str] = frozenset()
     becomes: str = ""
     wide: tuple[str, ...] = ()
     subsets: Mapping[str, Callable[[Tensors], bool]] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
     read: Callable[[PeftLayer], Tensors] = lambda layer: layer.tensors
-    read_layers: Callable[[Sequence[PeftLayer]], Sequence[Fields]] = lambda layers: [
-        {} for _ in layers
-    ]
+    read_fields: Callable[[PeftLayer, Fields], Fields] = lambda _layer, fields: fields
     read_model: Callable[
         [Mapping[str, Any], Tensors, Sequence[PeftLayer], Anatomy], tuple[Fields, Tensors]
     ] = lambda _fields, tensors, _layers, _anatomy: ({}, tensors)
     unsayable: Callable[[Placement], str | None] = lambda _placement: None
     write: Callable[[PeftPart], Tensors] = lambda part: part.tensors
     join: Callable[[Sequence[PeftPart], Callable[[], Tensor | None]], Tensors] | None = None
-    write_layers: Callable[[Sequence[PeftOutput]], Sequence[Fields]] = lambda layers: [
-        {} for _ in layers
-    ]
+    write_layers: Callable[[Sequence[PeftOutput], Sequence[Fields]], Sequence[Fields]] = (
+        lambda _layers, said: said
+    )
     write_model: Callable[[AdapterConfig, Tensors, Anatomy], tuple[Fields, Tensors]] = (
         lambda _config, tensors, _anatomy: ({}, tensors)
     )
@@ -403,9 +376,7 @@ def spelled(
                 if (own := spelling.arguments) is not None:
                     own = replace(own, peft_type=spelling.peft_type, fixed=spelling.fixed)
                     classes_of_peft[config] = own
-                    read = {
-                        n: PeftField(a.default, a.check) for n, a in own.fields.items() if a.check
-                    }
+                    read = {n: a for n, a in own.fields.items() if a.check is not None}
                     spelling = replace(
                         spelling,
                         fields={**read, **spelling.fields},

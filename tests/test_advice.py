@@ -90,9 +90,6 @@ TABLE = {
     ],
     "CheckpointError": [
         ("model.load_adapter(folder)", r"Write", "model.save_adapter(folder, 'a'); other.load_adapter(folder)"),
-        ("model.save_pretrained(folder); model.load_adapter(folder)", r"Write model = (AutoAdapterModel.from_pretrained\(.*?\)), and (model.save_adapter\('folder', 'name'\))", "model = {0}; {1}", ("'folder', 'name'", "folder, 'a'")),
-        ("model.save_head(folder, 'x'); model.load_adapter(folder)", r"Write (load_head\(.*\))\.", "other.{0}"),
-        ("model.save_adapter(folder, 'a'); other.load_head(folder)", r"Write (load_adapter\(.*\))\.", "other.{0}"),
         ("model.save_all_adapters(folder); other.load_adapter(folder)", r"Write (load_adapter\(.*\))\.", "other.{0}"),
         ("other.add_adapter('p', 'double_seq_bn'); other.save_adapter(folder, 'p', format='peft')", r"Write (format='\w+')", "other.save_adapter(folder, 'p', {0})"),
         ("model.save_adapter(folder, 'a', format='peft')", r"Write (with_head=False)", "model.save_adapter(folder, 'a', format='peft', {0})"),

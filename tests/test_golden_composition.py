@@ -124,7 +124,7 @@ def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_w
     with refused(model, CheckpointError, "decayed for 7 steps", "format='native'"):
         save("hot", format="adapterhub")
     for family, method, words in (
-        ("gpt_neox", "seq_bn", ("no names for models of type 'gpt_neox'", "'bert'")),
+        ("gpt_neox", "seq_bn", ("no names for models of type 'gpt_neox'", "format='native'")),
         ("albert", "double_seq_bn", ("site_convention='albert'", "format='native'")),
         ("gpt2", "par_bn", ("adds_input=True", "adds_input=False", "format='native'")),
     ):

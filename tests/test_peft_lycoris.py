@@ -160,7 +160,7 @@ def test_a_convolution_is_refused(tmp_path):
     fields = {"target_modules": ["projection"], "use_effective_conv2d": True}
     trained("vit", peft.LoHaConfig(**fields, r=2), tmp_path)
     model = ours("vit")
-    with refused(model, CheckpointError, "load_adapter(", "hada_t", "not of a known kind; LOHA"):
+    with refused(model, CheckpointError, "load_adapter(", "hada_t1   in the file only"):
         model.load_adapter(tmp_path, load_as="a")
 
 
@@ -172,18 +172,14 @@ def test_the_decomposition_of_convolutions_does_not_matter_without_one(tmp_path)
     close(logits(model, "bert"), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("lokr_w2_b", ["the file has no 'lokr_w2_b'", "it has 'lokr_w1', 'lokr_w2_a', 'lokr_w2_b'"]),
-     ("lokr_w1", ["the file has no 'lokr_w1'", "it has 'lokr_w1', 'lokr_w2_a', 'lokr_w2_b'"])],
-)  # fmt: skip
-def test_a_layer_that_lacks_a_matrix_is_refused(name, words, tmp_path):
+@pytest.mark.parametrize("name", ["lokr_w2_b", "lokr_w1"])
+def test_a_layer_that_lacks_a_matrix_is_refused(name, tmp_path):
     trained("bert", peft.LoKrConfig(**FAMILIES["bert"], r=2), tmp_path)
     tensors = load_file(tmp_path / TENSORS)
     del tensors[next(key for key in tensors if key.endswith(name))]
     save_file(tensors, tmp_path / TENSORS)
     model = ours("bert")
-    with refused(model, CheckpointError, "load_adapter(", *words):
+    with refused(model, CheckpointError, "load_adapter(", f"/{name}   in the model only"):
         model.load_adapter(tmp_path, load_as="a")
 
 

@@ -183,12 +183,12 @@ DAMAGED = {
     ),
     "flat": ({}, {"prompt_embeddings": (384,)}, "prompt_embeddings [384]", "[tokens, 128]"),
     "tokens": ({"num_virtual_tokens": 4}, {}, "num_virtual_tokens=4, here 3", "copy both files"),
-    "heads": ({"num_attention_heads": 2}, {}, "num_attention_heads=2, here 4", "other"),
-    "layers": ({"num_layers": 3}, {}, "num_layers=3, here 2", "other"),
-    "two stacks": ({"num_transformer_submodules": 2}, {}, "submodules=2, here 1", "other"),
+    "heads": ({"num_attention_heads": 2}, {}, "num_attention_heads=2, here 4", "trained on"),
+    "layers": ({"num_layers": 3}, {}, "num_layers=3, here 2", "trained on"),
+    "two stacks": ({"num_transformer_submodules": 2}, {}, "submodules=2, here 1", "trained on"),
     "tokens as text": ({"num_virtual_tokens": "3"}, {}, "num_virtual_tokens='3'", "whole number"),
-    "no prefix": ({}, {"prompt_embeddings": None}, "no tensors of PREFIX_TUNING", "prompt_emb"),
-    "a layer": ({}, {"base_model.h.0.attn.c_attn.lora_A.weight": (2, 2)}, "lora_A", "PREFIX_TUN"),
+    "no prefix": ({}, {"prompt_embeddings": None}, "prompt_embeddings [0, 0]", "copy both files"),
+    "a layer": ({}, {"base_model.h.0.attn.c_attn.lora_A.weight": (2, 2)}, "c_attn.lora_A"),
     "a base weight": ({}, {"base_model.transformer.wpe.weight": (64, 32)}, "wpe", "differ"),
 }
 
@@ -217,7 +217,7 @@ def test_files_that_do_not_fit_are_refused(kind, tmp_path):
 def test_a_lora_with_a_prompt_in_its_file_is_refused(tmp_path):
     trained("gpt2", tmp_path)
     change(tmp_path, peft_type="LORA")
-    with pytest.raises(CheckpointError, match=r"'prompt_embeddings' is not of a known kind; LORA"):
+    with pytest.raises(CheckpointError, match=r"prompt_embeddings   in the file only"):
         ours("gpt2").load_adapter(tmp_path, load_as="a")
 
 

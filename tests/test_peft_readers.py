@@ -130,11 +130,11 @@ def test_adalora_with_tensors_that_do_not_fit_is_refused(tmp_path):
     key = next(key for key in tensors if key.endswith("lora_E"))
     save_file(tensors | {key: torch.ones(3, 1)}, tmp_path / TENSORS)
     model = ours("llama")
-    with refused(model, CheckpointError, "load_adapter(", "lora_E [3, 1]", "[rank, 1]"):
+    with refused(model, CheckpointError, "load_adapter(", "lora_E [3, 1]"):
         model.load_adapter(tmp_path, load_as="a")
     del tensors[key]
     save_file(tensors, tmp_path / TENSORS)
-    with refused(model, CheckpointError, "load_adapter(", "no 'lora_E'", "Copy both files"):
+    with refused(model, CheckpointError, "load_adapter(", "do not fit together: lora_A"):
         model.load_adapter(tmp_path, load_as="a")
 
 
@@ -223,6 +223,6 @@ def test_what_is_only_read_is_listed_as_readable_and_not_as_writable(tmp_path):
         assert name in str(caught.value)
     model = ours("llama")
     model.add_adapter("a", "seq_bn")
-    with pytest.raises(adapterzoo.AdapterZooError, match=r"can express") as caught:
+    with pytest.raises(adapterzoo.AdapterZooError, match=r"PEFT has") as caught:
         model.save_adapter(tmp_path / "peft", "a", format="peft")
     assert "ADALORA" not in str(caught.value).upper()

@@ -119,7 +119,7 @@ UNSAVABLE = {
         lambda: built("BertForMaskedLM"),
         peft.PromptTuningConfig(num_virtual_tokens=3),
         adapterzoo.PromptTuningConfig(prompt_length=3),
-        "BertForMaskedLM is not one",
+        "not in a BertForMaskedLM",
     ),
     "boft": (
         lambda: GPT2LMHeadModel(GPT2Config(**SMALL)),

@@ -140,7 +140,7 @@ def test_projections_that_cannot_be_drawn_again_are_not_left_out(tmp_path):
     # the widest layers are gone, and PEFT would draw smaller matrices, with other numbers
     with torch.no_grad():
         model.base_model.shared_parameters["a"].lora_A[0, 0] += 1
-    with refused(model, CheckpointError, "save_adapter(", "prng_key=0", "save_projection=True"):
+    with refused(model, CheckpointError, "save_adapter(", "other A and B", "save_projection=True"):
         model.save_adapter(tmp_path / "peft", "a", format="peft")
     assert not (tmp_path / "peft").exists()
 
@@ -154,7 +154,7 @@ def test_projections_wider_than_peft_would_draw_are_not_left_out(tmp_path):
     model.add_adapter("b", config)
     model.save_adapter(tmp_path / "b", "b", format="peft")
     model.base_model.shared_parameters["b"] = model.base_model.shared_parameters["a"]
-    with refused(model, CheckpointError, "save_adapter(", "prng_key=7", "save_projection=True"):
+    with refused(model, CheckpointError, "save_adapter(", "other A and B", "save_projection=True"):
         model.save_adapter(tmp_path / "peft", "b", format="peft")
 
 
@@ -163,7 +163,7 @@ def test_a_file_that_has_lost_its_projections_is_refused(lost, tmp_path):
     theirs("bert", tmp_path, save_projection=True)
     tensors = load_file(tmp_path / TENSORS)
     save_file({k: t for k, t in tensors.items() if not k.endswith(lost)}, tmp_path / TENSORS)
-    says = ("vera_A or vera_B", "save_projection=True", "'save_projection': false", "prng_key=7")
+    says = ("vera_A or vera_B", "'save_projection': false", "prng_key")
     model = ours("bert")
     with refused(model, CheckpointError, "load_adapter(", *says):
         model.load_adapter(tmp_path, load_as="a")

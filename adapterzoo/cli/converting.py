@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.formats.peft.config import TASKS
+from adapterzoo.formats.peft.reading import TASKS
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
 from adapterzoo.model.conversion import Size, add_changes, changes_by_peft, random_inputs

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
@@ -25,6 +24,9 @@ from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import files
 
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
 Kind = Literal["adapter", "head"]
@@ -34,9 +36,6 @@ KINDS: tuple[Kind, ...] = ("adapter", "head")
 
 OWN_OUTPUT = "own_output"
 """The key in a document of a task class: whether the output layer is the adapter's own."""
-
-# names of files with the weights of a whole model
-_WHOLE = ("model.safetensors", "model-", "pytorch_model")
 
 formats: Registry[Format] = Registry("format")
 """Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
@@ -176,66 +175,6 @@ class Base:
     revision: str | None = None
 
 
-class SavedModel(Protocol):
-    """What formats need to know of a model: `ModelInfo` of `model.hf.info`, which is above them."""
-
-    anatomy: Anatomy
-    prefix: str
-    model_type: str
-    model_class: str
-    model_name: str | None
-    named_heads: bool
-    with_head: bool
-    dtype: torch.dtype
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `ModelInfo`."""
-
-    @property
-    def static_head(self) -> Mapping[str, tuple[int, ...]]:
-        """See `ModelInfo`."""
-
-    @property
-    def output(self) -> frozenset[str]:
-        """See `ModelInfo`."""
-
-    @property
-    def split_experts(self) -> frozenset[str]:
-        """See `ModelInfo`."""
-
-    @property
-    def renamed(self) -> Callable[[str], str]:
-        """See `ModelInfo`."""
-
-    def tensor(self, key: str) -> Tensor | None:
-        """See `ModelInfo`."""
-
-    def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
-        """See `ModelInfo`."""
-
-    def from_static(
-        self,
-        architecture: str,
-        tensors: Mapping[str, Tensor],
-        label2id: Mapping[str, int] | None,
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `ModelInfo`."""
-
-    def to_static(
-        self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """See `ModelInfo`."""
-
-    def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See `ModelInfo`."""
-
-    def untied(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `ModelInfo`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of folders.
@@ -254,8 +193,8 @@ class Format:
     """
 
     recognizes: Callable[[Path, Kind], bool]
-    read: Callable[[Path, Kind, SavedModel], Checkpoint]
-    encode: Callable[[Checkpoint, Kind, SavedModel], dict[str, bytes]]
+    read: Callable[[Path, Kind, ModelInfo], Checkpoint]
+    encode: Callable[[Checkpoint, Kind, ModelInfo], dict[str, bytes]]
     base: Callable[[Path], Base]
     owned: Callable[[Kind], tuple[str, ...]]
 
@@ -312,7 +251,7 @@ def of(folder: Path, kind: Kind) -> str | None:
     return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
-def read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
+def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     """Read a folder in any format.
 
     Args:
@@ -325,46 +264,33 @@ def read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"{str(folder)!r}: there is no such folder. Write the folder that save_{kind} was "
-            f"given."
+            f"{str(folder)!r}: there is no such folder. Write the folder of save_{kind}."
         )
     name = of(folder, kind)
     if name is None:
         raise CheckpointError(
             f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); "
-            f"{_elsewhere(folder, kind, info)}"
+            f"{_elsewhere(folder, kind)}"
         )
     with files.one_save(folder):
         return formats[name].read(folder, kind, info)
 
 
-def _elsewhere(folder: Path, kind: Kind, info: SavedModel) -> str:
+def _elsewhere(folder: Path, kind: Kind) -> str:
     """Return the end of a message: what the folder holds instead, and what to write."""
     # of all adapters, or of a trainer with its checkpoints
     below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
     held = [str(path) for path in below if of(path, kind) is not None]
     if held:
         return f"those below it do: {listing(held)}. Write load_{kind}({held[0]!r})."
-    others = [other for other in KINDS if other != kind and of(folder, other) is not None]
-    if others:
-        what = "an adapter" if others[0] == "adapter" else "a head"
-        return f"it holds {what}. Write load_{others[0]}({str(folder)!r})."
     names = sorted(path.name for path in folder.iterdir())
-    if "config.json" in names and any(name.startswith(_WHOLE) for name in names):
-        load = f"load_model({str(folder)!r}, {info.model_class})"
-        if info.named_heads:
-            load = f"AutoAdapterModel.from_pretrained({str(folder)!r})"
-        return (
-            f"it holds a whole model, with the adapters and heads that it had. Write "
-            f"model = {load}, and model.save_{kind}('folder', 'name') to have one alone."
-        )
     return (
         f"its files: {listing(names)}. Write "
         f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
     )
 
 
-def exported(checkpoint: Checkpoint, info: SavedModel) -> Checkpoint:
+def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     """Return a checkpoint with its adapter as files of the peers hold it."""
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     config, tensors = to_plain(config, checkpoint.adapter, info.anatomy)
@@ -372,7 +298,7 @@ def exported(checkpoint: Checkpoint, info: SavedModel) -> Checkpoint:
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 
-def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: SavedModel) -> dict[str, bytes]:
+def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> dict[str, bytes]:
     """Return the files of a checkpoint; arguments as of `write`.
 
     Raises:
@@ -387,7 +313,7 @@ def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: SavedModel) -> 
     return chosen.encode(checkpoint, kind, info)
 
 
-def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: SavedModel) -> None:
+def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
     A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.
@@ -419,8 +345,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Sav
         elif is_other and not own <= stale and own & (touched | stale):
             what = "an adapter" if held == "adapter" else "a head"
             raise CheckpointError(
-                f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
-                f"both would be mixed. Write another folder, or empty this one."
+                f"{str(folder)!r} holds {what} in the format {there!r}. Write another folder."
             )
     files.warn_of_another(folder, kind, checkpoint.metadata.get("name"))
     files.write_all(folder, contents, touched | stale)

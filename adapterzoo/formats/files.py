@@ -12,6 +12,7 @@ Nobody waits: of two saves at once the later one stays, and a reader whose folde
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -87,10 +88,7 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             if (folder / name).is_dir():
-                raise CheckpointError(
-                    f"{str(folder / name)!r} cannot be written: it is a folder. {state}. Write to "
-                    f"another folder."
-                )
+                raise IsADirectoryError(errno.EISDIR, "it is a folder", str(folder / name))
             with part.open("xb") as stream:
                 stream.write(contents[name])
                 stream.flush()
@@ -112,7 +110,7 @@ def _replaced(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str])
     except OSError as error:
         raise CheckpointError(
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}. "
-            f"{state}. Write to a folder that can be written and has space."
+            f"{state}. Write to a folder that can be written."
         ) from error
     finally:
         for part in parts.values():
@@ -178,8 +176,8 @@ def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
 def _check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise CheckpointError(
-            f"{what} would have {size:,} bytes, and at most {limit:,} can be read back; nothing "
-            f"has been written. Write a smaller meta_dict, or store large values as tensors."
+            f"{what} would have {size:,} bytes, at most {limit:,} can be read. Write a smaller "
+            "meta_dict."
         )
 
 
@@ -220,12 +218,10 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
         text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
         raise CheckpointError(
-            f"{str(file)!r} cannot be read ({error.strerror or error}). {hint}."
+            f"{str(file)!r} cannot be read ({error.strerror}). {hint}."
         ) from error
     if size > MAX_JSON:
-        raise CheckpointError(
-            f"{str(file)!r} has {size:,} bytes; a config has at most {MAX_JSON:,}. {hint}."
-        )
+        raise CheckpointError(f"{str(file)!r} is too large for a config. {hint}.")
     return _object(text, repr(str(file)), hint)
 
 
@@ -248,7 +244,7 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
         name: of what is saved.
     """
     file = folder / f"{kind}_config.json"
-    there = read_json(file).get("name") if "name" in fields_of(file) else None
+    there = fields_of(file).get("name")
     if isinstance(there, str) and there != name:
         _LOG.warning(
             "%r held the %s %r, which %r replaces. Write another folder to keep both.",
@@ -256,12 +252,12 @@ def warn_of_another(folder: Path, kind: str, name: object) -> None:
         )  # fmt: skip
 
 
-def fields_of(file: Path) -> frozenset[str]:
-    """Return the names of the fields in a JSON file; none if it cannot be read as a config."""
+def fields_of(file: Path) -> dict[str, Any]:
+    """Return the fields in a JSON file; none if it cannot be read as a config."""
     try:
-        return frozenset(read_json(file))
+        return read_json(file)
     except CheckpointError:
-        return frozenset()
+        return {}
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -323,8 +319,8 @@ def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
     # with stride 0, one number can represent a tensor of any size, until it is copied
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(
-            f"{str(file)!r} has fewer numbers for {what} than its shape: file "
-            f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
+            f"{str(file)!r} has fewer numbers for {what} than its shape {list(tensor.shape)}. "
+            f"{AGAIN}."
         )
     return tensor.detach()
 
@@ -377,8 +373,7 @@ def _regular(file: Path) -> Iterator[None]:
     except _DAMAGED as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{str(file)!r} is damaged, or holds more than tensors ({reason}). {AGAIN}; a file "
-            f"that holds code is not opened."
+            f"{str(file)!r} is damaged, or holds code ({reason}). {AGAIN}."
         ) from error
 
 
@@ -389,10 +384,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
         if size > _MAX_HEADER:
-            raise CheckpointError(
-                f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
-                f"{AGAIN}."
-            )
+            raise CheckpointError(f"{str(file)!r} is damaged: its header is too large. {AGAIN}.")
         with torch.device("cpu"), safetensors.safe_open(file, framework="pt") as opened:
             yield opened
 
@@ -410,10 +402,7 @@ def _refuse_compressed(file: Path) -> None:
     with zipfile.ZipFile(file) as opened:
         entries = opened.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError(f"{str(file)!r} is compressed, which torch.save never does. {AGAIN}.")
+        raise CheckpointError(f"{str(file)!r} is compressed. {AGAIN}.")
     # entries may overlap, each as large as the file
     if sum(entry.file_size for entry in entries) > file.stat().st_size:
-        raise CheckpointError(
-            f"{str(file)!r}: its entries share bytes, so that it holds more than its size, which "
-            f"torch.save never does. {AGAIN}."
-        )
+        raise CheckpointError(f"{str(file)!r} is damaged: its entries share bytes. {AGAIN}.")

@@ -14,7 +14,7 @@ from adapterzoo.composition import Composition, from_json, fusions_of
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError
 from adapterzoo.names import check_name
 
-from .adapterhub.adapters import VERSION
+from .adapterhub import VERSION
 from .files import AGAIN, json_bytes, read_json, write_all
 
 SETUP = "adapter_setup.json"
@@ -54,8 +54,7 @@ def read(folder: Path) -> tuple[Composition, HeadSetup]:
         listed or found is None or found is True or isinstance(found, Composition)
     ):
         raise CheckpointError(
-            f"{str(folder / SETUP)!r} has adapter_setup={values.get('adapter_setup')!r} and "
-            f"head_setup={heads!r}, which are not a composition and heads. {AGAIN}."
+            f"{str(folder / SETUP)!r} does not hold a composition and heads. {AGAIN}."
         )
     return setup, found
 

@@ -21,7 +21,7 @@ from huggingface_hub import constants, get_session
 
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import HubError, argument, listing
-from adapterzoo.formats.adapterhub.adapters import get_adapter_config_hash
+from adapterzoo.formats.adapterhub import get_adapter_config_hash
 
 from .names import is_public_name
 from .requests import asking

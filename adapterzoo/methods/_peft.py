@@ -81,9 +81,9 @@ def unsayable(placement: Placement, config: str, why: str) -> str | None:
 
 
 def only_native(why: str) -> CheckpointError:
-    """Return the error of what PEFT's one adapter for a layer cannot express."""
+    """Return the error of what PEFT's format cannot express."""
     return CheckpointError(
-        f"{why}, and PEFT has one adapter for a layer. Write {argument('format', 'native')}."
+        f"{why}, which PEFT's format cannot express. Write {argument('format', 'native')}."
     )
 
 

@@ -255,7 +255,7 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         unsayable=_unsayable,
         write=lambda part: _join([part], lambda: None),
         join=_join,
-        write_layers=lambda layers: [{"init_ia3_weights": True} for _ in layers],
+        write_layers=lambda layers, _said: [{"init_ia3_weights": True} for _ in layers],
     )
 
 
@@ -264,13 +264,7 @@ def _scales_input(tensors: Tensors) -> bool:
 
 
 def _from_peft(layer: PeftLayer) -> Tensors:
-    vector = layer.tensors["ia3_l"]
-    if vector.dim() != 2 or 1 not in vector.shape:
-        raise CheckpointError(
-            f"at {layer.name!r} ia3_l is {list(vector.shape)}, and not [d_out, 1] or [1, d_in]. "
-            f"Copy the file again."
-        )
-    return {"ia3_l": vector.flatten()}
+    return {"ia3_l": layer.tensors["ia3_l"].squeeze(0 if _scales_input(layer.tensors) else 1)}
 
 
 def _unsayable(placement: Placement) -> str | None:

@@ -98,8 +98,6 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
             "layer.bias": ("ln_tuning_layers.bias",),
         },
         of_norms=True,
-        # RMS norms have no bias
-        maybe=frozenset({"layer.weight", "layer.bias"}),
     )
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import dropout, linear, pad
 from adapterzoo.anatomy import Site
 from adapterzoo.config import MAX_WIDTH, SEED, Choice, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, WeightAdapter
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.peft_arguments import PeftArguments
@@ -223,35 +223,21 @@ _ARGUMENTS = PeftArguments(
         "r": ours(64, "r", Range(1, MAX_WIDTH)),
         "init_weights": ours(True, "init_weights", FORMS),
         "miss_dropout": ours(0.0, "miss_dropout", Share()),
-        "mini_r": ours(1, "mini_r"),
+        "mini_r": ours(1, "mini_r", Range(1, MAX_WIDTH)),
     },
 )
 
 
-def _read_layer(layer: PeftLayer) -> Fields:
-    """Return the fields of our config at a layer; the tensor gives the sizes.
-
-    Raises:
-        CheckpointError: the tensor does not fit the form and the widths.
-    """
-    form, shape = layer.fields["init_weights"], list(layer.tensors["miss_block"].shape)
-    r, d_in, d_out = layer.fields["r"], layer.site.d_in, layer.site.d_out
-    legal = {"bat": [d_out // r, r, r], "mini": [r, shape[-1] if shape else 0]}.get(
-        form, [r, d_out]
-    )
-    divides = d_out % r == d_in % r == 0 if form == "bat" else legal[-1] and not d_out % legal[-1]
-    if shape != legal or not divides or r > d_in:
-        raise CheckpointError(
-            f"at {layer.name!r} miss_block is {shape}, and not {legal} as r={r}, init_weights="
-            f"{form!r}, d_in={d_in} and d_out={d_out} say. Copy both files again."
-        )
+def _read_fields(_layer: PeftLayer, fields: Fields) -> Fields:
+    """Return the fields of our config at a layer."""
+    form = fields["init_weights"]
     return {
-        "r": r,
+        **fields,
         # False is the form of True with other initial values
         "init_weights": form or True,
-        "mini_r": shape[-1] if form == "mini" else 1,
+        "mini_r": fields["mini_r"] if form == "mini" else 1,
         # without effect in PEFT's "bat"
-        "miss_dropout": 0.0 if form == "bat" else layer.fields["miss_dropout"],
+        "miss_dropout": 0.0 if form == "bat" else fields["miss_dropout"],
     }
 
 
@@ -275,25 +261,28 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     return {"miss_block": joined}
 
 
-def _write_layer(layer: PeftOutput) -> Fields:
+def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
+    return [_written(*each) for each in zip(layers, said, strict=True)]
+
+
+def _written(layer: PeftOutput, said: Fields) -> Fields:
     """Return the fields of PEFT's config for a layer.
 
     Raises:
         CheckpointError: joined adapters differ in dropout.
     """
-    configs = [part.placement.config.to_dict() for part in layer.parts]
-    block, one = layer.tensors["miss_block"], configs[0]
-    if len({config["miss_dropout"] for config in configs}) > 1:
-        path = layer.parts[0].placement.site.path
-        raise only_native(f"the adapters at {path!r} differ in miss_dropout")
-    is_joined = len(configs) > 1 or layer.parts[0].placement.site.output_slice is not None
-    form = one["init_weights"] if one["init_weights"] in ("mini", "bat") and not is_joined else True
+    block, site = layer.tensors["miss_block"], layer.parts[0].placement.site
+    if len({part.placement.config["miss_dropout"] for part in layer.parts}) > 1:
+        raise only_native(f"the adapters at {site.path!r} differ in miss_dropout")
+    is_joined = len(layer.parts) > 1 or site.output_slice is not None
+    form = (
+        said["init_weights"] if said["init_weights"] in ("mini", "bat") and not is_joined else True
+    )
     return {
+        **said,
         "r": block.shape[-1 if form == "bat" else 0],
         "init_weights": form,
         "mini_r": block.shape[-1] if form == "mini" else 1,
-        "miss_dropout": one["miss_dropout"],
-        "bias": "none",
     }
 
 
@@ -304,9 +293,9 @@ spelled(
         beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"miss_block": ("miss_block",)},
-        read_layers=lambda layers: [_read_layer(layer) for layer in layers],
+        read_fields=_read_fields,
         unsayable=lambda placement: unsayable(placement, "a MissConfig", "PEFT has no MiSS"),
         join=_join,
-        write_layers=lambda layers: [_write_layer(layer) for layer in layers],
+        write_layers=_write_layers,
     )
 )(MissConfig)

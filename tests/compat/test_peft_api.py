@@ -246,7 +246,7 @@ def test_adapters_are_disabled_in_a_block_and_until_they_are_enabled(two):
         two.enable_adapters()
     two.merge_adapter("a")
     for refused in (two.disable_adapters, lambda: two.disable_adapter().__enter__()):
-        with pytest.raises(StateError, match=r"'a' acts through the base.*unmerge_adapter\(\)"):
+        with pytest.raises(StateError, match=r"'a' is merged.*unmerge_adapter\(\)"):
             refused()
 
 

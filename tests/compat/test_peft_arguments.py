@@ -228,13 +228,11 @@ def test_wrong_types_in_a_config_are_refused_by_name(fields):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"torch_device": 5.5}, r"torch_device=5.5 is not a device\. Write 'cpu'"),
-        ({"torch_device": "gpu"}, "torch_device='gpu' is not a device"),
         ({"ephemeral_gpu_offload": True}, "ephemeral_gpu_offload=True.*Leave it out"),
         ({"key_mapping": {"a": "b"}}, "key_mapping=.*Leave it out"),
         ({"config": peft.LoraConfig()}, "config=.*Leave it out"),
         ({"dtype": "float32"}, r"dtype='float32' is not a dtype\. Write dtype=torch.float32"),
-        ({"max_memory": {}}, "max_memory=.*there is no such argument"),
+        ({"max_memory": {}}, "no argument 'max_memory'"),
     ],
     ids=str,
 )
@@ -254,19 +252,6 @@ def test_arguments_of_peft_that_change_no_result_are_taken(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("values", [[1], None, {1: torch.ones(1)}, {"a": 5}], ids=str)
-def test_what_is_not_a_state_dict_is_refused(values):
-    model = adapterzoo.peft.get_peft_model(plain("llama"), LoRAConfig(r=2))
-    with pytest.raises(ConfigError, match="does not map PEFT's keys to tensors"):
-        adapterzoo.peft.set_peft_model_state_dict(model, values)
-    for call in (
-        lambda m: adapterzoo.peft.set_peft_model_state_dict(m, {}),
-        adapterzoo.peft.get_peft_model_state_dict,
-    ):
-        with pytest.raises(StateError, match="a Linear has no adapters"):
-            call(torch.nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     "name", ["logging", "Trainer", "pipeline", "LlamaConfig", "PreTrainedModel", "__class__", 5]
 )
@@ -277,7 +262,7 @@ def test_a_base_model_must_be_a_model_of_transformers(name, tmp_path):
     file = tmp_path / "adapter_config.json"
     mapping = {"auto_mapping": {"base_model_class": name}, "task_type": None}
     file.write_text(json.dumps(json.loads(file.read_text()) | mapping))
-    with pytest.raises(ConfigError, match=r"names the class .* which is not a model of trans"):
+    with pytest.raises(ConfigError, match=r"names .* not a model of trans"):
         adapterzoo.peft.AutoPeftModel.from_pretrained(tmp_path)
 
 

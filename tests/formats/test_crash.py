@@ -122,7 +122,7 @@ def test_files_and_folders_in_the_way(model, tmp_path, kind):
     model.save_adapter(tmp_path / "a" / "b" / "c", "old", format=kind)
     for name in sorted(p.name for p in (tmp_path / "a" / "b" / "c").iterdir()):
         (tmp_path / name / name).mkdir(parents=True)
-        check_refused(model, tmp_path / name, kind, tmp_path, "it is a folder", name)
+        check_refused(model, tmp_path / name, kind, tmp_path, "is a folder", name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

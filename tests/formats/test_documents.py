@@ -60,19 +60,17 @@ def test_metadata_that_changed_in_its_file_are_refused(model, saved):
     more_alpha(metadata)
     write_inside(saved, metadata)
     edit(saved, more_alpha)
-    says = ("load_adapter('", FILE, f'another SHA-256 than "{right[:50]}')
+    says = ("load_adapter('", FILE, f"another SHA-256 than {right!r}")
     with refused(model, CheckpointError, *says, "nothing has been loaded", "Copy the checkpoint"):
         model.load_adapter(saved, load_as="b")
 
 
-FEW = "where the tensors' file says null"
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "another value": (more_alpha, "config.alpha=16 where the tensors' file says 8"),
-    "a field more": (lambda d: d.update(x=True), f"x=true {FEW}"),
-    "a field less": (lambda d: d.pop("name"), 'name=null where the tensors\' file says "a"'),
-    "one of another type": (lambda d: d.update(version=True), "version=true where"),
-    "many": (lambda d: d.update(dict.fromkeys("uvwxyz", 0)), f"w=0 {FEW}; and 3 more"),
-    "meta": (lambda d: d["meta"].update(why="e"), 'meta.why="e" where the tensors\' file says'),
+    "another value": (more_alpha, "another 'config'"),
+    "a field more": (lambda d: d.update(x=True), "another 'x'"),
+    "a field less": (lambda d: d.pop("name"), "another 'name'"),
+    "one of another type": (lambda d: d.update(version=True), "another 'version'"),
+    "meta": (lambda d: d["meta"].update(why="e"), "another 'meta'"),
 }  # fmt: skip
 
 
@@ -80,7 +78,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_config_that_was_edited_is_refused(model, saved, change):
     spoil, says = CHANGES[change]
     edit(saved, spoil)
-    words = (CONFIG, says, "Nothing has been loaded", f"Delete {CONFIG}")
+    words = (CONFIG, says, "nothing has been loaded", f"Delete {CONFIG}")
     with refused(model, CheckpointError, *words):
         model.load_adapter(saved, load_as="b")
     # what the message says to write

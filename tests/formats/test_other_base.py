@@ -148,9 +148,9 @@ def test_only_the_native_format_has_it(folder, tmp_path):
 
 
 def test_files_without_it_load(folder, tmp_path, caplog, monkeypatch):
-    from adapterzoo.formats import base_sample
+    from adapterzoo.formats import fit
 
-    monkeypatch.setattr(base_sample, "sample", lambda tensors: {})
+    monkeypatch.setattr(fit, "base_sample", lambda tensors: {})
     model = base()
     model.add_adapter("a", "lora[r=2]")
     model.save_adapter(tmp_path / "old", "a")

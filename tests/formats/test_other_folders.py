@@ -7,9 +7,9 @@ import logging
 import pytest
 from families import tiny_config
 from snapshots import refused
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+from transformers import TrainingArguments
 
-from adapterzoo import AdapterTrainer, AutoAdapterModel, init
+from adapterzoo import AdapterTrainer, AutoAdapterModel
 from adapterzoo.errors import CheckpointError
 
 
@@ -40,30 +40,13 @@ def test_the_folder_of_all_adapters_names_each(model, tmp_path):
         model.load_adapter(tmp_path, load_as="again")
 
 
-def test_a_whole_model_is_loaded_as_one(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    hint = f"AutoAdapterModel.from_pretrained({str(tmp_path)!r})"
-    with refused(model, CheckpointError, "a whole model", hint, "save_adapter('folder', 'name')"):
-        model.load_adapter(tmp_path, load_as="again")
-    with refused(model, CheckpointError, "a whole model", hint, "save_head('folder', 'name')"):
-        model.load_head(tmp_path)
-    assert "ner" in AutoAdapterModel.from_pretrained(tmp_path).adapters_config
-
-
-def test_a_whole_task_model_is_loaded_as_its_class(tmp_path):
-    model = init(AutoModelForSequenceClassification.from_config(tiny_config("bert")))
-    model.add_adapter("ner", "lora")
-    model.save_pretrained(tmp_path)
-    hint = f"load_model({str(tmp_path)!r}, BertForSequenceClassification)"
-    with refused(model, CheckpointError, "a whole model", hint):
-        model.load_adapter(tmp_path, load_as="again")
-
-
-def test_a_head_is_loaded_as_one(model, tmp_path):
-    model.save_head(tmp_path, "ner")
-    hint = f"Write load_head({str(tmp_path)!r})"
-    with refused(model, CheckpointError, "it holds a head", hint):
-        model.load_adapter(tmp_path, load_as="again")
+def test_another_folder_is_named_by_its_files(model, tmp_path):
+    model.save_head(tmp_path / "head", "ner")
+    model.save_pretrained(tmp_path / "model")
+    for folder, file in (("head", "head.safetensors"), ("model", "model.safetensors")):
+        with refused(model, CheckpointError, "its files: ", repr(file)):
+            model.load_adapter(tmp_path / folder, load_as="again")
+    assert "ner" in AutoAdapterModel.from_pretrained(tmp_path / "model").adapters_config
 
 
 @pytest.mark.parametrize("form", ["native", "adapterhub", "adapterhub-safetensors"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from adapterzoo.errors import CheckpointError
-from adapterzoo.formats.peft.config import (
+from adapterzoo.formats.peft.reading import (
     by_name,
     by_path,
     exactly,

@@ -258,14 +258,10 @@ def test_a_model_of_another_width_is_refused(model, saved, tiny):
         other.load_adapter(saved)
 
 
-NATIVE = "Write a folder that save_adapter made"
-
-
 @pytest.mark.parametrize(("change", "error", "says"), [
     ({"name": "../evil"}, ConfigError, ("'../evil'", "Write 'evil'")),
-    ({"format": "else"}, CheckpointError, ("format='else'", NATIVE)),
     ({"version": 99}, CheckpointError, ("version 99", "pip install -U adapterzoo")),
-    ({"version": "1"}, CheckpointError, ("not in the native format", NATIVE)),
+    ({"version": "1"}, CheckpointError, ("version '1'", "pip install -U adapterzoo")),
     ({"config": None}, CheckpointError, ("no adapter config", "Save it again")),
     ({"config": {"architecture": "lroa"}}, UnknownNameError, ("'lroa'", "Did you mean 'lora'?")),
     ({"config": {"rank": 8}}, ConfigError, ("'rank'", "Its fields: ")),

@@ -16,7 +16,7 @@ from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
 from adapterzoo.errors import FieldError, listing, names_call
 from adapterzoo.formats import files
-from adapterzoo.formats.peft.config import CONFIG, checked
+from adapterzoo.formats.peft.reading import CONFIG, checked
 from adapterzoo.peft_arguments import COMMON, TASK_TYPES, PeftArgument, classes_of_peft
 from adapterzoo.spelling import peft_readable
 
@@ -54,8 +54,7 @@ class PeftConfig:
         if unknown := sorted(fields.keys() - self.defaults.keys()):
             raise FieldError(
                 f"{type(self).__name__}({unknown[0]}={fields[unknown[0]]!r}): there is no such "
-                f"field. Its fields: {listing(sorted(self.defaults), limit=50)}. Write one of "
-                f"these."
+                f"field. Write some of {listing(sorted(self.defaults), limit=50)}."
             )
         # a dict among the defaults belongs to one object
         vars(self).update({**copy.deepcopy(dict(self.defaults)), **fields})

@@ -7,23 +7,428 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from adapterzoo import formats
+from adapterzoo.anatomy import Site
 from adapterzoo.compat.adapters import AdaptersMethods
 from adapterzoo.composition import Stack
-from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.model import AdapterModelMixin, adapters, hotswap, merging, training
-from adapterzoo.model.activation import make_plan, set_active
-from adapterzoo.model.sharding import size_of
-from adapterzoo.model.state import AdaptedModel, parameters_of
+from adapterzoo.config import FLAG, AdapterConfig
+from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateError, listing
+from adapterzoo.formats import fit
+from adapterzoo.formats import peft as format_of_peft
+from adapterzoo.formats.checkpoint import from_plain
+from adapterzoo.formats.peft.reading import exactly, task_of
+from adapterzoo.inject.building import plain_modules
+from adapterzoo.model import (
+    AdapterModelMixin,
+    adapters,
+    checkpointing,
+    hotswap,
+    merging,
+    sharding,
+    training,
+)
+from adapterzoo.model.activation import make_plan, refuse_merged, set_active
+from adapterzoo.model.heads.copies import modules_with, names_of
+from adapterzoo.model.heads.named import HeadRecord, record_of, saved_names
+from adapterzoo.model.heads.store import fitting
+from adapterzoo.model.hf.backbone import split_experts
+from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.sharding import class_name, size_of
+from adapterzoo.model.state import (
+    AdaptedModel,
+    AdapterRecord,
+    LoadOptions,
+    base_prefix,
+    modules_of,
+    named_tensors,
+    own_parameters_of,
+    parameters_of,
+)
 from adapterzoo.names import one_of
-from adapterzoo.peft_arguments import also_named, is_peft, or_with_config_of_peft
+from adapterzoo.patterns import Targets, fault, is_named
+from adapterzoo.peft_arguments import (
+    COMMON,
+    PeftArguments,
+    also_named,
+    classes_of_peft,
+    is_peft,
+    or_with_config_of_peft,
+    translated,
+)
+from adapterzoo.spelling import PeftSpelling, peft_spellings
 
-from . import configs, tensors
+# --- config objects of PEFT as configs here; PEFT itself is never imported ---
+
+_ALL_LINEAR = "all-linear"
+# names of heads that PEFT adds to `modules_to_save` by itself, whether the model has them or not
+_SAVED = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+_ADDED = frozenset(name for names in _SAVED.values() for name in names)
+
+
+def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
+    """Return our config for one of PEFT, and whether the adapter is only used: `inference_mode`.
+
+    Without `target_modules` and `target_parameters` the layers are those of the method's default
+    roles, fused ones whole.
+
+    Args:
+        model: to which the adapter will be added.
+        config: an object of PEFT, or its dict.
+
+    Raises:
+        ConfigError: there is no such method, or a field has no meaning here.
+    """
+    values = dict(config if isinstance(config, Mapping) else config.to_dict())
+    spelling, arguments = _method(values)
+    task = _checked_task(model, values.get("task_type"))
+    if "modules_to_save" in values:
+        values["modules_to_save"] = _saved(model, values["modules_to_save"], task)
+    if values.get("tokenizer_name_or_path") == model.config.name_or_path:
+        values.pop("tokenizer_name_or_path", None)
+    own = {*arguments.fields}
+    values = {n: v for n, v in values.items() if n in own or n not in arguments.fixed}
+    if unknown := sorted(n for n, v in values.items() if v and n not in own | COMMON.keys()):
+        raise ConfigError(
+            f"{arguments.class_name}({unknown[0]}={values[unknown[0]]!r}): there is no such field. "
+            f"Leave it out; there are {listing(sorted(own), limit=40)}."
+        )
+    fields = {name: value for name, value in values.items() if name in own}
+    given = fields.get("target_modules")
+    if given == _ALL_LINEAR:
+        linear = (
+            s
+            for s in model.anatomy
+            if s.kind == "linear" and s.parameter is None and s.role != "lm_head"
+        )
+        fields["target_modules"] = names_of(model, linear)
+    if spelling.of_parameters:
+        # the names are read here before the config checks them
+        Targets()(arguments.class_name, "target_modules", given)
+        fields = with_experts(model, fields, given, base_prefix(model), spelling)
+    numbers = fields.get("layers_to_transform")
+    stacks = fields.pop("layers_pattern", None) if numbers is not None else None
+    if stacks:
+        fields["layers_to_transform"] = None
+    made = {**arguments.implied, **translated(spelling.config, fields)}
+    found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
+    targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
+    if "target_modules" in found.field_names() and not any(targets):
+        found = _whole_layers(model, arguments, found)
+    if stacks:
+        found = _in_stacks(model, found, stacks, numbers)
+    is_frozen = values.get("inference_mode", False)
+    FLAG(arguments.class_name, "inference_mode", is_frozen, False)
+    return found, is_frozen
+
+
+def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
+    """Return the method of a config.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind = str(getattr(values["peft_type"], "value", values["peft_type"]))
+    found = [s for s in peft_spellings.values() if s.peft_type == kind and s.arguments is not None]
+    fitting = [s for s in found if not s.differing(values)]
+    if not fitting:
+        known = sorted({s.peft_type for s in peft_spellings.values() if s.arguments is not None})
+        shown = "".join(f", {n}={values.get(n)!r}" for s in found[:1] for n in s.differing(values))
+        raise ConfigError(
+            f"peft_type={kind!r}{shown}: there is no such method here. Write one of "
+            f"{listing(known, limit=40)}."
+        )
+    spelling = max(fitting, key=lambda s: s.strictness)
+    return spelling, classes_of_peft[spelling.config]
+
+
+def _checked_task(model: AdaptedModel, task: Any) -> Any:
+    """Return the name of a task, which is that of the model's class.
+
+    Raises:
+        ConfigError: the class has another one.
+    """
+    asked = getattr(task, "value", task)
+    own = None if model._has_named_heads else task_of(class_name(model))
+    # a list: values of any type can be looked for in it
+    legal = [*(COMMON["task_type"].values or ())]
+    if asked is not None and (asked not in legal or own not in (None, asked)):
+        kind = f"a {class_name(model)} has {own!r}. Write task_type={own!r}"
+        raise ConfigError(
+            f"task_type={asked!r}: {kind if asked in legal else COMMON['task_type'].hint}"
+            + (", or add the adapter to a model for that task." if asked in legal else "")
+        )
+    return asked
+
+
+def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:
+    """Return `modules_to_save` as PEFT completes it for a task, without names of no module."""
+    if model._has_named_heads or not (names is None or _are_names(names)):
+        return names
+    every = [*(names or ()), *(_SAVED.get(task or "", ()))]
+    paths = [path for path, _ in plain_modules(cast("nn.Module", model))]
+    kept = [n for n in every if n not in _ADDED or any(is_named(path, n) for path in paths)]
+    return [*dict.fromkeys(kept)] or None
+
+
+def _are_names(value: Any) -> bool:
+    """Return whether a value is a collection of names."""
+    listed = isinstance(value, (list, tuple, set, frozenset))
+    return listed and all(isinstance(name, str) for name in value)
+
+
+def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers: Any) -> Any:
+    """Return a config that names its layers with these numbers in `layers_pattern`.
+
+    As in PEFT, a layer that is named by its whole path is adapted in any case.
+
+    Raises:
+        ConfigError: there is none, or the pattern is not a regular expression.
+    """
+    patterns, prefix = [stacks] if isinstance(stacks, str) else stacks, base_prefix(model)
+    known = [*(path.rpartition(".")[2] for path in model.anatomy.stacks), "layers"]
+    expressions, reason = [], "not a name or a list of names"
+    if _are_names(patterns):
+        expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
+        _, reason = fault(expressions) or ("", "")
+    if reason:
+        raise ConfigError(
+            f"layers_pattern={stacks!r}: {reason}. Write layers_pattern={known[0]!r}."
+        )
+    wanted = {numbers} if isinstance(numbers, int) else {*numbers}
+    named = config.get("target_modules")
+    kept = []
+    for placement in config.below(prefix, model.anatomy).placements(model.anatomy):
+        path = f"{prefix}{placement.site.path}"
+        tried = (re.match(expression, path) for expression in expressions)
+        found = next((match for match in tried if match), None)
+        # the pattern may have groups of its own, and alternatives without a number
+        number = None if found is None else found[found.re.groups]
+        is_whole = isinstance(named, tuple) and path in named
+        kept += [placement.site] if is_whole or (number and int(number) in wanted) else []
+    if not kept:
+        raise ConfigError(
+            f"layers_pattern={stacks!r}, layers_to_transform={numbers!r}: there is no such block. "
+            f"Write the last part of one of {listing(model.anatomy.stacks)}, and numbers from 0."
+        )
+    return config.replace(target_modules=names_of(model, kept))
+
+
+def _whole_layers(
+    model: AdaptedModel, arguments: PeftArguments, config: AdapterConfig
+) -> AdapterConfig:
+    """Return a config that names its layers, if it would adapt parts of fused ones."""
+    own = config.below(base_prefix(model), model.anatomy)
+    sites: list[Site] = [placement.site for placement in own.placements(model.anatomy)]
+    if not any(site.output_slice is not None for site in sites):
+        return config
+    fields: dict[str, Any] = {"target_modules": names_of(model, sites)}
+    for name, among in arguments.subsets.items():
+        fields[name] = names_of(model, (site for site in sites if among(own, site)))
+    return config.replace(**fields)
+
+
+# --- Names of experts' layers in PEFT's config objects, where transformers 5 has parameters ---
+
+
+def with_experts(
+    model: AdaptedModel,
+    fields: Mapping[str, Any],
+    targets: Any,
+    prefix: str,
+    spelling: PeftSpelling,
+) -> dict[str, Any]:
+    """Return the fields of a config with the former layers of experts as parameters.
+
+    Args:
+        model: to which the adapter will be added.
+        fields: of PEFT's config.
+        targets: `target_modules` as the user gave it.
+        prefix: of the base model's paths in expressions.
+        spelling: of the method.
+
+    Raises:
+        ConfigError: only some layers of a parameter are named.
+    """
+    former = split_experts(model.config.model_type)
+    names, found = _named(model, targets, former, prefix)
+    if not names:
+        return dict(fields)
+    doubled: dict[str, int] = {}
+    for parameter, layers in former.items():
+        if missing := [layer for layer in layers if layer not in names]:
+            if len(missing) < len(layers):
+                shown = targets if isinstance(targets, str) else sorted(targets)
+                raise ConfigError(
+                    f"target_modules={shown!r} lacks {listing(missing)}, the rest of the experts' "
+                    f"{parameter!r}. Write both, or target_parameters=[{parameter!r}]."
+                )
+        elif len(layers) > 1:
+            doubled[rf".*\.{re.escape(parameter)}"] = len(layers)
+    taken = {layer for layers in former.values() for layer in layers}
+    start = "" if targets == _ALL_LINEAR else prefix
+    kept = _without(model, fields["target_modules"], taken, start)
+    given = fields.get("target_parameters") or ()
+    return {
+        **fields,
+        "target_modules": kept,
+        "target_parameters": [*dict.fromkeys((*given, *found))],
+        **{
+            pattern: {
+                **(fields.get(pattern) or {}),
+                **{k: n * fields.get(of, spelling.fields[of].default) for k, n in doubled.items()},
+            }
+            for pattern, of in spelling.patterns.items()
+        },
+    }
+
+
+def _without(model: AdaptedModel, targets: Any, taken: set[str], prefix: str) -> Any:
+    """Return names, or an expression for paths with the prefix, without layers of some names."""
+    if not isinstance(targets, str):
+        return sorted(name for name in targets if name.rpartition(".")[2] not in taken)
+    layers = [s.path for s in model.anatomy if s.parameter is None]
+    own = [path for path in layers if re.fullmatch(targets, f"{prefix}{path}")]
+    return exactly(left) if (left := [p for p in own if p.rpartition(".")[2] not in taken]) else []
+
+
+def _named(
+    model: AdaptedModel, targets: Any, former: Mapping[str, tuple[str, ...]], prefix: str
+) -> tuple[set[str], list[str]]:
+    """Return the former layers that a value of `target_modules` names, and their parameters."""
+    every = {layer: parameter for parameter, layers in former.items() for layer in layers}
+    if not every or not targets:
+        return set(), []
+    if targets == _ALL_LINEAR:
+        return {*every}, [*former]
+    if not isinstance(targets, str):
+        ends = {str(target).rpartition(".")[2] for target in targets}
+        listed = [layer for layer in every if layer in ends]
+        return {*listed}, list(dict.fromkeys(every[layer] for layer in listed))
+    names: set[str] = set()
+    found: dict[str, None] = {}
+    for name in model.anatomy.weights():
+        for layer, parameter in every.items():
+            if name.endswith(f".{parameter}"):
+                path = f"{name.removesuffix(parameter)}{layer}"
+                if re.fullmatch(targets, f"{prefix}{path}"):
+                    names.add(layer)
+                    found[name] = None
+    return names, [*found]
+
+
+# --- tensors of adapters under PEFT's keys, without a file ---
+
+
+def encoded(model: AdaptedModel, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return PEFT's config and tensors for an adapter."""
+    sharding.refuse_if_sharded(model, "Write save_adapter(folder, name).")
+    info = ModelInfo(model)
+    stored = formats.exported(checkpointing.checkpoint_of(model, name, True, None, "peft"), info)
+    return format_of_peft.encoded(stored, info)
+
+
+def check_savable(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
+    """Check that PEFT's format can express an adapter that is not in the model yet.
+
+    Args:
+        model: that gets the adapter.
+        name: of the adapter.
+        record: of the adapter, with its modules.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    records = model._adapter_state.records
+    before = dict(records)
+    records[name] = record
+    try:
+        encoded(model, name)
+    except CheckpointError as error:
+        kind = type(record.config).__name__
+        raise CheckpointError(
+            f"save_pretrained could not write {name!r}: {error} To train it, write "
+            f"adapterzoo.{kind}(…), and save_pretrained(folder, format='native')."
+        ) from error
+    finally:
+        records.clear()
+        records.update(before)
+
+
+def one_name(model: AdaptedModel, name: str | None) -> str:
+    """Return the name, or that of the only active adapter.
+
+    Raises:
+        StateError: not exactly one is active.
+    """
+    if name is not None:
+        return name
+    setup = model._active.plan.setup
+    names = () if setup is None else setup.flatten()
+    if len(names) != 1:
+        raise StateError(
+            f"{listing(names)} are active. Write one of {listing(model._adapter_state.records)}."
+        )
+    return names[0]
+
+
+def fill(model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give an adapter, and its head, the values under PEFT's keys; all of them or nothing.
+
+    Raises:
+        CheckpointError: they are not those of the adapter.
+    """
+    refuse_merged(model, name)
+    theirs, _ = encoded(model, name)
+    stored = format_of_peft.decoded(theirs, tensors, ModelInfo(model))
+    adapter, document = stored.adapter, stored.metadata["head"]
+    own = dict(modules_of(model, name))
+    config = model._adapter_state.find(name).config
+    adapter = from_plain(config, adapter, model.anatomy)
+    fit.check_fit(type(model).__name__, adapter, named_tensors(own, keep_vars=True), None)
+    enter = None
+    if document is not None:
+        asked = LoadOptions(overwrite_ok=True)
+        enter = fitting(model, HeadRecord(document, stored.head), name, asked)
+    values = fit.by_path(adapter)
+    for path, module in own.items():
+        fit.fill(module, values.get(path, {}))
+    # a head that is there keeps its tensors, which an optimizer may have
+    there = record_of(model, name) if name in saved_names(model) else None
+    if there is not None:
+        with torch.no_grad():
+            for key in stored.head.keys() & there.tensors.keys():
+                there.tensors[key].copy_(stored.head[key])
+    elif enter is not None:
+        enter()
+
+
+def trained_tensors(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return what adapters, heads and the training may change, each tensor once."""
+    state = model._adapter_state
+    modules: list[Any] = [m for name in state.records for _, m in modules_of(model, name)]
+    modules += [m for name in state.records for m in modules_with(model, name)]
+    own = {id(t) for m in modules for t in m.state_dict(keep_vars=True).values()}
+    own |= {id(p) for p in own_parameters_of(model)}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.requires_grad or id(tensor) in own:
+            found.setdefault(id(tensor), (key, tensor))
+    return dict(found.values())
+
+
+# --- the methods ---
 
 DEFAULT = "default"
 """PEFT's name of an adapter without one."""
@@ -103,8 +508,7 @@ class PeftMethods:
             return
         if state.disabled is None or {*state.disabled[0].flatten()} - state.records.keys():
             raise StateError(
-                "no adapter was disabled, and none is active. Write set_adapter('a'); adapters: "
-                f"{listing(state.records)}."
+                f"no adapter was disabled. Write set_adapter(…), one of {listing(state.records)}."
             )
         set_active(self, *state.disabled)
         state.disabled = None
@@ -153,10 +557,8 @@ class PeftMethods:
             UnknownNameError: the adapter is unknown.
         """
         if state_dict is not None:
-            raise ConfigError(
-                "state_dict: tensors of a sharded model are gathered by save_adapter. Leave it out."
-            )
-        return tensors.encoded(self, tensors.one_name(self, adapter_name))[1]
+            raise ConfigError("state_dict: the tensors are the model's own. Leave it out.")
+        return encoded(self, one_name(self, adapter_name))[1]
 
     def enable_peft_hotswap(
         self,
@@ -182,10 +584,7 @@ class PeftMethods:
 
 def _refuse_merged(model: AdaptedModel) -> None:
     if merged := model._adapter_state.merged:
-        raise StateError(
-            f"{listing(merged)} acts through the base weights, as it is merged. Write "
-            f"unmerge_adapter() first."
-        )
+        raise StateError(f"{listing(merged)} is merged. Write unmerge_adapter() first.")
 
 
 # --- the model's own methods, with PEFT's arguments ---
@@ -221,12 +620,12 @@ def _add_from_peft(
     self: Any, adapter_name: str, config: Any, set_active: bool = False, **given: Any
 ) -> None:
     """Add an adapter by a config of PEFT."""
-    found = configs.read(self, config)
+    config, is_frozen = from_peft(self, config)
     check = None
     if getattr(self, "_is_saved_for_peft", False):
-        check = functools.partial(tensors.check_savable, self, adapter_name)
-    adapters.add(self, adapter_name, found.config, active=set_active, check=check, **given)
-    if found.is_frozen:
+        check = functools.partial(check_savable, self, adapter_name)
+    adapters.add(self, adapter_name, config, active=set_active, check=check, **given)
+    if is_frozen:
         for parameter in parameters_of(self, adapter_name):
             parameter.requires_grad_(False)
 
@@ -235,7 +634,7 @@ def _add_from_peft(
 def _supports_adapter(self: Any, type_or_config: Any) -> bool:
     if is_peft(type_or_config):
         try:
-            type_or_config = configs.read(self, type_or_config).config
+            type_or_config = from_peft(self, type_or_config)[0]
         except (ConfigError, SiteError):
             return False
     supports: bool = _own_supports(self, type_or_config)

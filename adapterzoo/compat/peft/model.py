@@ -18,10 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from adapterzoo import hub
-from adapterzoo.errors import ConfigError, StateError, names_call, unknown_name
+from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
-from adapterzoo.formats.peft.config import CONFIG
+from adapterzoo.formats.peft.reading import CONFIG
 from adapterzoo.inject import quantized, set_class
 from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, sharding, training
 from adapterzoo.model.activation import refuse_merged
@@ -32,9 +32,8 @@ from adapterzoo.model.hf.init_data import InitData, collected
 from adapterzoo.model.state import base_prefix, modules_of, parameters_of
 from adapterzoo.peft_arguments import also_named
 
-from . import tensors
 from .classes import PeftConfig, from_values
-from .methods import DEFAULT
+from .methods import DEFAULT, encoded, fill, one_name, trained_tensors
 
 
 class PeftModel:
@@ -96,7 +95,7 @@ class PeftModel:
             CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
             ConfigError: a value of the config has no meaning here.
         """
-        refuse_uninitialized(kwargs.pop("low_cpu_mem_usage", False))
+        kwargs.pop("low_cpu_mem_usage", None)
         mixin = cast("Any", AdapterModelMixin)
         mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
 
@@ -143,12 +142,6 @@ class PeftModel:
                 raise ConfigError(
                     f"{name}={value!r}: the folder describes the adapter. Leave it out."
                 )
-        try:
-            torch.device("cpu" if torch_device is None else torch_device)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(
-                f"torch_device={torch_device!r} is not a device. Write 'cpu', or leave it out."
-            ) from error
         path = (
             model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
         )
@@ -254,7 +247,7 @@ class PeftModel:
         folder = Path(save_directory)
         is_step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
         if of_trainer and is_main_process and is_step and not sharding.groups_of(self):
-            trained = tensors.trained_tensors(cast("Any", self))
+            trained = trained_tensors(cast("Any", self))
             files.write_tensors(folder / SAFE_WEIGHTS_NAME, {}, trained)
 
     def load_state_dict(
@@ -271,7 +264,7 @@ class PeftModel:
             CheckpointError: a checkpoint does not fit; nothing has changed then.
         """
         own = cast("Any", self)
-        mine = tensors.trained_tensors(own)
+        mine = trained_tensors(own)
         is_whole = any(k in state_dict for k in own.state_dict(keep_vars=True) if k not in mine)
         if strict or is_whole:
             return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
@@ -293,10 +286,10 @@ class PeftModel:
         Raises:
             StateError: not exactly one is active.
         """
-        return self._peft_config_of(tensors.one_name(cast("Any", self), None))
+        return self._peft_config_of(one_name(cast("Any", self), None))
 
     def _peft_config_of(self, name: str) -> PeftConfig:
-        return from_values(tensors.encoded(cast("Any", self), name)[0], {})
+        return from_values(encoded(cast("Any", self), name)[0], {})
 
     def get_base_model(self) -> Self:
         """Return the model itself: it is not wrapped."""
@@ -320,16 +313,13 @@ class PeftModel:
         """Merge adapters, and return the plain model.
 
         Args:
-            progressbar: must be False.
+            progressbar: has no effect.
             safe_merge: PEFT's switch; weights that are not finite are always refused.
             adapter_names: None: the active ones.
 
         Raises:
-            ConfigError: there is no progress bar.
             StateError: as `AdapterModelMixin.merge_and_unload`.
         """
-        if progressbar:
-            raise ConfigError("progressbar=True: there is none. Leave it out.")
         return _plainly(self, "merge_and_unload", adapter_names)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -348,18 +338,6 @@ def plain_on_error(model: Any) -> Iterator[None]:
         if was_plain and isinstance(model, AdapterModelMixin):
             model.unload()
         raise
-
-
-def refuse_uninitialized(low_cpu_mem_usage: bool) -> None:
-    """Refuse to add an adapter without values.
-
-    Raises:
-        ConfigError: it was asked for.
-    """
-    if low_cpu_mem_usage:
-        raise ConfigError(
-            "low_cpu_mem_usage=True: a new adapter has values from the start. Leave it out."
-        )
 
 
 def as_peft(model: Any) -> Any:
@@ -419,7 +397,7 @@ def get_peft_model(
         adapter_name: to give it.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
-        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+        low_cpu_mem_usage: has no effect: a new adapter has values from the start.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
             "corda", which PEFT takes in functions of their own; or the weights before quantization
             for "loftq", see `add_adapter`.
@@ -432,7 +410,6 @@ def get_peft_model(
         ConfigError: a value of the config has no meaning here, or initial values need data.
         StateError: the model has no adapters of this library, but layers of PEFT.
     """
-    refuse_uninitialized(low_cpu_mem_usage)
     if peft_config is None:
         raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
     with plain_on_error(model):
@@ -458,7 +435,7 @@ def inject_adapter_in_model(
         peft_config: a config of PEFT.
         model: changed in place.
         adapter_name: to give it.
-        low_cpu_mem_usage: must be False: an adapter that is trained needs its values.
+        low_cpu_mem_usage: has no effect: a new adapter has values from the start.
 
     Returns:
         The same object.
@@ -466,7 +443,6 @@ def inject_adapter_in_model(
     Raises:
         ConfigError: a value of the config has no meaning here.
     """
-    refuse_uninitialized(low_cpu_mem_usage)
     with plain_on_error(model):
         made: Any = model if isinstance(model, AdapterModelMixin) else init(model)
         made.add_adapter(peft_config, adapter_name=adapter_name)
@@ -499,10 +475,8 @@ def get_peft_model_state_dict(
     Raises:
         CheckpointError: PEFT has no such adapter.
         ConfigError: a `state_dict` is given.
-        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
-    _check_model(model)
     found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
     return found
 
@@ -525,28 +499,10 @@ def set_peft_model_state_dict(
 
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
-        ConfigError: they are not tensors by keys.
-        StateError: the model has no adapters.
         UnknownNameError: the adapter is unknown.
     """
-    _check_model(model)
-    values: object = peft_model_state_dict
-    if not isinstance(values, Mapping) or not all(
-        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in values.items()
-    ):
-        raise ConfigError(
-            f"peft_model_state_dict, a {type(values).__name__}, does not map PEFT's keys to "
-            "tensors. Write get_peft_model_state_dict(model)."
-        )
-    tensors.fill(model, adapter_name, peft_model_state_dict)
+    fill(model, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, AdapterModelMixin):
-        raise StateError(
-            f"a {type(model).__name__} has no adapters. Write get_peft_model(model, config)."
-        )
 
 
 @names_call
@@ -627,8 +583,7 @@ def replace_lora_weights_loftq(
     sharding.refuse_if_sharded(peft_model, "Write it before fully_shard(model).")
     if not {"init_weights", "init_options"} <= {*config.field_names()}:
         raise ConfigError(
-            f"{adapter_name!r} is {config!r}, which has no values that make up for quantization. "
-            f"Write LoRAConfig(…)."
+            f"{adapter_name!r} is {config!r}, which quantization cannot start. Write LoRAConfig(…)."
         )
     asked: Any = config.replace(init_weights="loftq", init_options={})
     plan = asked.init_plan(peft_model.anatomy)
@@ -689,15 +644,6 @@ class AutoPeftModel:
     auto_class: ClassVar[str] = ""
     task_type: ClassVar[str | None] = None
 
-    def __init__(self) -> None:
-        """Raise: the class has no instances.
-
-        Raises:
-            StateError: always.
-        """
-        name = type(self).__name__
-        raise StateError(f"{name}(): it chooses the class. Write {name}.from_pretrained(folder).")
-
     @classmethod
     def from_pretrained(
         cls,
@@ -727,8 +673,7 @@ class AutoPeftModel:
         )
         if found is None:
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): there is no adapter without a model. "
-                "Write the folder that save_adapter wrote."
+                f"{path!r} is not an adapter's folder. Write the folder that save_adapter wrote."
             )
         config = found.path / CONFIG
         values = files.read_json(config) if config.is_file() else {}
@@ -756,8 +701,8 @@ class AutoPeftModel:
         if task is not None and task != cls.task_type:
             fitting = next((c for c in _CLASSES if c.task_type == task), AutoPeftModel)
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} says task_type={task!r}. "
-                f"Write {fitting.__name__}.from_pretrained({path!r})."
+                f"{path!r} is of task_type={task!r}. Write "
+                f"{fitting.__name__}.from_pretrained({path!r})."
             )
         if cls.auto_class:
             return getattr(transformers, cls.auto_class)
@@ -768,8 +713,8 @@ class AutoPeftModel:
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if not is_model or found.config_class is None:
             raise ConfigError(
-                f"{cls.__name__}.from_pretrained({path!r}): {CONFIG} names the class {name!r}, "
-                f"which is not a model of transformers. Write {_CLASSES[0].__name__}."
+                f"{path!r} names {name!r}, not a model of transformers. Write "
+                f"{_CLASSES[0].__name__}."
             )
         return found
 

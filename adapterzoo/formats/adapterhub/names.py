@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
-from adapterzoo.errors import listing
-from adapterzoo.formats.checkpoint import Place, SavedModel, inexpressible
+from adapterzoo.formats.checkpoint import Place, inexpressible
 from adapterzoo.spelling import Container
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 BlockLocation = tuple[int, str]
 """The number of a block and the location in it; or -1 and the path of a layer."""
@@ -129,7 +132,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
 _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
 
 
-def layout_of(info: SavedModel) -> Layout:
+def layout_of(info: ModelInfo) -> Layout:
     """Return the names that `adapters` gives to the places of a model.
 
     Raises:
@@ -138,19 +141,18 @@ def layout_of(info: SavedModel) -> Layout:
     layout = LAYOUTS.get(info.model_type)
     if layout is None:
         raise inexpressible(
-            f"AdapterHub's format has no names for models of type {info.model_type!r}; it has "
-            f"names for {listing(sorted(LAYOUTS), limit=30)}"
+            f"AdapterHub's format has no names for models of type {info.model_type!r}"
         )
     return layout
 
 
-def prefix_of(info: SavedModel) -> str:
+def prefix_of(info: ModelInfo) -> str:
     """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
     layout = LAYOUTS.get(info.model_type)
     return "" if layout is not None and layout.is_base else info.prefix
 
 
-def to_location(info: SavedModel, parameter: str) -> str:
+def to_location(info: ModelInfo, parameter: str) -> str:
     """Return our key of an adapter-wide tensor of AdapterHub."""
     layout = LAYOUTS.get(info.model_type)
     location, dot, rest = parameter.partition(".")
@@ -167,8 +169,7 @@ def from_location(layout: Layout, parameter: str) -> str:
     location, dot, rest = parameter.partition(".")
     if location == "self_prefix" and location not in layout.locations and layout.locations:
         raise inexpressible(
-            "AdapterHub's format has prefixes in both towers of such a model, and this adapter "
-            "leaves one out"
+            "AdapterHub has prefixes in both towers, and this adapter leaves one out"
         )
     return f"{layout.locations.get(location, location)}{dot}{rest}"
 
@@ -186,7 +187,7 @@ def location_of(container: Container, place: Place) -> BlockLocation | None:
     return None
 
 
-def find_location(info: SavedModel, container: Container, path: str) -> BlockLocation | None:
+def find_location(info: ModelInfo, container: Container, path: str) -> BlockLocation | None:
     """Return the location that a path of AdapterHub leads to; None if the model has none."""
     if container.at == "model":
         inside = path.removeprefix(prefix_of(info)).removeprefix(".")
@@ -210,13 +211,13 @@ def find_location(info: SavedModel, container: Container, path: str) -> BlockLoc
     return block.layer, "cross" if CROSS.search(f"{module}.") else "attention"
 
 
-def find_layer_site(info: SavedModel, path: str) -> Site | None:
+def find_layer_site(info: ModelInfo, path: str) -> Site | None:
     """Return the linear layer that a path of AdapterHub leads to."""
     located = find_block(info, path)
     return None if located is None else find_layer(*located)
 
 
-def below_model(info: SavedModel, container: Container) -> str:
+def below_model(info: ModelInfo, container: Container) -> str:
     """Return AdapterHub's path, without the prefix, of the module with adapter-wide tensors."""
     entry = ""
     if container.in_encoder:
@@ -225,7 +226,7 @@ def below_model(info: SavedModel, container: Container) -> str:
     return ".".join(filter(None, (entry, container.below)))
 
 
-def name_of(info: SavedModel, container: Container, place: Place, layout: Layout) -> str:
+def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
     """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
 
     Raises:
@@ -246,14 +247,11 @@ def name_of(info: SavedModel, container: Container, place: Place, layout: Layout
             module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
             found = f"{module}.{container.below}"
     if found is None:
-        raise inexpressible(
-            f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
-            f"{info.model_type}"
-        )
+        raise inexpressible(f"AdapterHub has no name for an adapter at {place.path!r}")
     return found
 
 
-def find_block(info: SavedModel, path: str) -> tuple[Block, str] | None:
+def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
     """Return the block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:

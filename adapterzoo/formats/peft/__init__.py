@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError, argument, in_python
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.formats import files
-from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, SavedModel, base_of, formats
+from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, base_of, formats
 
-from .config import CONFIG, checked
-from .reading import head_from, read_adapter
+from .reading import CONFIG, checked, head_from, read_adapter
 from .writing import encode_adapter, head_for
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 _TENSORS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
@@ -31,18 +33,16 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return there or "peft_type" in files.fields_of(folder / CONFIG)
 
 
-def _read(folder: Path, kind: Kind, info: SavedModel) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
     found.metadata["meta"] = meta_in(folder)
     return found
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: SavedModel) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
     if kind != "adapter":
         raise CheckpointError(
-            f"PEFT's format has no heads without an adapter. Write "
-            f"{in_python('save_head(…) with ')}{argument('format', 'native')} or "
-            f"{argument('format', 'adapterhub')}."
+            f"PEFT has no heads without an adapter. Write {argument('format', 'native')}."
         )
     config, tensors = encoded(checkpoint, info)
     # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
@@ -64,7 +64,7 @@ formats.register("peft")(
 )
 
 
-def encoded(checkpoint: Checkpoint, info: SavedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
     Raises:
@@ -75,7 +75,7 @@ def encoded(checkpoint: Checkpoint, info: SavedModel) -> tuple[dict[str, Any], d
 
 
 def decoded(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: SavedModel
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> Checkpoint:
     """Return the adapter, and the head where there is one, of PEFT's config and tensors.
 

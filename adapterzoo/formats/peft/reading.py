@@ -1,7 +1,14 @@
-"""Read an adapter from PEFT's tensors and config.
+r"""Read an adapter from PEFT's config and tensors.
 
-Sites and sizes come from the tensors: in PEFT's config they are patterns that may match nothing, or
-numbers that PEFT did not use. Only facts that the tensors lack come from the config.
+The keys of the tensors name the layers; the config's patterns for these are paths in the class of
+models that PEFT was given, and may match nothing. What an adapter is comes from the config, by the
+table that also reads config objects. Loading makes an empty adapter of both, and compares it with
+the file: tensors without a place in the adapter keep PEFT's keys.
+
+A file is refused if a field changes what the adapter computes in a way that cannot be reproduced
+here. Fields that only matter to PEFT's training, and fields that are off, are ignored. PEFT matches
+the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`. Keys from a file are regular
+expressions that are not trusted: their search time is bounded before they run.
 
 Besides an adapter PEFT trains whole modules, rows of embeddings and biases. A copy of a module has
 the keys of the module itself, and so has a bias; rows are a tensor
@@ -18,46 +25,316 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.config import AdapterConfig, ConfigUnion, checks
+from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
-from adapterzoo.formats.checkpoint import OWN_OUTPUT, SavedModel, places_of, shared_key, short
+from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
+from adapterzoo.formats.checkpoint import (
+    OWN_OUTPUT,
+    method_of,
+    places_of,
+    shared_key,
+    short,
+)
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
-from adapterzoo.patterns import short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES
-from adapterzoo.spelling import Fields, PeftLayer, PeftSpelling, Tensors, peft_readable
-
-from .config import (
-    CONFIG,
-    MERGE,
-    TASKS,
-    TOKENS,
-    PeftConfig,
-    by_name,
-    class_in,
-    exactly,
-    most_common,
-    values_at,
+from adapterzoo.patterns import fault, short_names
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
+from adapterzoo.spelling import (
+    Fields,
+    PeftLayer,
+    PeftSpelling,
+    Tensors,
+    peft_readable,
+    peft_spellings,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
+CONFIG = "adapter_config.json"
+
+TOKENS = "trainable_token_indices"
+
+# a hint for every adapter that PEFT can merge
+MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
+
+_PARAMETERS = "target_parameters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileConfig:
+    """The facts in a PEFT config, checked.
+
+    Attributes:
+        spelling: of the method.
+        fields: the fields of the method that are read.
+        patterns: by field: regular expressions to numbers.
+        task_type: PEFT's name of the task; None if unknown.
+        base_class: the class of the model, if PEFT did not know the task.
+        modules_to_save: ends of the names of modules that the file has whole.
+        target_parameters: ends of the names of parameters that it adapts.
+        trainable_token_indices: the tokens whose rows it has, as in the file.
+        bias: which biases it has.
+    """
+
+    spelling: PeftSpelling
+    fields: Mapping[str, Any]
+    patterns: Mapping[str, Mapping[str, Any]]
+    task_type: str | None
+    base_class: str | None
+    modules_to_save: Sequence[str] = ()
+    target_parameters: Sequence[str] = ()
+    trainable_token_indices: Any = None
+    bias: str = "none"
+
+
+def checked(metadata: Mapping[str, Any]) -> FileConfig:
+    """Check a PEFT config and return its facts.
+
+    Raises:
+        CheckpointError: there is no such method here, or a value is not legal or cannot be
+            reproduced.
+    """
+    types = sorted({spelling.peft_type for spelling in peft_readable()})
+    kind = metadata.get("peft_type")
+    named = [s for s in peft_readable() if s.peft_type == kind]
+    spelling = method_of(
+        metadata,
+        "peft_type",
+        named,
+        f"PEFT that exist here: {listing(types, limit=40)} "
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
+    )
+    for name, reason in spelling.refused.items():
+        if metadata.get(name):
+            raise CheckpointError(
+                f"{CONFIG} says {name}={short(metadata[name])}: {reason}. {MERGE}"
+            )
+    if (why := spelling.refuse(metadata)) is not None:
+        raise CheckpointError(f"{CONFIG}: {why}")
+    known = {*COMMON}
+    for each in peft_readable():
+        known |= {*each.inert, *each.fixed, *each.fields}
+    if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
+        warnings.warn(
+            f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "
+            f"compare the outputs with those of PEFT.",
+            stacklevel=2,
+        )
+    mapping = metadata.get("auto_mapping")
+    base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    saved = _listed(metadata, "modules_to_save")
+    parameters = _listed(metadata, _PARAMETERS) if spelling.of_parameters else []
+    return FileConfig(
+        spelling=spelling,
+        fields={name: _value(metadata, name, a) for name, a in spelling.fields.items()},
+        patterns={
+            name: _pattern(metadata, name, spelling.fields[base])
+            for name, base in spelling.patterns.items()
+        },
+        task_type=_value(metadata, "task_type", PeftArgument(check=Text())),
+        base_class=base_class if isinstance(base_class, str) else None,
+        modules_to_save=saved,
+        target_parameters=parameters,
+        trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
+        bias=_value(metadata, "bias", PeftArgument("none", check=Text())),
+    )
+
+
+def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Any:
+    value, check = metadata.get(name), cast("Check", argument.check)
+    if value is None:
+        return argument.default
+    if not check.fits(value):
+        raise _wrong(name, value, check.legal, argument.default)
+    return value
+
+
+def _pattern(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Mapping[str, Any]:
+    value, check = metadata.get(name), cast("Check", argument.check)
+    value = {} if value is None else value
+    if not isinstance(value, Mapping) or not all(map(check.fits, value.values())):
+        raise _wrong(name, value, f"layer names with {check.legal} each", {})
+    return value
+
+
+def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
+    value = metadata.get(field)
+    names = [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise _wrong(field, value, "a list of names or null", None)
+    return names
+
+
+def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
+    """Return the tokens of each table, checked."""
+    value = metadata.get(name)
+    lists = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
+    for ids in lists:
+        legal = isinstance(ids, list) and all(type(n) is int and n >= 0 for n in ids)
+        if not legal or len({*ids}) < len(ids):
+            raise _wrong(name, value, "a list of different token numbers from 0", None)
+    return value
+
+
+def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:
+    return CheckpointError(
+        f"{CONFIG} says {name}={short(value)}; legal is {legal}. If the tensors are right, write "
+        f"{name!r}: {hint} there; else copy the checkpoint again."
+    )
+
+
+_T = TypeVar("_T")
+
+# texts that match themselves, except that a dot matches any character
+_PLAIN = re.compile(r"[\w.\-]*")
+
+
+def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
+    """Return the value of the first pattern that matches each path; leave out other paths.
+
+    Args:
+        field: of the config, for messages.
+        patterns: PEFT's keys to values.
+        paths: of layers.
+
+    Raises:
+        CheckpointError: a key is not a regular expression.
+    """
+    whole = {rf"(.*\.)?({pattern})$": pattern for pattern in patterns}
+    if (wrong := fault(whole)) is not None:
+        raise CheckpointError(
+            f"{field} has the key {whole[wrong[0]]!r}: {wrong[1]}. Write names of layers as its "
+            f"keys: {{'q_proj': …}}."
+        )
+    compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
+    # most keys are names, whose last part excludes most paths without a search
+    ends = {p: p.rpartition(".")[2] if _PLAIN.fullmatch(p) else "" for p in patterns}
+    found: dict[str, _T] = {}
+    for path in paths:
+        for pattern, value in patterns.items():
+            if path.endswith(ends[pattern]) and compiled[pattern].match(path):
+                found[path] = value
+                break
+    return found
+
+
+def exactly(paths: Iterable[str]) -> str:
+    """Return a regular expression that matches exactly these paths."""
+    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
+
+
+def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
+    """Return the preferred value if any path has it, else the most common one."""
+    if preferred in values.values():
+        return preferred
+    counts: dict[_T, int] = {}
+    for value in values.values():
+        counts[value] = counts.get(value, 0) + 1
+    return max(counts, key=counts.__getitem__)
+
+
+def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
+    """Return a few keys that give paths their values, except for the default.
+
+    A key is the name of layers that all have one value, or a regular expression for the paths
+    that share it.
+    """
+    names: dict[str, set[_T]] = {}
+    for path, value in values.items():
+        names.setdefault(path.rpartition(".")[2], set()).add(value)
+    keys: dict[str, _T] = {}
+    rest: dict[_T, list[str]] = {}
+    for path, value in values.items():
+        name = path.rpartition(".")[2]
+        if value == default:
+            continue
+        if len(names[name]) == 1:
+            keys[re.escape(name)] = value
+        else:
+            rest.setdefault(value, []).append(path)
+    return keys | {exactly(paths): value for value, paths in rest.items()}
+
+
+def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
+    """Return the same as `by_name`, with names or whole paths as keys, for other readers."""
+    keys: dict[str, _T] = {}
+    for key, value in by_name(values, default).items():
+        if not key.startswith("^"):
+            keys[key] = value
+            continue
+        for path in (p for p, v in values.items() if v == value and re.match(key, p)):
+            # the end of another path would name that one too
+            longer = any(other.endswith(f".{path}") for other in values)
+            keys[f"^{re.escape(path)}" if longer else path] = value
+    return keys
+
+
+TASKS: Mapping[str, Mapping[str, Any]] = {
+    "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
+}
+"""PEFT's names of tasks → the classes of transformers for them, by type of model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The task class that an exported adapter belongs to.
+
+    Attributes:
+        model_class: its name.
+        task_type: PEFT's name of the task; None if it has none.
+    """
+
+    model_class: str
+    task_type: str | None
+
+
+def class_in(peft_config: FileConfig, info: ModelInfo) -> str | None:
+    """Return the class of models that a file belongs to; None if it does not say that."""
+    if peft_config.base_class is not None or peft_config.task_type is None:
+        return peft_config.base_class
+    return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
+
+
+def classes_for(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
+    """Yield the classes of transformers for a task that a type of model has."""
+    found = mapping.get(info.model_type)
+    yield from (found,) if isinstance(found, str) else found or ()
+
+
+def task_of(model_class: str) -> str | None:
+    """Return PEFT's name of the task of a class; None if it has none."""
+    for task, mapping in TASKS.items():
+        classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
+        if model_class in set(classes):
+            return task
+    return None
+
+
+# --- the tensors ---
 
 _LOG = logging.getLogger(__name__)
 
 # PEFT's keys do not have the adapter's name, those of other tools do
 _NAME = "default"
-# layers that a message names
-_SHOWN = 10
-
 # ends of the keys of rows of an embedding, and of its table
 DELTA, _TABLE = "trainable_tokens_delta", "base_layer.weight"
 WRAPPED = "base_layer"
@@ -68,12 +345,15 @@ FIELD_AT = {
     "bias": "bias",
 }
 
+PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
+"""Our fields with numbers for some layers → the field with the number for all others."""
+
 Layers = Mapping[str, PeftLayer]
 Find = Callable[[str, Mapping[str, Site]], "str | None"]
 
 
 def read_adapter(
-    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return config and tensors of the adapter, and all other tensors.
 
@@ -82,11 +362,10 @@ def read_adapter(
             or contradict each other or the config.
     """
     spelling = peft_config.spelling
-    layers, shared, rest = _sorted(peft_config, tensors, info)
+    layers, shared, lost, rest = _sorted(peft_config, tensors, info)
     extras, rest = _read_extras(
         peft_config, rest, info, lambda name, sites: _here(name, sites, info)
     )
-    _check_complete(peft_config, layers)
     rows = {path: tensor for path, (_, tensor) in extras.rows.items()}
     dtype, layers, shared = _in_one_dtype(spelling, layers, shared, rows, info)
     extras.rows = {path: (ids, rows[path]) for path, (ids, _) in extras.rows.items()}
@@ -95,9 +374,11 @@ def read_adapter(
             peft_config.fields, shared, [*layers.values()], info.anatomy
         )
         own = {"dtype": dtype} if "dtype" in checks(spelling.config) else {}
-        more = _fields_of_extras(extras, spelling, info.anatomy)
+        first = _fields_of_extras(extras, spelling, info.anatomy)
+        # the first config of a union has what concerns the whole model
+        others = {k: v for k, v in first.items() if k == "bias" and v != "all"}
         configs = [
-            spelling.config.from_dict({**own, **member, **fields, **_once(more, number)})
+            spelling.config.from_dict({**own, **member, **fields, **(others if number else first)})
             for number, member in enumerate(_members(peft_config, layers, info) or [{}])
         ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
@@ -105,25 +386,33 @@ def read_adapter(
         all_placements(config, info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
-            f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
+            f"the config of the file is not legal; nothing has been loaded. {error}"
         ) from error
     if spelling.becomes:
         _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
-    read = {path: spelling.read(layer) for path, layer in layers.items()}
+    read = {path: _read_layer(spelling, layer) for path, layer in layers.items()}
     found = _keyed(config, extras, read, info.anatomy)
-    return config, found | {shared_key(name): t for name, t in shared.items()}, rest
+    return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
-def _once(more: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return fields for one config of a union: the first has all that concern the whole model."""
-    whole = number > 0
-    return {k: v for k, v in more.items() if not whole or (k == "bias" and v != "all")}
+def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
+    try:
+        return spelling.read(layer)
+    except (IndexError, KeyError, RuntimeError) as error:
+        shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
+        raise CheckpointError(
+            f"at {layer.name!r} the tensors do not fit together: {shown or 'none'}. {AGAIN}."
+        ) from error
 
 
 def _sorted(
-    peft_config: PeftConfig, tensors: Mapping[str, Tensor], info: SavedModel
-) -> tuple[dict[str, PeftLayer], Tensors, dict[str, Tensor]]:
-    """Return the layers by path in this model, the adapter-wide tensors, and all others by key."""
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
+    """Return the file's tensors: of layers, adapter-wide, without a place here, and all others.
+
+    Those of layers are by `Site.name`, those without a place by key, and others by key in the task
+    class.
+    """
     spelling = peft_config.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
@@ -136,11 +425,16 @@ def _sorted(
     modules: dict[str, list[Site]] = {}
     for site in info.anatomy.weights().values() if peft_config.target_parameters else ():
         modules.setdefault(site.path, []).append(site)
-    wrapped: dict[str, list[Site]] = {}
     layers: dict[str, PeftLayer] = {}
     shared: Tensors = {}
-    rest: dict[str, Tensor] = {}
-    lost: set[str] = set()
+    lost: Tensors = {}
+    rest: Tensors = {}
+
+    def layer_at(named: str, site: Site, is_parameter: bool) -> PeftLayer:
+        weight = functools.partial(_weight, site, info)
+        fresh = PeftLayer(named, site, peft_config.fields, weight, is_parameter)
+        return layers.setdefault(site.name, fresh)
+
     for key, tensor in tensors.items():
         if key in wide:
             shared[wide[key]] = tensor
@@ -148,60 +442,38 @@ def _sorted(
         place = key.removeprefix(spelling.prefix)
         named, parameter = _split(place, ends)
         if parameter is None:
-            if key in others or any(stem in place for stem in stems):
-                raise CheckpointError(
-                    f"the tensor {place!r} is not of a known kind; {spelling.peft_type} has "
-                    f"{listing(sorted((*ends, *wide)), limit=20)}. Save the adapter again with "
-                    f"PEFT, as the only adapter."
-                )
-            rest[place] = tensor
+            is_other = key in others or any(stem in place for stem in stems)
+            (lost if is_other else rest)[key if is_other else place] = tensor
             continue
         module, depth = unwrapped(named) if modules else (named, 0)
         path = _here(module, {**sites, **modules}, info)
         own = adapted(module, modules.get(path or "", ()), peft_config.target_parameters)
-        if path is None or not (own or (path in sites and not depth)):
-            lost.add(named)
-            continue
-        site = at_depth(module, depth, own) if own else sites[path]
-        if own:
-            wrapped[module], named = own, f"{module}.{parameter_of(site)}"
-        weight = functools.partial(_weight, site, info)
-        fresh = PeftLayer(named, site, peft_config.fields, weight, is_parameter=bool(own))
-        layer = layers.setdefault(site.name, fresh)
-        if parameter in layer.tensors:
-            raise CheckpointError(
-                f"the file has two tensors {parameter!r} for {site.name!r}. Save the adapter "
-                f"again, alone."
-            )
-        layer.tensors[parameter] = tensor
-    if lost:
-        names = listing(sorted({path.rpartition(".")[2] for path in sites}), limit=30)
-        also = "" if not modules else f" (target_parameters={peft_config.target_parameters!r})"
-        raise CheckpointError(
-            f"the file has adapters at {listing(sorted(lost))}{also}, where this "
-            f"{info.model_class} has no layers that can have adapters. Its base model has layers "
-            f"named {names}; layers of heads and convolutions have no adapters. Load the file into "
-            f"the model that it was trained on."
-        )
-    if not layers and not shared and not spelling.rows_field:
-        raise CheckpointError(
-            f"the file holds no tensors of {spelling.peft_type} "
-            f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
-        )
-    check_all(wrapped, layers)
-    for name in peft_config.patterns:
-        _resolve(name, peft_config, layers)
-    return layers, shared, rest
+        # the keys of the last parameter are those of the module
+        here = [layer_at(f"{module}.{parameter_of(s)}", s, True) for s in reversed(own)]
+        if path in sites and not own:
+            here = [layer_at(named, sites[path], False)]
+        if depth >= len(here):
+            lost[key] = tensor
+        elif parameter in here[depth].tensors:
+            raise CheckpointError(f"the file has two tensors {parameter!r} for {named!r}. {AGAIN}.")
+        else:
+            here[depth].tensors[parameter] = tensor
+    for name, patterns in peft_config.patterns.items():
+        numbers = values_at(name, patterns, [layer.name for layer in layers.values()])
+        for layer in layers.values():
+            if layer.name in numbers:
+                layer.fields = {**layer.fields, spelling.patterns[name]: numbers[layer.name]}
+    return layers, shared, lost, rest
 
 
-def _sites(spelling: PeftSpelling, info: SavedModel) -> list[Site]:
+def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
     return [site for site in info.anatomy if site.parameter is None]
 
 
-def _weight(site: Site, info: SavedModel) -> Tensor | None:
+def _weight(site: Site, info: ModelInfo) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
     found = info.tensor(f"{info.prefix}.{site.path}.weight".removeprefix("."))
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
@@ -225,7 +497,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
     return place, None
 
 
-def _here(named: str, sites: Mapping[str, object], info: SavedModel) -> str | None:
+def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
     """Return the path in this model of a layer in the file."""
     # the file may come from another task class, with or without a base model in it
     cls = getattr(transformers, info.model_class, None)
@@ -238,50 +510,15 @@ def _here(named: str, sites: Mapping[str, object], info: SavedModel) -> str | No
     return None
 
 
-def _resolve(name: str, peft_config: PeftConfig, layers: Layers) -> None:
-    """Give each layer the number that a pattern has for it."""
-    field, _ = peft_config.spelling.patterns[name]
-    found = values_at(name, peft_config.patterns[name], [layer.name for layer in layers.values()])
-    for layer in layers.values():
-        if layer.name in found:
-            layer.fields = {**layer.fields, field: found[layer.name]}
-
-
-def _check_complete(peft_config: PeftConfig, layers: Layers) -> None:
-    """Raise one error with all layers that lack tensors or have others than the config says."""
-    spelling = peft_config.spelling
-    off = {name for name, flag in spelling.optional.items() if not peft_config.fields[flag]}
-    forms = spelling.forms or (frozenset(spelling.tensors) - off,)
-    wrong: dict[str, frozenset[str]] = {}
-    for layer in layers.values():
-        own = {*layer.tensors}
-        needed = max(forms, key=lambda form: (form == own, len(form & own)))
-        if missing := needed - own - spelling.maybe:
-            wrong[f"no {listing(sorted(missing))} at {layer.name!r}"] = needed
-        elif surplus := own - needed:
-            wrong[f"{listing(sorted(surplus))} at {layer.name!r}"] = needed
-    if wrong:
-        flags = {flag: peft_config.fields[flag] for flag in spelling.optional.values()}
-        shown = "".join(f", {k}={v!r}" for k, v in {**spelling.fixed, **flags}.items())
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(
-            f"the file has {'; '.join([*wrong][:_SHOWN])}{more}; with peft_type="
-            f"{spelling.peft_type!r}{shown} in {CONFIG} it has "
-            f"{listing(sorted(next(iter(wrong.values()))))}. Copy both files again from where they "
-            f"were saved."
-        )
-
-
 def _in_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: SavedModel
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
     """Return the config's dtype, and the tensors converted to it without loss."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
         raise CheckpointError(
-            f"the file has tensors of {wrong[0]}; those of adapters have a floating-point dtype. "
-            f"Save the adapter again in float32."
+            f"the file has tensors of {wrong[0]}. Save the adapter again in float32."
         )
     own, dtype = info.dtype, torch.float32
     # widening is exact; PEFT too keeps other dtypes in float32 over half-precision layers
@@ -298,36 +535,41 @@ def _in_one_dtype(
     return said, dict(layers), shared
 
 
-def _members(peft_config: PeftConfig, layers: Layers, info: SavedModel) -> list[dict[str, Any]]:
+def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
-    subsets = peft_config.spelling.subsets
-    patterns = {**peft_config.spelling.patterns, **peft_config.spelling.derived}
-    varying = {ours for _, ours in patterns.values()}
+    spelling = peft_config.spelling
+    patterns = {name: ours for name, ours in PATTERNS.items() if name in checks(spelling.config)}
+    fields_of = {argument.ours: name for name, argument in spelling.fields.items()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
-    read = peft_config.spelling.read_layers([*layers.values()]) if layers else ()
-    for path, fields in zip(layers, read, strict=True):
-        alike = {name: value for name, value in fields.items() if name not in varying}
+    for path, layer in layers.items():
+        said = {ours: layer.fields[name] for ours, name in fields_of.items() if ours is not None}
+        try:
+            fields = spelling.read_fields(layer, said)
+        except (IndexError, KeyError):
+            # the comparison with the model shows what is missing
+            fields = said
+        alike = {name: v for name, v in fields.items() if name not in patterns.values()}
         paths = next((paths for known, paths in groups if known == alike), None)
         if paths is None:
             groups.append((alike, paths := {}))
-        paths[path] = {name: fields[name] for name in varying}
+        paths[path] = fields
     members = []
     for alike, paths in groups:
         numbers = {}
-        for pattern, (default, ours) in patterns.items():
+        for pattern, ours in patterns.items():
             values = {path: own[ours] for path, own in paths.items()}
-            numbers[ours] = most_common(values, peft_config.fields[default])
+            numbers[ours] = most_common(values, peft_config.fields[fields_of[ours]])
             numbers[pattern] = by_name(values, numbers[ours])
         chosen = {
             name: _names([p for p in paths if among(layers[p].tensors)], paths)
-            for name, among in subsets.items()
+            for name, among in spelling.subsets.items()
         }
         targets = _targets([layers[path].site for path in paths], peft_config, info)
         members.append({**alike, **numbers, **chosen, **targets})
     return members
 
 
-def _targets(chosen: Sequence[Site], peft_config: PeftConfig, info: SavedModel) -> dict[str, Any]:
+def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
     modules = [site.path for site in chosen if site.parameter is None]
     weights = [site.name for site in chosen if site.parameter is not None]
@@ -369,46 +611,6 @@ def parameter_of(site: Site) -> str:
     return site.parameter or "weight"
 
 
-def at_depth(named: str, depth: int, sites: Sequence[Site]) -> Site:
-    """Return the site to which the keys of a wrapper belong.
-
-    Args:
-        named: path of the module in the file.
-        depth: how many wrappers are around this one.
-        sites: the adapted ones of the module.
-
-    Raises:
-        CheckpointError: there are more wrappers than parameters.
-    """
-    if depth >= len(sites):
-        listed = ", ".join(map(repr, map(parameter_of, sites)))
-        raise CheckpointError(
-            f"the file has adapters of {depth + 1} or more parameters at {named!r}, but "
-            f"target_parameters names {len(sites)} of this model there ({listed}). Load it into "
-            f"the model that it was trained on."
-        )
-    return sites[-1 - depth]
-
-
-def check_all(found: Mapping[str, Iterable[Site]], layers: Iterable[str]) -> None:
-    """Check that the file has an adapter of each parameter that it names at a module.
-
-    Args:
-        found: path of a module in the file → its adapted sites.
-        layers: names of the sites that have adapters.
-
-    Raises:
-        CheckpointError: one is missing, so that it is unknown to which the others belong.
-    """
-    there = {*layers}
-    for named, sites in found.items():
-        if missing := [parameter_of(s) for s in sites if s.parameter and s.name not in there]:
-            raise CheckpointError(
-                f"target_parameters names {missing[0]!r} at {named!r} too, and the file has no "
-                f"adapter of it. Copy both files again from where they were saved."
-            )
-
-
 @dataclass(slots=True)
 class Extras:
     """What a file has besides its adapters, by paths in this model.
@@ -427,7 +629,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: SavedModel, find: Find
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo, find: Find
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -486,7 +688,7 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: PeftConfig, info: SavedModel, find: Find, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: ModelInfo, find: Find, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
@@ -523,18 +725,18 @@ def _is_saved(layer: str, names: Sequence[str]) -> bool:
     return any(module.endswith(name) for module in around for name in names)
 
 
-def base_tensor(path: str, parameter: str, info: SavedModel) -> Tensor | None:
+def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
     """Return a tensor of the base model; None if the module has none of this name."""
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
 
 
-def _cast(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
+def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     """Return a copy of a layer's tensor in the dtype of the layer."""
     own = base_tensor(path, "weight", info)
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
+def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     """Return a value in the dtype of its layer's weight, if that is exact."""
     own = base_tensor(path, "weight", info)
     if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
@@ -543,7 +745,7 @@ def _as(tensor: Tensor, path: str, info: SavedModel) -> Tensor:
 
 
 def _rows(
-    peft_config: PeftConfig, named: str, rows: Tensor, site: Site, info: SavedModel
+    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
 ) -> tuple[tuple[int, ...], Tensor]:
     given = peft_config.trainable_token_indices
     if isinstance(given, Mapping):
@@ -551,10 +753,8 @@ def _rows(
         given = found[0] if found else None
     if not isinstance(given, list) or rows.dim() != 2 or len(given) != len(rows):
         raise CheckpointError(
-            f"{CONFIG} says trainable_token_indices="
-            f"{short(peft_config.trainable_token_indices)}, and the file has rows "
-            f"{list(rows.shape)} for {named!r}, so it is unknown to which tokens they belong. "
-            f"Copy both files again from where they were saved."
+            f"trainable_token_indices={short(peft_config.trainable_token_indices)} does not fit "
+            f"the rows {list(rows.shape)} of {named!r}. {AGAIN}."
         )
     order = sorted(range(len(given)), key=given.__getitem__)
     return tuple(given[i] for i in order), _as(rows[order], site.path, info)
@@ -572,13 +772,12 @@ def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
             (ids, rows), (other_ids, other_rows) = extras.rows[first], extras.rows[path]
             if ids != other_ids or not torch.equal(rows, other_rows):
                 raise CheckpointError(
-                    f"the file has other rows of tokens at {path!r} than at {first!r}; here these "
-                    f"share one table, and an adapter has the same rows in both. Train it again "
-                    f"with target_modules=[{group[0]!r}] in PEFT."
+                    f"the file has other rows at {path!r} than at {first!r}, which share one "
+                    f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
                 )
 
 
-def _is_same(table: Tensor, path: str, but: Sequence[int], info: SavedModel) -> bool:
+def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
     """Return whether a table equals the model's, except for some rows."""
     own = base_tensor(path, "weight", info)
     if own is None or own.is_meta or own.shape != table.shape:
@@ -625,9 +824,6 @@ def _keyed(
         layers: `Site.name` → the tensors of its adapter.
         anatomy: of the model.
     """
-    of_parameters = any(m.to_dict().get("target_parameters") for m in config.members)
-    if not (extras.copies or extras.biases or extras.rows or of_parameters):
-        return {f"{path}/{name}": t for path, own in layers.items() for name, t in own.items()}
     tied = {path: group for group in anatomy.shared_tables for path in group}
     rows = {
         path: {"rows": values}
@@ -650,7 +846,7 @@ def _keyed(
 
 
 def head_from(
-    peft_config: PeftConfig, rest: Mapping[str, Tensor], info: SavedModel
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return metadata and tensors of the head in a file; None if there is none.
 
@@ -681,8 +877,7 @@ def head_from(
     if trained:
         raise CheckpointError(
             f"the file holds weights of the base model that differ from those here: "
-            f"{listing(sorted(trained))}; of what PEFT saves whole, only heads can be loaded "
-            f"beside an adapter. {MERGE}"
+            f"{listing(sorted(trained))}. {MERGE}"
         )
     if not head or not info.with_head:
         return None, {}
@@ -692,14 +887,21 @@ def head_from(
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {STATIC: info.model_class, **({OWN_OUTPUT: True} if own_output else {})}, head
     # PEFT's files have no labels: take those of the model
-    return info.from_static(_class_of_head(peft_config, info), head, info.config.get("label2id"))
+    task = peft_config.task_type
+    if peft_config.base_class is None and task not in TASKS:
+        raise CheckpointError(
+            f"the file has a head of task_type={task!r}; known are {listing(TASKS)}. Write "
+            f"{argument('with_head', False, 'load_adapter')}."
+        )
+    architecture = class_in(peft_config, info) or str(task)
+    return info.from_static(architecture, head, info.config.get("label2id"))
 
 
 def _is_other(own: Tensor, tensor: Tensor) -> bool:
     return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
-def _in_base(key: str, info: SavedModel) -> Tensor | None:
+def _in_base(key: str, info: ModelInfo) -> Tensor | None:
     """Return the tensor of the base model that a key of some task class names."""
     if key in info.static_head:
         return None
@@ -711,15 +913,3 @@ def _in_base(key: str, info: SavedModel) -> Tensor | None:
             if (found := info.tensor(place)) is not None:
                 return found
     return None
-
-
-def _class_of_head(peft_config: PeftConfig, info: SavedModel) -> str:
-    task = peft_config.task_type
-    if peft_config.base_class is None and (task is None or task not in TASKS):
-        raise CheckpointError(
-            f"the file has a head, and {CONFIG} says task_type={task!r}, so the "
-            f"kind of the head is unknown; legal are {listing(TASKS)}. Write "
-            f"{argument('with_head', False, 'load_adapter')}"
-            f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
-        )
-    return class_in(peft_config, info) or str(task)

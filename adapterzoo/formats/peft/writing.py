@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor
@@ -14,24 +14,40 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import CheckpointError, StateError, argument, listing
-from adapterzoo.formats.checkpoint import Checkpoint, Place, SavedModel, places_of, shared_tensors
+from adapterzoo.errors import StateError, argument, listing
+from adapterzoo.formats.checkpoint import (
+    Checkpoint,
+    Place,
+    inexpressible,
+    places_of,
+    shared_tensors,
+)
 from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import head_types
 from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
-from .config import TASKS, TOKENS, Task, by_path, classes_for, most_common, task_of
 from .reading import (
     DELTA,
     FIELD_AT,
+    PATTERNS,
+    TASKS,
+    TOKENS,
     WRAPPED,
+    Task,
     base_tensor,
+    by_path,
+    classes_for,
     fields_for_extras,
+    most_common,
     parameter_of,
     start_of_rows,
+    task_of,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
@@ -43,7 +59,7 @@ _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def encode_adapter(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: SavedModel
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
@@ -104,20 +120,20 @@ def encode_adapter(
 
 
 def _of_model(
-    spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: SavedModel
+    spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return the fields and tensors of the whole model."""
+    kind = spelling.peft_type
     if spelling.shared and len(config.members) > 1:
-        raise CheckpointError(
-            f"the adapter is a union of {len(config.members)} {spelling.peft_type} adapters, and a "
-            f"file of PEFT has one. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"a file of PEFT has one adapter, and this is a union of {len(config.members)} {kind}"
         )
     fields, shared = spelling.write_model(config.members[0], shared_tensors(tensors), info.anatomy)
     return {"peft_type": spelling.peft_type, **spelling.fixed, **fields}, shared
 
 
 def _parts(
-    config: AdapterConfig, tensors: Mapping[str, Tensor], info: SavedModel
+    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
     """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
@@ -141,24 +157,20 @@ def _parts(
             reason = spelling.unsayable(place.placement)
             methods[member.architecture] = spelling
         if reason is not None or spelling is None:
-            raise CheckpointError(
-                f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
-                f"Write {argument('format', 'native')}."
-            )
+            raise inexpressible(f"the adapter has {reason}; PEFT has {listing(peft_spellings)}")
         by_name.setdefault(place.placement.site.name, []).append(PeftPart(place.placement, own))
     if not methods:
         first = config.members[0].architecture
         methods = {first: peft_spellings[first]}
     if len(methods) > 1:
-        raise CheckpointError(
-            f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
-            f"PEFT has one. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"a file of PEFT has one architecture, and this one {listing(sorted(methods))}"
         )
     return next(iter(methods.values())), by_name, more
 
 
 def _output(
-    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: SavedModel
+    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
     site = parts[0].placement.site
@@ -167,21 +179,16 @@ def _output(
         return PeftOutput(parts, spelling.write(parts[0]), is_parameter)
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
-        raise CheckpointError(
+        raise inexpressible(
             f"at {name!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
-            f"one for the whole layer, which cannot compute the same. Write "
-            f"{argument('format', 'native')}, or "
-            f"train with target_modules={[name.rpartition('.')[2]]!r}."
+            "one"
         )
     key = f"{info.prefix}.{name}.weight".removeprefix(".")
 
     def weight() -> Tensor | None:
         found = info.tensor(key)
         if found is not None and found.is_meta:
-            raise StateError(
-                f"the format needs the values of {key!r}, which is on the meta device. "
-                f"Load the model with its weights."
-            )
+            raise StateError(f"{key!r} is on the meta device. Load the model with its weights.")
         return found
 
     return PeftOutput(parts, spelling.join(parts, weight), is_parameter)
@@ -197,11 +204,9 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     found: Fields = {}
     if not layers:
         return found
-    for parameter, flag in spelling.optional.items():
-        have = {parameter in layer.tensors for layer in layers.values()}
-        found[flag] = _same(flag, have)
-    written = spelling.write_layers([*layers.values()])
-    patterns = {base: (name, ours) for name, (base, ours) in spelling.patterns.items()}
+    each = [*layers.values()]
+    written = spelling.write_layers(each, [_said(spelling, layer) for layer in each])
+    patterns = {base: (n, PATTERNS[n]) for n, base in spelling.patterns.items()}
     first = next(iter(layers.values())).parts[0].placement.config.to_dict()
     for name in written[0]:
         values = {path: own[name] for path, own in zip(layers, written, strict=True)}
@@ -217,11 +222,18 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     return found
 
 
+def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
+    """Return the fields of PEFT's config that ours has, and those that every file has."""
+    values = layer.parts[0].placement.config.to_dict()
+    arguments = {} if spelling.arguments is None else spelling.arguments.fields
+    always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
+    return always | {n: values[a.ours] for n, a in spelling.fields.items() if a.ours in values}
+
+
 def _same(name: str, values: set[Any]) -> Any:
     if len(values) > 1:
-        raise CheckpointError(
-            f"parts of the adapter differ in {name} ({listing(sorted(values))}), and PEFT's config "
-            f"has one value for all parts. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"layers differ in {name} ({listing(sorted(values))}), and PEFT has one value"
         )
     return next(iter(values))
 
@@ -263,7 +275,7 @@ def _target_fields(
 
 
 def _task_fields(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: SavedModel
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
 ) -> Fields:
     """Return the fields that name the model and the task."""
     # PEFT requires the heads of these tasks in the file
@@ -285,33 +297,34 @@ def _task_fields(
 def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
     """Raise if PEFT would ignore the adapter: without a task, PEFT only adapts layers."""
     if task.task_type is None:
-        raise CheckpointError(
-            f"PEFT's {spelling.peft_type} works only in models of its tasks ({listing(TASKS)}), "
-            f"and {task.model_class} is not one. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"PEFT has {spelling.peft_type} in models of its tasks ({listing(TASKS)}), not in a "
+            f"{task.model_class}"
         )
     if task.task_type in _HEADED and not head:
-        raise CheckpointError(
-            f"PEFT loads a {spelling.peft_type} for {task.model_class} only with its head. Write "
-            f"{argument('with_head', True)}, or {argument('format', 'native')}."
+        raise inexpressible(
+            f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head",
+            argument("with_head", True),
+            argument("format", "native"),
         )
 
 
 def _path_in_task(
-    path: str, modules: Mapping[str, tuple[str, ...]], info: SavedModel, task: Task
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
 ) -> str:
     """Return the path in the task class of a layer that is at a path in the base model."""
     found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
     if found is None:
-        raise CheckpointError(
-            f"a {task.model_class}, for which PEFT would load the adapter, has no layer {path!r}. "
-            f"Write {argument('format', 'native')}, or "
-            f"{argument('with_head', False)} for the base model."
+        raise inexpressible(
+            f"a {task.model_class}, into which PEFT would load the adapter, has no layer {path!r}",
+            argument("format", "native"),
+            argument("with_head", False),
         )
     return found
 
 
 def _whole_modules(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: SavedModel
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
 ) -> list[str]:
     """Return the paths of the modules that a head consists of, each as far up as it is whole.
 
@@ -333,20 +346,19 @@ def _whole_modules(
     written = {key for path in found for key in below[path]}
     rest = {key: tensor for key, tensor in head.items() if key not in written}
     if wrong := sorted(key for key, tensor in rest.items() if not _is_own(key, tensor, info)):
-        raise CheckpointError(
-            f"PEFT saves the modules of a head whole, and {listing(wrong)} do not belong to this "
-            f"head alone. Write {argument('with_head', False)}."
+        raise inexpressible(
+            f"{listing(wrong)} do not belong to this head alone", argument("with_head", False)
         )
     return found
 
 
-def _is_own(key: str, tensor: Tensor, info: SavedModel) -> bool:
+def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
     return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))
 
 
-def is_written(site: Site, spelling: PeftSpelling, info: SavedModel) -> bool:
+def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
     """Return whether an adapter is written as that of a parameter.
 
     So is that of a layer whose name PEFT would take for a former layer of experts.
@@ -361,9 +373,8 @@ def is_written(site: Site, spelling: PeftSpelling, info: SavedModel) -> bool:
     if name not in info.split_experts or spelling.peft_type not in related:
         return False
     if not spelling.of_parameters:
-        raise CheckpointError(
-            f"the adapter is at {site.path!r}, and in a {info.model_class} PEFT takes the name "
-            f"{name!r} for a layer of experts. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"PEFT takes {site.path!r} for a layer of experts in a {info.model_class}"
         )
     return True
 
@@ -394,7 +405,7 @@ def _write_extras(
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
     path_in_task: Callable[[str], str],
-    info: SavedModel,
+    info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
 
@@ -417,9 +428,8 @@ def _write_extras(
         path, config = path_in_task(place.path), place.placement.config.to_dict()
         kind = FIELD_AT[place.placement.location]
         if kind not in fields_for_extras(spelling):
-            raise CheckpointError(
-                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} has no "
-                f"such field. Write {argument('format', 'native')}."
+            raise inexpressible(
+                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} not"
             )
         if kind == "modules_to_save":
             saved.append(path)
@@ -453,7 +463,7 @@ def _write_extras(
     return fields, tensors
 
 
-def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: SavedModel) -> list[str]:
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
     """Return the paths in the task class of all modules with the table at a path."""
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
@@ -466,14 +476,11 @@ def _rows_alone(
     """Return the fields of a method that only trains rows, which are the same in each table."""
     lists = [ids for _, _, ids in found]
     if lists != [lists[0]] * len(lists):
-        raise CheckpointError(
-            f"the tables have rows of different tokens, and PEFT's {spelling.peft_type} has one "
-            f"list for all. Write {argument('format', 'native')}."
-        )
+        raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
     return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
 
 
-def head_for(checkpoint: Checkpoint, info: SavedModel) -> tuple[Task, dict[str, Tensor]]:
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
     """Return the task class that an adapter is written for, and its head's tensors by key there.
 
     Raises:
@@ -495,15 +502,14 @@ def head_for(checkpoint: Checkpoint, info: SavedModel) -> tuple[Task, dict[str, 
         mapping = getattr(modeling_auto, known.peft_classes)
     model_class = next(iter(classes_for(mapping, info)), None)
     if model_class is None:
-        raise CheckpointError(
-            f"transformers has no class with a {head_type!r} head for "
-            f"{info.model_type!r} that PEFT could load this one into. Write "
-            f"{argument('with_head', False)}."
+        raise inexpressible(
+            f"transformers has no {info.model_type!r} with a {head_type!r} head",
+            argument("with_head", False),
         )
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
-def _without_head(info: SavedModel) -> Task:
+def _without_head(info: ModelInfo) -> Task:
     """Return the class for adapters without a head: one that generates, else the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (

@@ -65,8 +65,7 @@ def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
         first = found.get(name.replace(_NORM, _DOWN))
         if first is None or not torch.equal(first, tensors[name]):
             raise CheckpointError(
-                f"{name!r} differs from {_DOWN[:-1]!r}, and both are the norm before one "
-                f"bottleneck. Copy the checkpoint again from where it was saved."
+                f"{name!r} differs from its copy {_DOWN[:-1]!r}. Copy the file again."
             )
     return found
 

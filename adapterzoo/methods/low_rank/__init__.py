@@ -1,6 +1,6 @@
 """Methods with low-rank factors: LoRA, DoRA, MTL-LoRA, VeRA and DVoRA, and their files."""
 
-from . import adapterhub, peft
+from . import formats as formats
 from .dora import DoRA, DoRAConfig
 from .lora import LoRA, LoRAConfig
 from .mtl_lora import MTLLoRA, MTLLoRAConfig
@@ -17,6 +17,4 @@ __all__ = [
     "MTLLoRAConfig",
     "Vera",
     "VeraConfig",
-    "adapterhub",
-    "peft",
 ]

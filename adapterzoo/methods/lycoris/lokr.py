@@ -227,6 +227,5 @@ spelled(
             "decompose_factor": ours(-1, "decompose_factor", Range(-1, MAX_WIDTH)),
             "rank_dropout_scale": ours(False, "rank_dropout_scale", FLAG),
         },
-        forms=tuple(frozenset((*w1, *w2)) for w1 in _FORMS[0] for w2 in _FORMS[1]),
     )
 )(LoKrConfig)

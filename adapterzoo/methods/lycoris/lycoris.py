@@ -38,7 +38,7 @@ from adapterzoo.methods._targets import (
 )
 from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
-from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling
+from adapterzoo.spelling import Fields, PeftOutput, PeftSpelling
 
 
 class _Off(Check):
@@ -193,18 +193,11 @@ def peft_spelling(
         extra: fields that the other method does not have.
         **more: other arguments of `PeftSpelling`.
     """
-    fields = {**FIELDS, **extra}
-
-    def read(layers: Sequence[PeftLayer]) -> list[Fields]:
-        return [{name: layer.fields[name] for name in fields} for layer in layers]
-
-    def write(layers: Sequence[PeftOutput]) -> list[Fields]:
-        return [_written(layer, [*fields]) for layer in layers]
-
     arguments = {
         **TARGETS,
         **EXCLUDED,
-        **fields,
+        **FIELDS,
+        **extra,
         "rank_pattern": ours({}, "rank_pattern"),
         "alpha_pattern": ours({}, "alpha_pattern"),
         "use_effective_conv2d": ours(False, "use_effective_conv2d"),
@@ -215,17 +208,20 @@ def peft_spelling(
         peft_type=peft_type,
         arguments=PeftArguments(class_name=class_name, fields=arguments),
         tensors={name: (name,) for name in names},
-        patterns={"rank_pattern": ("r", "r"), "alpha_pattern": ("alpha", "alpha")},
-        read_layers=read,
+        patterns={"rank_pattern": "r", "alpha_pattern": "alpha"},
         unsayable=lambda placement: unsayable(
             placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"
         ),
-        write_layers=write,
+        write_layers=_write_layers,
         **more,
     )
 
 
-def _written(layer: PeftOutput, names: Sequence[str]) -> Fields:
+def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
+    return [_written(*each) for each in zip(layers, said, strict=True)]
+
+
+def _written(layer: PeftOutput, said: Fields) -> Fields:
     """Return the fields of PEFT's config for a layer; the scalings of its parts are equal."""
     placement = layer.parts[0].placement
     config, path = cast("LycorisConfig", placement.config), placement.site.path
@@ -233,11 +229,6 @@ def _written(layer: PeftOutput, names: Sequence[str]) -> Fields:
     if len(layer.parts) > 1:
         # a joined adapter has the sum of the ranks
         rank = layer.tensors["hada_w1_a"].shape[1]
-    alpha, values = config.scaling_at(path) * rank, config.to_dict()
-    return {
-        **{name: values[name] for name in names},
-        "r": rank,
-        "alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "use_effective_conv2d": False,
-        "init_weights": True,
-    }
+    alpha = config.scaling_at(path) * rank
+    alpha = int(alpha) if alpha == int(alpha) else alpha
+    return {**said, "r": rank, "alpha": alpha, "use_effective_conv2d": False}

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Anatomy, Site, usual_joins
 from adapterzoo.config import MAX_WIDTH, AdapterConfig, Placement, Range
-from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.methods._peft import PROMPT, ours
+from adapterzoo.errors import CheckpointError
+from adapterzoo.methods._peft import PROMPT, only_native, ours
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
     AdapterHubSpelling,
     Container,
     Fields,
-    PeftField,
     PeftLayer,
     PeftSpelling,
     Tensors,
@@ -66,8 +66,15 @@ def prefix_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
                 read=_read_table,
                 write=_write_table,
             ),
-            Container("prefix_gates", "attention", below="prefix_tuning", read=_gate_in,
-                      write=_gate_out),
+            Container(
+                "prefix_gates",
+                "attention",
+                below="prefix_tuning",
+                read=lambda tensors, _config: {f"gate.{k}": t for k, t in tensors.items()},
+                write=lambda tensors, _config: {
+                    k.removeprefix("gate."): t for k, t in tensors.items()
+                },
+            ),
         ),
     )  # fmt: skip
 
@@ -93,25 +100,7 @@ def _write_table(tensors: Tensors, config: AdapterConfig) -> Tensors:
     return found
 
 
-def _gate_in(tensors: Tensors, config: AdapterConfig) -> Tensors:
-    return {f"gate.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _gate_out(tensors: Tensors, config: AdapterConfig) -> Tensors:
-    return {name.removeprefix("gate."): tensor for name, tensor in tensors.items()}
-
-
 # --- prefix tuning in PEFT's files: one table, for self-attention of the model or its decoder ---
-
-
-def _unsized(fields: Mapping[str, Any]) -> str | None:
-    """Return why the MLP cannot be made: PEFT takes its width from the model."""
-    if fields.get("prefix_projection") and fields.get("encoder_hidden_size") is None:
-        return (
-            "prefix_projection=True needs the width of its MLP. Write encoder_hidden_size=768, "
-            "which PEFT sets to the width of the model."
-        )
-    return None
 
 
 _PREFIX_ARGUMENTS = PeftArguments(
@@ -131,7 +120,12 @@ _PREFIX_ARGUMENTS = PeftArguments(
         "cross_prefix": False,
         "convention": "peft",
     },
-    unsayable=_unsized,
+    unsayable=lambda fields: (
+        # PEFT takes its width from the model
+        "prefix_projection=True: write encoder_hidden_size=768, the width of its MLP."
+        if fields.get("prefix_projection") and fields.get("encoder_hidden_size") is None
+        else None
+    ),
 )
 
 
@@ -147,9 +141,9 @@ def prefix_peft(config: type[AdapterConfig]) -> PeftSpelling:
         arguments=_PREFIX_ARGUMENTS,
         shared={"table": "prompt_embeddings"},
         fields={
-            "num_transformer_submodules": PeftField(1, Range(1, 2)),
+            "num_transformer_submodules": PeftArgument(1, check=Range(1, 2)),
             # 0: not in the file
-            **{name: PeftField(0, Range(0, MAX_WIDTH)) for name in sizes},
+            **{name: PeftArgument(0, check=Range(0, MAX_WIDTH)) for name in sizes},
         },
         read_model=_from_peft,
         unsayable=_unsayable,
@@ -175,7 +169,7 @@ def cartridge(config: type[AdapterConfig]) -> PeftSpelling:
 def _from_peft(
     fields: Mapping[str, Any], tensors: Tensors, _layers: Sequence[PeftLayer], anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
-    table, attentions = tensors["table"], _decoding(anatomy)
+    table, attentions = tensors.get("table", torch.empty(0, 0)), _decoding(anatomy)
     expected = _sizes(attentions, anatomy) | {"num_virtual_tokens": table.shape[0]}
     width = sum(sum(a.head_widths) * a.heads for a in attentions)
     wrong = [f"{n}={fields[n]}, here {v}" for n, v in expected.items() if fields[n] not in (0, v)]
@@ -183,13 +177,10 @@ def _from_peft(
         wrong.append(f"prompt_embeddings {list(table.shape)}, here [tokens, {width}]")
     if wrong:
         raise CheckpointError(
-            f"the file has {'; '.join(wrong)}. It is of another model, or damaged: load it into "
-            f"the model that it was trained on, or copy both files again."
+            f"the file has {'; '.join(wrong)}. Load it into the model that it was trained on, or "
+            "copy both files again."
         )
-    said = {
-        "flat": True, "prefix_length": table.shape[0], "positions": "shifted",
-        "encoder_prefix": False, "cross_prefix": False, "convention": "peft",
-    }  # fmt: skip
+    said = {**_PREFIX_ARGUMENTS.implied, "flat": True, "prefix_length": table.shape[0]}
     return said, {f"{_location(anatomy)}.table": table}
 
 
@@ -198,24 +189,15 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
     at = _location(anatomy)
     if not all(name.startswith(f"{at}.") for name in tensors):
         if at == TIED:
-            raise CheckpointError(
-                f"convention={config['convention']!r}, and PEFT's decoders share keys and values. "
-                f"Write {argument('format', 'native')}, or train with convention='peft'."
+            raise only_native(
+                f"convention={config['convention']!r}, and PEFT's decoders share keys and values "
+                f"(convention='peft')"
             )
-        raise CheckpointError(
-            f"PEFT has one prefix for all blocks, and this model's towers have one each. Write "
-            f"{argument('format', 'native')}."
-        )
+        raise only_native("this model's towers have a prefix each")
     if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
-        raise CheckpointError(
-            f"PEFT has one prefix for all blocks with heads of one shape, and here heads differ or "
-            f"leave_out={list(config['leave_out'])}. Write {argument('format', 'native')}."
-        )
+        raise only_native(f"heads differ between blocks, or leave_out={list(config['leave_out'])}")
     if config["positions"] == "kept" and (anatomy.positions or anatomy.unmovable):
-        raise CheckpointError(
-            f"positions='kept', and PEFT's prefixes shift the positions of all tokens. Write "
-            f"{argument('format', 'native')}, or train with positions='shifted'."
-        )
+        raise only_native("positions='kept', and PEFT has positions='shifted'")
     table = _product({n.removeprefix(f"{at}."): t for n, t in tensors.items()}, config)
     sizes = _sizes(attentions, anatomy)
     return {
@@ -273,7 +255,7 @@ def _unsayable(placement: Placement) -> str | None:
 
 # --- prompt tuning: one table for the whole model ---
 
-_OURS = "prompt_embedding"
+_OURS, _LENGTH = "prompt_embedding", "num_virtual_tokens"
 _PROMPT_ARGUMENTS = PeftArguments(
     class_name="PromptTuningConfig",
     fields={
@@ -308,7 +290,13 @@ def prompt_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         implied={"joins": "embeddings"},
         as_flags=_resolved,
         containers=(
-            Container("prompt_tunings", "model", below="prompt_tuning", read=_read, write=_write),
+            Container(
+                "prompt_tunings",
+                "model",
+                below="prompt_tuning",
+                read=lambda tensors, _config: {_OURS: tensors[f"{_OURS}.weight"]},
+                write=lambda tensors, _config: {f"{_OURS}.weight": tensors[_OURS]},
+            ),
         ),
     )
 
@@ -351,9 +339,13 @@ def _rows(config: type[AdapterConfig], peft_type: str, inert: str) -> PeftSpelli
         config=config,
         peft_type=peft_type,
         shared={_OURS: "prompt_embeddings"},
-        fields={"num_virtual_tokens": PeftField(0, Range(1, MAX_WIDTH))},
+        fields={_LENGTH: PeftArgument(0, check=Range(1, MAX_WIDTH))},
         inert=frozenset(f"{inert} {sizes} tokenizer_name_or_path".split()),
-        read_model=_read_model,
+        # an encoder-decoder has a second table for the decoder, which PEFT never reads
+        read_model=lambda fields, tensors, _layers, _anatomy: (
+            {"prompt_length": fields[_LENGTH], "joins": "inputs"},
+            {name: tensor[: fields[_LENGTH]] for name, tensor in tensors.items()},
+        ),
     )
 
 
@@ -361,32 +353,12 @@ def _resolved(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig:
     return config.replace(joins=config.to_dict()["joins"] or usual_joins(anatomy.tokens))
 
 
-def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    return {_OURS: tensors[f"{_OURS}.weight"]}
-
-
-def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    return {f"{_OURS}.weight": tensors[_OURS]}
-
-
-def _read_model(
-    fields: Mapping[str, Any], tensors: Tensors, _layers: Sequence[PeftLayer], _anatomy: Anatomy
-) -> tuple[Fields, Tensors]:
-    length = fields["num_virtual_tokens"]
-    # an encoder-decoder has a second table for the decoder, which PEFT never reads
-    rows = {name: tensor[:length] for name, tensor in tensors.items()}
-    return {"prompt_length": length, "joins": "inputs"}, rows
-
-
 def _write_model(
     config: AdapterConfig, tensors: Tensors, anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
     values = _resolved(config, anatomy).to_dict()
     if values["joins"] != "inputs" or values["combine"] != "prefix":
-        raise CheckpointError(
-            f"PromptTuningConfig(joins={values['joins']!r}, combine={values['combine']!r}): PEFT's "
-            f"prompts precede the first token and join the inputs. Write format='native'."
-        )
+        raise only_native(f"joins={values['joins']!r}, combine={values['combine']!r}")
     length, width = tensors[_OURS].shape
     fields = {
         "num_virtual_tokens": length,

@@ -22,7 +22,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.config import MAX_WIDTH, SEED, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley, cayley_fold
 from adapterzoo.kernels.compose import compose
@@ -177,7 +177,7 @@ _ARGUMENTS = PeftArguments(
         **EXCLUDED,
         **STORED,
         **bias("boft_only"),
-        "boft_block_size": ours(4, "boft_block_size"),
+        "boft_block_size": ours(4, "boft_block_size", Range(0, MAX_WIDTH)),
         "boft_block_num": ours(0, "boft_block_num", Range(0, MAX_WIDTH)),
         "boft_n_butterfly_factor": ours(1, "boft_n_butterfly_factor", Range(1, 30)),
         "boft_dropout": ours(0.0, "boft_dropout", Share()),
@@ -186,57 +186,34 @@ _ARGUMENTS = PeftArguments(
 )
 
 
-def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    """Return the fields of our config at each layer; the tensors give the factors and blocks.
-
-    Raises:
-        CheckpointError: a tensor has another number of dimensions.
-    """
-    for layer in layers:
-        shape = list(layer.tensors["boft_R"].shape)
-        if len(shape) != 4 or shape[2] != shape[3]:
-            raise CheckpointError(
-                f"at {layer.name!r} boft_R is {shape}, and not [m, blocks, b, b]. Copy it again."
-            )
-    fields = layers[0].fields
-    shapes = [layer.tensors["boft_R"].shape for layer in layers]
-    by_number = fields["boft_block_num"] > 0 and len({shape[1] for shape in shapes}) == 1
-    claimed = fields["boft_n_butterfly_factor"]
-    if odd := sorted({shape[0] for shape in shapes} - {claimed}):
+def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    """Return the fields of our config at a layer; the tensor gives the number of factors."""
+    m = layer.tensors["boft_R"].shape[0]
+    if m != fields["boft_n_butterfly_factor"]:
         warnings.warn(
-            f"adapter_config.json says boft_n_butterfly_factor={claimed}, and the tensors have "
-            f"{odd[0]}: PEFT trains one factor if its CUDA extension does not build, and saves "
-            f"the number that was asked for. The factors of the tensors are loaded.",
+            f"adapter_config.json says boft_n_butterfly_factor="
+            f"{fields['boft_n_butterfly_factor']}, and the tensors have {m}: PEFT trains one "
+            f"factor if its CUDA extension does not build, and saves the number that was asked "
+            f"for. The factors of the tensors are loaded.",
             stacklevel=2,
         )
-    return [
-        {
-            "boft_n_butterfly_factor": m,
-            "boft_block_num": number if by_number else 0,
-            "boft_block_size": 0 if by_number else size,
-            "boft_dropout": fields["boft_dropout"],
-        }
-        for m, number, size, _ in shapes
-    ]
+    return {**fields, "boft_n_butterfly_factor": m}
 
 
-def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
     """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
     shapes = [layer.tensors["boft_R"].shape for layer in layers]
-    configs = [layer.parts[0].placement.config.to_dict() for layer in layers]
     by_number = len({shape[1] for shape in shapes}) == 1 and (
-        bool(configs[0]["boft_block_num"]) or len({shape[-1] for shape in shapes}) > 1
+        bool(said[0]["boft_block_num"]) or len({shape[-1] for shape in shapes}) > 1
     )
     return [
         {
+            **fields,
             "boft_block_size": 0 if by_number else size,
             "boft_block_num": number if by_number else 0,
             "boft_n_butterfly_factor": m,
-            "boft_dropout": config["boft_dropout"],
-            "init_weights": True,
-            "bias": "none",
         }
-        for (m, number, _, size), config in zip(shapes, configs, strict=True)
+        for (m, number, _, size), fields in zip(shapes, said, strict=True)
     ]
 
 
@@ -247,7 +224,7 @@ spelled(
         beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
-        read_layers=_read_layers,
+        read_fields=_read_fields,
         unsayable=lambda placement: unsayable(placement, "a BOFTConfig", "PEFT has no BOFT"),
         write_layers=_write_layers,
     )

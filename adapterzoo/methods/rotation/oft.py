@@ -37,7 +37,7 @@ from adapterzoo.config import (
     without_idle,
 )
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
@@ -313,7 +313,7 @@ _ARGUMENTS = PeftArguments(
         "num_cayley_neumann_terms": ours(5, "num_cayley_neumann_terms", TERMS),
         "coft": ours(False, "coft", FLAG),
         "eps": ours(6e-5, "eps", Positive()),
-        "oft_block_size": ours(32, "oft_block_size"),
+        "oft_block_size": ours(32, "oft_block_size", Range(0, MAX_WIDTH)),
         "init_weights": ours(True, "init_weights"),
     },
 )
@@ -336,53 +336,32 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _block_size(layer: PeftLayer) -> int:
-    """Return the block size that a layer's tensor has.
+def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    """Return the fields of our config at a layer.
 
-    Raises:
-        CheckpointError: no size gives such a tensor.
+    The tensor gives the blocks: PEFT takes the nearest size or number that divides the width.
     """
-    shape, width = list(layer.tensors["oft_R"].shape), rotated_features(layer.site)
-    b = (1 + math.isqrt(1 + 8 * shape[-1])) // 2 if shape else 0
-    rows = 1 if layer.fields["block_share"] else width // max(b, 1)
-    if b < 2 or width % b or shape != [rows, b * (b - 1) // 2]:
-        raise CheckpointError(
-            f"at {layer.name!r} oft_R is {shape}, and not [{rows}, b (b - 1) / 2] for blocks of b "
-            f"of {width} features. Copy both files again."
-        )
-    return b
+    # a tensor has b (b - 1) / 2 numbers for each block of b features
+    b = (1 + math.isqrt(1 + 8 * layer.tensors["oft_R"].shape[-1])) // 2
+    number = rotated_features(layer.site) // b
+    r = number if fields["r"] > 0 else 0
+    return {**without_idle(OFTConfig, fields), "r": r, "oft_block_size": 0 if r else b}
 
 
-def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    """Return the fields of our config at each layer; the tensors give the blocks."""
-    sizes = [_block_size(layer) for layer in layers]
-    numbers = {rotated_features(layer.site) // b for layer, b in zip(layers, sizes, strict=True)}
-    said = without_idle(OFTConfig, layers[0].fields)
-    by_number = said.pop("r") > 0 and len(numbers) == 1
-    r = numbers.pop() if by_number else 0
-    return [{**said, "r": r, "oft_block_size": 0 if by_number else b} for b in sizes]
-
-
-def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
     """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
-    placements = [layer.parts[0].placement for layer in layers]
-    configs = [placement.config.to_dict() for placement in placements]
-    widths = [rotated_features(placement.site) for placement in placements]
-    sizes = [
-        c["oft_block_size"] or width // c["r"] for c, width in zip(configs, widths, strict=True)
-    ]
+    widths = [rotated_features(layer.parts[0].placement.site) for layer in layers]
+    sizes = [f["oft_block_size"] or d // f["r"] for f, d in zip(said, widths, strict=True)]
     numbers = [width // b for width, b in zip(widths, sizes, strict=True)]
-    by_number = len({*numbers}) == 1 and (bool(configs[0]["r"]) or len({*sizes}) > 1)
+    by_number = len({*numbers}) == 1 and (bool(said[0]["r"]) or len({*sizes}) > 1)
     return [
         {
-            **{name: config[name] for name, a in _ARGUMENTS.fields.items() if a.check},
+            **fields,
             "r": number if by_number else 0,
             "oft_block_size": 0 if by_number else size,
             "peft_version": _RELEASE,
-            "init_weights": True,
-            "bias": "none",
         }
-        for config, size, number in zip(configs, sizes, numbers, strict=True)
+        for fields, size, number in zip(said, sizes, numbers, strict=True)
     ]
 
 
@@ -395,7 +374,7 @@ spelled(
         tensors={"oft_R": ("oft_R.weight",)},
         embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
         refuse=_refuse,
-        read_layers=_read_layers,
+        read_fields=_read_fields,
         unsayable=lambda placement: unsayable(placement, "an OFTConfig", "PEFT has no OFT"),
         write_layers=_write_layers,
     )

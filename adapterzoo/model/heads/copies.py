@@ -37,7 +37,7 @@ from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import StateError, listing
-from adapterzoo.formats.peft.config import exactly
+from adapterzoo.formats.peft.reading import exactly
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods.copies import ROWS, Table

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adapterzoo import formats
 from adapterzoo.errors import ConfigError, argument
-from adapterzoo.formats import base_sample
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, is_offloaded, plain_modules
 from adapterzoo.inject.quantized import is_quantized
@@ -132,7 +132,7 @@ def base_weights(
 
 def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
     """Return a sample of the base model's weights; a collective call if they are sharded."""
-    return base_sample.sample(sharding.gathered(base_weights(model, base_sample.chosen)))
+    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
@@ -140,7 +140,7 @@ def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
     kept = stored.metadata.get(BASE)
     if not isinstance(kept, Mapping):
         return
-    if base_sample.is_other(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
+    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
         trained_on = stored.metadata.get("model_name")
         _LOG.warning(
             "load_adapter: the adapter %r was trained on other weights of the base model%s than "

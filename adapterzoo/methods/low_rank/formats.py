@@ -1,4 +1,4 @@
-"""PEFT's files of methods with low-rank factors, and the fields of its configs.
+"""Methods with low-rank factors in the files of PEFT and AdapterHub, and in PEFT's configs.
 
 AdaLoRA (Zhang et al. 2023, arXiv:2303.10512, eq. 3) is read as LoRA: ΔW = P Λ Q with the trained
 diagonal Λ, of whose entries training prunes some. PEFT's lora_A, lora_E and lora_B are Q, Λ and P,
@@ -20,6 +20,7 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config import FACTOR, FLAG, AdapterConfig, AnyValue, Items, Placement, Range, Share
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
+from adapterzoo.methods import _parts, _targets
 from adapterzoo.methods._peft import (
     EXCLUDED,
     STORED,
@@ -34,21 +35,27 @@ from adapterzoo.methods._peft import (
 from adapterzoo.methods._targets import COPIES, RANK
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
+    AdapterHubFile,
+    AdapterHubSpelling,
+    Container,
     Fields,
-    PeftField,
     PeftLayer,
     PeftOutput,
     PeftPart,
     PeftSpelling,
     Tensors,
+    same,
     spelled,
 )
 
 from .dora import DoRAConfig
 from .factors import LowRankConfig
 from .lora import Invocation, LoRAConfig
+from .mtl_lora import MTLLoRAConfig
 from .starts import OPTIONS, factors
-from .vera import VeraConfig
+from .vera import DvoRAConfig, VeraConfig
+
+# --- PEFT ---
 
 # the field of aLoRA, which LoRA alone has
 _INVOCATION = "alora_invocation_tokens"
@@ -162,9 +169,6 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 # VeLoRA's, which only the backward pass of PEFT reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
-# optional ones are those of some methods only
-_SAME = ("use_rslora", "lora_bias", _INVOCATION)
-_PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
 _REPRODUCED = ("pissa", "olora")
 # initial values that leave the base weights unchanged
@@ -186,33 +190,15 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _read_layer(layer: PeftLayer) -> Fields:
-    """Return our config fields at a layer; check its factors against the file's rank."""
-    fields = layer.fields
-    a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
-    count = _experts_of(layer.site)
-    fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
-    if not fits or not a.shape[0] or a.shape[0] % count:
-        each = f"; the rank counts for each of {count} experts" if count > 1 else ""
-        raise CheckpointError(
-            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}, not "
-            f"[rank, d_in] and [d_out, rank]{each}. Copy the file again."
-        )
-    rank = a.shape[0] // count
-    if rank != fields["r"]:
-        raise CheckpointError(
-            f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
-            f"rank {rank}. Correct 'r' or 'rank_pattern' in adapter_config.json."
-        )
-    init, site = fields["init_lora_weights"], layer.site
+def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    """Return the fields of our config at a layer."""
+    init, site = fields["init_weights"], layer.site
+    # embeddings and layers that are only read have no dropout
     drops = site.is_called and site.kind != "embedding"
     return {
-        **{name: fields[name] for name in _SAME if name in fields},
-        **({"init_weights": init} if init in _REPRODUCED else {}),
-        "r": rank,
-        "alpha": fields["lora_alpha"],
-        # embeddings and layers that are only read have no dropout
-        "dropout": fields["lora_dropout"] if drops else 0.0,
+        **fields,
+        "init_weights": init if init in _REPRODUCED else "lora",
+        "dropout": fields["dropout"] if drops else 0.0,
     }
 
 
@@ -252,11 +238,6 @@ def _write_layer(layer: PeftOutput) -> Fields:
     }
 
 
-def _write_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
-    """Return the fields of PEFT's config for each layer."""
-    return [_write_layer(layer) for layer in layers]
-
-
 def _of_lora(
     fixed: Mapping[str, Any], tensors: Mapping[str, tuple[str, ...]], **more: Any
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
@@ -264,7 +245,7 @@ def _of_lora(
     chosen: dict[str, Any] = {
         "refused": _REFUSED,
         "arguments": _ARGUMENTS,
-        "write_layers": _write_layers,
+        "write_layers": lambda layers, _said: [_write_layer(layer) for layer in layers],
         "unsayable": _unsayable,
         "join": _join,
         **more,
@@ -274,15 +255,14 @@ def _of_lora(
         peft_type="LORA",
         fixed=fixed,
         tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors, **_UNREAD},
-        maybe=frozenset(_UNREAD),
         embedding_tensors=_EMBEDDING_TENSORS,
-        patterns=_PATTERNS,
+        patterns={"rank_pattern": "r", "alpha_pattern": "lora_alpha"},
         beside=COPIES,
         inert=frozenset(("merge_weights", "runtime_config")),
         refuse=_refuse,
         read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
         write=lambda part: _as_parameter(part.placement.site, part.tensors),
-        read_layers=lambda layers: [_read_layer(layer) for layer in layers],
+        read_fields=_read_fields,
         **chosen,
     )
 
@@ -338,8 +318,7 @@ def _read(layer: PeftLayer) -> Tensors:
     init, site = layer.fields["init_lora_weights"], layer.site
     if init in _REPRODUCED:
         raise CheckpointError(
-            f"init_lora_weights={init!r} with target_parameters changed the weight of "
-            f"{layer.name!r}. Merge the adapter with PEFT, and load the merged model."
+            f"init_lora_weights={init!r} changed the weight of {layer.name!r}. Merge it in PEFT."
         )
     a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], _experts_of(site)
     a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
@@ -401,8 +380,8 @@ def _read_start(layer: PeftLayer) -> Tensors:
     w = layer.weight()
     if w is None:
         raise CheckpointError(
-            f"init_lora_weights={init!r}: PEFT has subtracted a part of the weight of "
-            f"{layer.name!r}, which is quantized here. Load it in the dtype of its training."
+            f"init_lora_weights={init!r} changed the weight of {layer.name!r}, which is quantized "
+            "here. Load it in the dtype of its training."
         )
     rank = layer.tensors["lora_A"].shape[0]
     s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
@@ -414,14 +393,18 @@ def _read_start(layer: PeftLayer) -> Tensors:
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
 
 
-def _write_invoked_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
+def _write_invoked_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list[Fields]:
     """Return the fields of PEFT's config for each layer, with the invocation if any has one.
 
     Raises:
         CheckpointError: a layer has adapters with several invocations.
     """
-    written = _write_layers(layers)
-    own = [{_invocation(part.placement.config) for part in layer.parts} for layer in layers]
+    written = [
+        {**_write_layer(layer), "lora_bias": "lora_B_bias" in layer.tensors} for layer in layers
+    ]
+    configs = [[part.placement.config.to_dict() for part in layer.parts] for layer in layers]
+    # equals the list that PEFT has
+    own = [{Items(c.get(_INVOCATION) or ()) for c in each} for each in configs]
     if own and set().union(*own) == {()}:
         return written
     for layer, found in zip(layers, own, strict=True):
@@ -433,29 +416,16 @@ def _write_invoked_layers(layers: Sequence[PeftOutput]) -> Sequence[Fields]:
     return [{**fields, _INVOCATION: next(iter(found))} for fields, found in pairs]
 
 
-def _invocation(config: AdapterConfig) -> tuple[int, ...]:
-    # equals the list that PEFT has
-    return Items(config.to_dict().get(_INVOCATION) or ())
-
-
-def _read_adalora_fields(layer: PeftLayer) -> Fields:
-    """Return our config fields at a layer.
-
-    Raises:
-        CheckpointError: the tensors contradict each other.
-    """
-    fields, (a, b, e) = layer.fields, (layer.tensors[f"lora_{n}"] for n in "ABE")
-    rank = a.shape[0]
-    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or e.shape != (rank, 1):
-        raise CheckpointError(
-            f"at {layer.name!r} lora_A is {list(a.shape)}, lora_B {list(b.shape)} and lora_E "
-            f"{list(e.shape)}, not [rank, d_in], [d_out, rank] and [rank, 1]. Copy the file again."
-        )
-    scaled = fields["lora_alpha"] if fields["lora_alpha"] > 0 else rank
-    r = max(rank, 1)
+def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
+    """Return our config fields at a layer; its tensor gives the rank that training has left."""
+    r, alpha = layer.tensors["lora_A"].shape[0], fields["alpha"]
+    scaled = alpha if alpha > 0 else r
     # PEFT divides by this, also where ranks have been pruned
-    alpha = scaled * r / (fields["init_r"] + 1e-5)
-    return {"r": r, "alpha": alpha, "dropout": fields["lora_dropout"]}
+    return {
+        **fields,
+        "r": max(r, 1),
+        "alpha": scaled * max(r, 1) / (layer.fields["init_r"] + 1e-5),
+    }
 
 
 def _read_adalora(layer: PeftLayer) -> Tensors:
@@ -463,7 +433,7 @@ def _read_adalora(layer: PeftLayer) -> Tensors:
     a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
     if not len(a):
         return {"lora_A": a.new_zeros(1, a.shape[1]), "lora_B": b.new_zeros(b.shape[0], 1)}
-    return {"lora_A": a, "lora_B": b * layer.tensors["lora_E"].mT}
+    return {"lora_A": a, "lora_B": b * layer.tensors["lora_E"].view(1, len(a))}
 
 
 def _unsayable_dora(placement: Placement) -> str | None:
@@ -526,18 +496,6 @@ _VERA_ARGUMENTS = PeftArguments(
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _read_vera_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    return [
-        {
-            "r": layer.tensors["lambda_d"].shape[0],
-            "dropout": layer.fields["vera_dropout"],
-            "vera_d": layer.fields["d_initial"],
-            "projection_prng_key": layer.fields["projection_prng_key"],
-        }
-        for layer in layers
-    ]
-
-
 def _read_vera(
     fields: Mapping[str, Any], tensors: Tensors, layers: Sequence[PeftLayer], _anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
@@ -546,21 +504,19 @@ def _read_vera(
     Raises:
         CheckpointError: one is missing.
     """
-    said = {"save_projection": fields["save_projection"]}
     if len(tensors) == 2 or not layers:
-        return said, tensors
+        return {}, tensors
     if tensors or fields["save_projection"]:
         raise CheckpointError(
-            f"the file lacks vera_A or vera_B, with save_projection={fields['save_projection']}. "
-            f"Copy it again, or write 'save_projection': false in adapter_config.json, to draw "
-            f"them from projection_prng_key={fields['projection_prng_key']}."
+            "the file lacks vera_A or vera_B. Copy it again, or write 'save_projection': false in "
+            "adapter_config.json, to draw them from its projection_prng_key."
         )
     own, weight = layers[0].tensors["lambda_d"].dtype, layers[0].weight()
     sites = [layer.site for layer in layers]
     a, b = _projections(fields["projection_prng_key"], fields["r"], sites)
     # as in PEFT, whose projections are in the dtype of the layers before that of the adapter
     dtype = own if weight is None else weight.dtype
-    return said, {"lora_A": a.to(dtype).to(own), "lora_B": b.to(dtype).to(own)}
+    return {}, {"lora_A": a.to(dtype).to(own), "lora_B": b.to(dtype).to(own)}
 
 
 def _projections(key: int, r: int, sites: Sequence[Site]) -> tuple[Tensor, Tensor]:
@@ -595,8 +551,7 @@ def _write_vera(
         for each in drawn
     ):
         raise CheckpointError(
-            f"VeraConfig(save_projection=False): A and B are not those that PEFT would draw from "
-            f"projection_prng_key={_key(config)} for these layers. Write "
+            f"VeraConfig(save_projection=False): PEFT would draw other A and B. Write "
             f"{argument('format', 'native')}, or give the adapter save_projection=True."
         )
     return {"save_projection": False}, {}
@@ -607,43 +562,19 @@ def _key(config: AdapterConfig) -> int:
     return cast("int", config["projection_prng_key"] if seed is None else seed)
 
 
-def _unsayable_vera(placement: Placement) -> str | None:
-    if placement.config.to_dict()["convention"] != "paper":
-        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
-    if placement.site.parameter is not None:
-        return f"an adapter at the parameter {placement.site.parameter!r}"
-    return None
-
-
-def _write_vera_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
-    configs = [layer.parts[0].placement.config for layer in layers]
-    return [
-        {
-            "r": config["r"],
-            "vera_dropout": config["dropout"],
-            "d_initial": config["vera_d"],
-            "projection_prng_key": _key(config),
-            "init_weights": True,
-            "bias": "none",
-        }
-        for config in configs
-    ]
-
-
 spelled(
     _of_lora(
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
         write_layers=_write_invoked_layers,
         refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
-        optional={"lora_B_bias": "lora_bias"},
         of_parameters=True,
         arguments=replace(
             _ARGUMENTS,
             fields={
                 **_ARGUMENTS.fields,
                 **_FROM_DATA,
-                "lora_bias": ours(False, "lora_bias"),
+                "lora_bias": ours(False, "lora_bias", FLAG),
                 _INVOCATION: ours(None, _INVOCATION, Invocation()),
             },
             unsayable=_unused_options,
@@ -655,18 +586,17 @@ spelled(
         becomes="a LoRA adapter that computes the same; its ranks are no longer trained",
         tensors={"lora_A": ("lora_A",), "lora_B": ("lora_B",), "lora_E": ("lora_E",)},
         fields={
-            "init_r": PeftField(12, RANK),
-            "lora_alpha": PeftField(8.0, FACTOR),
-            "lora_dropout": PeftField(0.0, Share()),
+            "init_r": ours(12, "r", RANK),
+            "lora_alpha": ours(8.0, "alpha", FACTOR),
+            "lora_dropout": ours(0.0, "dropout", Share()),
         },
-        derived={"rank_pattern": ("init_r", "r"), "alpha_pattern": ("lora_alpha", "alpha")},
         # what PEFT's AdaLoRA does not read, and what only its training reads
         inert=frozenset(
             ("alpha_pattern", "beta1", "beta2", "deltaT", "init_lora_weights", "lora_bias",
              "orth_reg_weight", "r", "rank_pattern", "target_r", "tfinal", "tinit", "total_step",
              "use_dora", "use_rslora")
         ),
-        read_layers=lambda layers: [*map(_read_adalora_fields, layers)],
+        read_fields=_read_adalora_fields,
         read=_read_adalora,
     ),
 )(LoRAConfig)  # fmt: skip
@@ -687,10 +617,198 @@ spelled(
         arguments=_VERA_ARGUMENTS,
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
-        read_layers=_read_vera_layers,
         read_model=_read_vera,
-        unsayable=_unsayable_vera,
-        write_layers=_write_vera_layers,
+        unsayable=lambda placement: (
+            "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
+            if placement.config["convention"] != "paper"
+            else None
+            if (parameter := placement.site.parameter) is None
+            else f"an adapter at the parameter {parameter!r}"
+        ),
+        write_layers=lambda layers, said: [
+            {**fields, "projection_prng_key": _key(layer.parts[0].placement.config)}
+            for layer, fields in zip(layers, said, strict=True)
+        ],
         write_model=_write_vera,
     )
 )(VeraConfig)
+
+
+# --- AdapterHub: one architecture, told apart by fields ---
+
+# the fields of AdapterHub's LoRAConfig, without those that select another method
+_ADAPTERHUB_FIELDS = _targets.FLAGS | same(
+    "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
+)
+_VERA_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
+_OF_LAYER = Callable[[Tensors, AdapterConfig], Tensors]
+
+
+def _read_adapterhub_fields(fields: Fields, file: AdapterHubFile) -> Fields:
+    """Return the fields of a file in our terms."""
+    # the initialization does not matter for loaded values
+    if fields.get("init_weights") not in ("lora", "bert"):
+        fields.pop("init_weights", None)
+    # adapters before 1.1 scaled by 1, and it multiplies a gated update only by the gate
+    if (file.is_before(1, 1, 0) or fields.get("use_gating")) and "r" in fields:
+        fields["alpha"] = fields["r"]
+    if fields.get("use_gating"):
+        fields["convention"] = "adapterhub"
+    return fields
+
+
+def _as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
+    """Return the config with its places and its scaling in AdapterHub's fields."""
+    config = cast("LowRankConfig", config)
+    if config.use_rslora:
+        config = config.replace(alpha=config.scaling_at("") * config.r, use_rslora=False)
+    return _targets.as_flags(config, anatomy)
+
+
+def _unsayable_in_adapterhub(config: AdapterConfig) -> str | None:
+    """Return why AdapterHub's format cannot express the config."""
+    values = config.to_dict()
+    unknown = [m for m in values["attn_matrices"] if m not in _targets.THEIR_MATRICES.values()]
+    if unknown:
+        return f"adapters has no attn_matrices={unknown!r}"
+    if values.get("use_gating") and values["convention"] == "paper":
+        return _parts.UNSAYABLE
+    if values.get("use_gating") and values["alpha"] != values["r"]:
+        return (
+            f"adapters does not scale a gated update, and this one is scaled by alpha / r = "
+            f"{values['alpha']} / {values['r']}"
+        )
+    return None
+
+
+def _unsayable_dora_in_adapterhub(config: AdapterConfig) -> str | None:
+    if config["convention"] != "adapterhub":
+        return (
+            "adapters computes another DoRA, without the scaling in the norm and with a scaled "
+            "bias: convention='adapterhub'"
+        )
+    return _unsayable_in_adapterhub(config)
+
+
+def _read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Return a file's tensors with its `m.weight` `[d_out, 1]` as `m` `[d_out]`."""
+    found = dict(tensors)
+    m = found.pop("m.weight")
+    # any other shape is found by the comparison with the model
+    found["m"] = m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)  # [d_out]
+    return found
+
+
+def _write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Undo `_read_magnitudes`."""
+    found = dict(tensors)
+    return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
+
+
+def _read_adapterhub_vera(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Return a file's tensors of one layer under our names."""
+    return {_VERA_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _write_adapterhub_vera(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Undo `_read_adapterhub_vera`."""
+    theirs = {ours: name for name, ours in _VERA_NAMES.items()}
+    return {theirs.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _adapterhub_of_lora(
+    fixed: Mapping[str, Any], container: Container, **more: Any
+) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
+    """Return the spelling of a method with A and B in each layer.
+
+    Args:
+        fixed: the fields that identify it.
+        container: of its tensors.
+        **more: other arguments of `AdapterHubSpelling`.
+    """
+    chosen: dict[str, Any] = {
+        "architecture": ("lora",),
+        "fields": _ADAPTERHUB_FIELDS,
+        "feed_forward": _targets.FEED_FORWARD,
+        "read_fields": _read_adapterhub_fields,
+        "place": _targets.place,
+        "unsayable": _unsayable_in_adapterhub,
+        "as_flags": _as_flags,
+        **more,
+    }
+    fields = {"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed}
+    return lambda config: AdapterHubSpelling(
+        config=config, fixed=fields, containers=(container,), **chosen
+    )
+
+
+def _adapterhub_of_vera(
+    name: str, fixed: Mapping[str, Any], read: _OF_LAYER, write: _OF_LAYER
+) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
+    """Return the spelling of a method with A and B once for all layers.
+
+    Args:
+        name: of the method, for errors.
+        fixed: the fields that identify it.
+        read: a layer's tensors to ours.
+        write: ours to a layer's.
+    """
+    return lambda config: AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed={"composition_mode": "add", "use_gating": False, **fixed},
+        constants={"init_weights": "vera"},
+        required=("vera_d", "vera_b"),
+        implied={"convention": "adapterhub"},
+        fields=_targets.FLAGS
+        | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
+        omitted=("projection_prng_key",),
+        containers=(
+            Container("loras", "layer", read=read, write=write),
+            Container("shared_parameters", "model"),
+        ),
+        fused=f"adapters cannot run {name} in a fused layer",
+        feed_forward=_targets.FEED_FORWARD,
+        place=_targets.place,
+        as_flags=_targets.as_flags,
+    )
+
+
+spelled(
+    _adapterhub_of_lora(
+        {"use_dora": False},
+        Container("loras", "layer"),
+        fields=_ADAPTERHUB_FIELDS | same("use_gating"),
+        omitted=("convention",),
+    )
+)(LoRAConfig)
+spelled(
+    _adapterhub_of_lora(
+        {"use_dora": True, "use_gating": False},
+        Container("loras", "layer", read=_read_magnitudes, write=_write_magnitudes),
+        implied={"convention": "adapterhub"},
+        fused="adapters cannot run DoRA in a fused layer",
+        unsayable=_unsayable_dora_in_adapterhub,
+    )
+)(DoRAConfig)
+# its files cannot hold a dense matrix Λ
+spelled(
+    _adapterhub_of_lora(
+        {"use_dora": False, "use_gating": False, "task_specific_matrix_type": "singular_values"},
+        Container("loras", "layer"),
+        architecture=("mtl_lora",),
+        fields=_ADAPTERHUB_FIELDS | same("n_up_projection", "weights_sharpness"),
+        fused="adapters cannot run MTL-LoRA in a fused layer",
+    )
+)(MTLLoRAConfig)
+spelled(
+    _adapterhub_of_vera("VeRA", {"use_dora": False}, _read_adapterhub_vera, _write_adapterhub_vera)
+)(VeraConfig)
+spelled(
+    _adapterhub_of_vera(
+        "DVoRA",
+        {"use_dora": True},
+        lambda tensors, config: _read_magnitudes(_read_adapterhub_vera(tensors, config), config),
+        lambda tensors, config: _write_adapterhub_vera(_write_magnitudes(tensors, config), config),
+    )
+)(DvoRAConfig)
