@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
 
-from .errors import ConfigError, StateError
+from .errors import ConfigError
 from .model.heads.model import AdapterModel
 from .model.hf import adapter_folders
-from .model.hf.factory import named_class
+from .model.hf.factory import class_of
 from .model.hf.static_checkpoints import HUB_ARGUMENTS
 
 # its name in `adapters`
@@ -31,23 +31,7 @@ class AutoAdapterModel:
 
     Its class is a subclass of the family's own `PreTrainedModel`, with the base model under the
     family's `base_model_prefix`, so it can be used like any transformers model.
-
-    Attributes:
-        chooses_class: True: `load_model` leaves the choice of the class to it.
     """
-
-    chooses_class: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        """Raise: the class has no instances.
-
-        Raises:
-            StateError: always.
-        """
-        raise StateError(
-            "AutoAdapterModel() has no instances. Write "
-            "AutoAdapterModel.from_pretrained(name_or_path) or .from_config(config)."
-        )
 
     @classmethod
     @adapter_folders.or_adapter
@@ -111,11 +95,10 @@ def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
     """
     if type(config) not in modeling_auto.MODEL_MAPPING:
         raise ConfigError(
-            f"AutoAdapterModel: transformers has no base model for {type(config).__name__}. Write "
-            "the config of a type that AutoModel knows."
+            f"AutoModel knows no {type(config).__name__}. Write a config of a type that it knows."
         )
     backbone = _get_model_class(config, modeling_auto.MODEL_MAPPING)
-    return named_class(AdapterModel, backbone, type(config))
+    return class_of(AdapterModel, backbone, type(config))
 
 
 def class_named(name: str) -> type[AdapterModel]:
@@ -130,4 +113,4 @@ def class_named(name: str) -> type[AdapterModel]:
     config_class: Any = getattr(backbone, "config_class", None)
     if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
         raise AttributeError(f"transformers has no base model for {name!r}")
-    return named_class(AdapterModel, backbone, config_class)
+    return class_of(AdapterModel, backbone, config_class)

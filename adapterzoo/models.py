@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from .auto import AdapterModel, AutoAdapterModel, adapter_class, class_named
-from .errors import unknown_name
 
 __all__ = ["ADAPTER_MODEL_MAPPING", "AutoAdapterModel"]
 
@@ -20,10 +19,8 @@ class ModelMap(Mapping[type[PreTrainedConfig], type[AdapterModel]]):
 
     def __getitem__(self, config_class: type[PreTrainedConfig]) -> type[AdapterModel]:
         """Return the class of models for a class of configs."""
-        if config_class not in modeling_auto.MODEL_MAPPING:
-            known = (cls.__name__ for cls in self)
-            name = getattr(config_class, "__name__", config_class)
-            raise unknown_name("ADAPTER_MODEL_MAPPING", "class of configs", name, known)
+        if config_class not in self:
+            raise KeyError(config_class)
         return adapter_class(config_class())
 
     def __contains__(self, config_class: object) -> bool:

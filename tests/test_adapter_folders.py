@@ -81,26 +81,3 @@ def test_an_adapter_that_does_not_name_its_base_is_refused_with_a_hint(tmp_path)
 def test_a_folder_without_anything_is_the_error_of_transformers(tmp_path):
     with pytest.raises(ValueError, match="Unrecognized model"):
         AutoAdapterModel.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("writes", ["save_model", "save_all_adapters"])
-def test_a_folder_of_several_adapters_says_how_to_load_them(writes, tmp_path):
-    model, expected = saved(tmp_path, "native")
-    model.add_adapter("b", "loreft")
-    model.train_adapter("a")
-    folder = tmp_path / "out"
-    if writes == "save_model":
-        args = transformers.TrainingArguments(str(folder), report_to="none", use_cpu=True)
-        adapterzoo.AdapterTrainer(model, args).save_model()
-    else:
-        model.save_all_adapters(folder)
-    for load in (AutoAdapterModel, adapterzoo.BertAdapterModel):
-        with pytest.raises(CheckpointError, match="sub-folders: 'a', 'b'") as error:
-            load.from_pretrained(folder)
-    written = str(error.value).split("Write ")[1].removesuffix(".").split(", and ")
-    names: dict[str, Any] = {"AutoAdapterModel": AutoAdapterModel}
-    for line in written:
-        exec(line, names)
-    names["model"].set_active_adapters("a")
-    logits = names["model"].eval()(**tiny_inputs("bert")).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=0)

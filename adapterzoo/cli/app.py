@@ -8,7 +8,7 @@ that do the work import torch and transformers, and are imported when a command 
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +21,12 @@ from adapterzoo.errors import AdapterZooError, ConfigError, listing, naming
 
 from .output import (
     be_quiet,
-    check_can_write,
     note,
     print_facts,
     print_json,
     print_table,
     printable,
     wants_progress,
-    write_json,
 )
 from .rows import read_classes, read_rows
 
@@ -38,11 +36,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("native", "adapterhub", "adapterhub-safetensors", "peft")
 POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
 
-# arguments of Python that have other names as options, and those that are environment variables
+# arguments of Python that have other names as options
 _OPTIONS = {"format": ("to",), "load_as": ("name",), "model": ("model", "base"),
             "with_head": ("head",)}  # fmt: skip
-_VARIABLES = {"cache_dir": "HF_HUB_CACHE=…", "token": "HF_TOKEN=…"}
-_NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN=1"
 
 
 def spell(name: str, value: object) -> str:
@@ -55,8 +51,6 @@ def spell(name: str, value: object) -> str:
         name: of the argument.
         value: of the argument.
     """
-    if name in _VARIABLES:
-        return _NO_TOKEN if value is False else _VARIABLES[name]
     for command in (click.get_current_context().command, convert_command):
         found = {parameter.name: parameter for parameter in command.params}
         parameter = next((found[n] for n in _OPTIONS.get(name, (name,)) if n in found), None)
@@ -87,22 +81,11 @@ class RefusedError(click.ClickException):
         click.echo(f"adapterzoo: {message}", file=file, err=True)
 
 
-class ExampleCommand(click.Command):
-    """A command whose epilog is an example, in the lines that a user types."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the example.
-
-        Args:
-            ctx: of this call.
-            formatter: takes the lines.
-        """
-        with formatter.section("Example"):
-            for line in (self.epilog or "").splitlines():
-                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+class NamedCommand(click.Command):
+    """A command whose errors name it with its positional arguments."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; its errors name it with its positional arguments.
+        """Run the command.
 
         Args:
             ctx: of this call.
@@ -120,7 +103,8 @@ class ExampleCommand(click.Command):
         except BrokenPipeError:
             # click ends quietly
             raise
-        except OSError as error:
+        # RuntimeError: of torch, such as for a device that is not there
+        except (OSError, RuntimeError) as error:
             raise RefusedError(f"{call}: {error}") from error
 
 
@@ -147,15 +131,17 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Co
 
     Args:
         name: of the command.
-        example: the lines that a user types.
+        example: the line that a user types.
     """
     settings = {"help_option_names": ["-h", "--help"], "show_default": True}
 
     def make(function: Callable[..., None]) -> click.Command:
         # the first sentence, uncut
         short = (function.__doc__ or "").partition(".")[0].replace("\n", " ") + "."
+        # click does not wrap the paragraph after \b
+        epilog = f"\b\nExample:\n  {example}"
         return main.command(
-            name, ExampleCommand, epilog=example, short_help=short, context_settings=settings
+            name, NamedCommand, epilog=epilog, short_help=short, context_settings=settings
         )(function)
 
     return make
@@ -221,7 +207,6 @@ def train_command(
     line; each row has a text and a label. The classes are the labels of the training data. With
     --eval the accuracy on the test data is printed.
     """
-    check_can_write(output, "--output ")
     files = Path(train_file), None if eval_file is None else Path(eval_file)
     rows, tested, classes = read_classes(*files, text_column, label_column)
 
@@ -234,15 +219,7 @@ def train_command(
     if as_json:
         print_json(metrics)
         return
-    print_facts({key.replace("_", " "): _metric_text(value) for key, value in metrics.items()})
-
-
-def _metric_text(value: object) -> object:
-    if isinstance(value, list):
-        return ", ".join(value)
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else value
+    print_facts(metrics)
 
 
 @command(
@@ -280,7 +257,8 @@ def predict_command(
     if (file is None) == (not texts):
         raise click.UsageError("Write either --text or --file.")
     if output is not None:
-        check_can_write(output, "--output ", is_file=True)
+        # a file that cannot be written is found before the work
+        Path(output).open("a").close()
     rows = list(texts) if file is None else read_rows(Path(file), text_column, None).texts
 
     from .checkpoints import open_checkpoint
@@ -315,14 +293,14 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     model, and its config is shown as adapterzoo reads it.
     """
     from .checkpoints import open_checkpoint
-    from .inspecting import facts_of, for_people
+    from .inspecting import facts_of
 
     be_quiet(False)
     facts = facts_of(open_checkpoint(path, revision), model)
     if as_json:
         print_json(facts)
     else:
-        print_facts(for_people(facts))
+        print_facts(facts)
 
 
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
@@ -358,15 +336,14 @@ def verify_command(
                  "compared_with")  # fmt: skip
         print_json({"ok": True, "digests": has_digests} | {key: facts[key] for key in shown})
         return
-    what = f"{path}: {facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
-    if has_digests:
-        click.echo(f"{what}: complete, digests correct, all values finite")
-    else:
-        click.echo(f"{what}: readable, all values finite")
-        without = "" if model is not None else ", and a missing tensor only with --model"
-        click.echo(f"this format has no digests: a changed value cannot be detected{without}")
-    if has_digests and f"{checkpoint.kind}_config.json" not in checkpoint.sizes:
-        click.echo(f"{checkpoint.kind}_config.json is missing: `push` needs it, loading does not")
+    looked_at = "complete, digests correct" if has_digests else "readable"
+    what = f"{facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
+    click.echo(f"{path}: {what}: {looked_at}, all values finite")
+    if not has_digests:
+        click.echo(
+            "this format has no digests: a changed value cannot be detected, and a missing tensor "
+            "only with --model"
+        )
     if facts["compared_with"] is not None:
         click.echo(f"fits {facts['compared_with']}: every tensor has its layer and shape there")
     if facts["fingerprint"] is not None:
@@ -443,10 +420,9 @@ def convert_command(
         raise click.UsageError(f"--{given[0]} needs --to with a method, not a format.")
     if options["rank"] is not None and options["energy"] is not None:
         raise click.UsageError("--rank and --energy both limit the ranks. Write one of them.")
-    check_can_write(dst)
     report = options.pop("report")
     if report is not None:
-        check_can_write(report, "--report ", is_file=True)
+        Path(report).open("a").close()
 
     from .checkpoints import open_checkpoint
     from .converting import convert, convert_method
@@ -458,9 +434,9 @@ def convert_command(
         click.echo(f"{dst}: {checkpoint.kind} in the format {to!r}, from {checkpoint.format!r}")
         return
     certificate = convert_method(checkpoint, dst, to, model, name, head, **options)
-    if report is not None:
-        write_json(report, certificate.to_dict())
     click.echo(str(certificate))
+    if report is not None:
+        Path(report).write_text(f"{json.dumps(certificate.to_dict(), indent=2)}\n", "utf-8")
     click.echo(f"{dst}: {certificate.to} from {certificate.method}, as {checkpoint.format!r}")
 
 
@@ -486,7 +462,6 @@ def merge_command(
     methods that change weights can be merged. The adapter's head replaces that of BASE in a class
     of transformers that has such a head; if there is none, BASE keeps its class and head.
     """
-    check_can_write(out)
     if Path(out).is_dir() and any(Path(out).iterdir()):
         raise ConfigError(f"{out!r} exists already. Write a new folder, or empty this one.")
 
@@ -509,14 +484,9 @@ def merge_command(
 def _metric(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not name.strip() or not math.isfinite(number):
-        raise click.UsageError(
-            f"--metric {text!r} is not a name with a number. Write --metric accuracy=0.91."
-        )
-    return name, number
+        return name, float(value)
+    except ValueError as error:
+        raise click.UsageError(f"--metric {text!r} is not NAME=NUMBER.") from error
 
 
 @command("push", example="adapterzoo push runs/reviews user/reviews --metric accuracy=0.91")

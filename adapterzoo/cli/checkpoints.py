@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import formats, hub
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError
 from adapterzoo.formats import adapterhub, files, native, peft
 from adapterzoo.formats.fit import fingerprint
 from adapterzoo.heads import STATIC
@@ -94,11 +94,9 @@ class CheckpointFolder:
         """The head's classes in the order of their ids."""
         config = self.head.get("config") if self.head is not None else None
         numbers = config.get("label2id") if isinstance(config, Mapping) else None
-        if not isinstance(numbers, Mapping):
-            return None
-        if not all(isinstance(number, int) for number in numbers.values()):
-            return None
-        return sorted(numbers, key=numbers.__getitem__)
+        if isinstance(numbers, Mapping) and all(isinstance(n, int) for n in numbers.values()):
+            return sorted(numbers, key=numbers.__getitem__)
+        return None
 
 
 def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
@@ -116,18 +114,11 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     found = ((kind, formats.of(folder, kind)) for kind in formats.KINDS)
     kind, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
-        there = sorted(file.name for file in folder.iterdir())
         raise CheckpointError(
-            f"{path!r} holds no adapter and no head in a known format "
-            f"({listing(formats.formats)}); its files: {listing(there)}. Write the folder of an "
+            f"{path!r} holds no adapter and no head in a known format. Write the folder of an "
             f"adapter, or 'user/repository' for an adapter on the Hub."
         )
     names = wanted(file.name for file in folder.iterdir() if file.is_file())
-    if not names:
-        raise CheckpointError(
-            f"{path!r} has the config of an {kind} in the format {name!r} but no tensors. "
-            f"Copy it again from where it was saved."
-        )
     sizes = {file: (folder / file).stat().st_size for file in names}
     if name == "native":
         stored = native.load(folder, kind)
@@ -169,8 +160,6 @@ def refuse_to_replace(folder: Path, to: str) -> None:
     for kind in formats.KINDS:
         there = formats.of(folder, kind)
         if there is not None and formats.formats[there].read is not formats.formats[to].read:
-            what = "an adapter" if kind == "adapter" else "a head"
             raise CheckpointError(
-                f"the folder {str(folder)!r} holds {what} in the format {there!r}, which would be "
-                f"lost. Write another folder."
+                f"{str(folder)!r} holds an {kind} in the format {there!r}. Write another folder."
             )

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo.errors import CheckpointError, StateError, argument, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.formats.peft.reading import TASKS
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
@@ -26,7 +26,7 @@ from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
-from .models import Fitted, base_of, fitted, load, load_into, tokenizer_of
+from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
 
 _NAME = "merged"
 _HINT = "To keep it, write --as with a class that has such a head."
@@ -72,17 +72,16 @@ def convert(
     """
     refuse_to_replace(Path(folder), to)
     base = base_of(checkpoint, model)
-    found = fitted(checkpoint, base, name=name, writes=to)
-    if checkpoint.kind == "head":
-        found.model.save_head(folder, found.name, format=to)
-        return
-    options: dict[str, Any] = {"with_head": with_head, "meta_dict": checkpoint.meta, "format": to}
-    try:
-        found.model.save_adapter(folder, found.name, **options)
-    except StateError:
-        # the format needs values of weights that are on the meta device
-        found = fitted(checkpoint, base, name=name, whole=True)
-        found.model.save_adapter(folder, found.name, **options)
+
+    def save(found: Fitted) -> None:
+        if checkpoint.kind == "head":
+            found.model.save_head(folder, found.name, format=to)
+        else:
+            found.model.save_adapter(
+                folder, found.name, with_head=with_head, meta_dict=checkpoint.meta, format=to
+            )
+
+    on_fitted(checkpoint, base, save, name, writes=to)
 
 
 def convert_method(
@@ -114,14 +113,13 @@ def convert_method(
             the folder cannot be written.
         StateError: the adapter is more than a change of weights.
     """
-    _refuse_head(checkpoint)
     refuse_to_replace(Path(folder), checkpoint.format)
     base = base_of(checkpoint, model)
     here = {spelling.peft_type for spelling in peft_readable()}
     if checkpoint.format == "peft" and checkpoint.method not in here:
         size = Size(rank, energy)
         return _convert_foreign(checkpoint, folder, base, to, name, with_head, size, text)
-    found = fitted(checkpoint, base, name=name, whole=True)
+    found = fitted(checkpoint, base, name)
     inputs = None if text is None else _inputs(found.model, base, text)
     certificate: Certificate = found.model.convert_adapter(
         found.name, to, rank, energy, new_name=found.name, overwrite_ok=True, inputs=inputs
@@ -131,14 +129,6 @@ def convert_method(
         format=checkpoint.format,
     )  # fmt: skip
     return certificate
-
-
-def _refuse_head(checkpoint: CheckpointFolder) -> None:
-    if checkpoint.kind == "head":
-        raise CheckpointError(
-            f"{checkpoint.path!r} holds only a head, which changes no weight. Write the folder of "
-            f"an adapter."
-        )
 
 
 def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
@@ -167,11 +157,15 @@ def _convert_foreign(
     trained = checkpoint.metadata.get("modules_to_save")
     if trained and with_head:
         raise CheckpointError(
-            f"{checkpoint.path!r} has {listing(trained)} beside the {checkpoint.method} adapter, "
-            f"which only its method could load. Write {argument('with_head', False)} to leave it "
-            f"out."
+            f"{checkpoint.path!r} has {listing(trained)}, which only {checkpoint.method} could "
+            f"load. Write {argument('with_head', False)} to leave it out."
         )
-    plain = load(_class_in(checkpoint, base), base, dtype=checkpoint.dtype).eval()
+    config = load(AutoConfig, base)
+    # the class for the task in PEFT's config, or that of the base model
+    names = TASKS.get(str(checkpoint.metadata.get("task_type")), {}).get(config.model_type)
+    cls = names[0] if isinstance(names, tuple | list) else names
+    cls = cls or next(iter(config.architectures or ("AutoModel",)))
+    plain = load(getattr(transformers, cls), base, dtype=checkpoint.dtype).eval()
     model = init(copy.deepcopy(plain)).eval()
     inputs = random_inputs(model) if text is None else _inputs(model, base, text)
     found = changes_by_peft(
@@ -187,15 +181,6 @@ def _convert_foreign(
         folder, name, with_head=False, meta_dict=checkpoint.meta, format=checkpoint.format
     )
     return certificate
-
-
-def _class_in(checkpoint: CheckpointFolder, base: str) -> Any:
-    """Return the class of transformers for the task in PEFT's config, or that of the base model."""
-    config = load(AutoConfig, base)
-    names = TASKS.get(str(checkpoint.metadata.get("task_type")), {}).get(config.model_type)
-    own = next(iter(config.architectures or ()), None)
-    name = names[0] if isinstance(names, tuple | list) else names or own
-    return AutoModel if name is None else task_class(name)
 
 
 def merge(
@@ -220,16 +205,20 @@ def merge(
         ConfigError: there is no such class.
         StateError: the adapter cannot be merged.
     """
-    _refuse_head(checkpoint)
     if architecture is not None:
         task_class(architecture)
     config = load(AutoConfig, base)
-    tokenizer, lost_tokenizer = _tokenizer(base)
+    tokenizer, lost_tokenizer = None, None
+    try:
+        # without this file, transformers makes a tokenizer up
+        cached_file(base, "tokenizer_config.json")
+        tokenizer = load(AutoTokenizer, base)
+    except OSError:
+        lost_tokenizer = f"No tokenizer of {base!r} was found"
     own = next(iter(config.architectures or ()), None)
     target = _Target(architecture or own)
     if with_head:
-        found = fitted(checkpoint, base, name=_NAME)
-        target = _target(found, own, architecture)
+        target = on_fitted(checkpoint, base, lambda found: _target(found, own, architecture), _NAME)
     own_head = target.head is not None and STATIC in target.head
     if target.head is not None and not own_head:
         config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
@@ -246,22 +235,9 @@ def merge(
             state[key].copy_(tensor)
     # the adapter stays in the model, but not in the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
-    folder, is_new = Path(out), not Path(out).exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        PreTrainedModel.save_pretrained(model, folder, state_dict=plain)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    # safetensors reports a full disk by its own error
-    except (OSError, SafetensorError) as error:
-        for file in folder.glob("*"):
-            file.unlink()
-        if is_new and folder.exists():
-            folder.rmdir()
-        raise CheckpointError(
-            f"{out!r} cannot be written ({error}); nothing has been left there. Write a folder on "
-            f"a disk that has space."
-        ) from error
+    PreTrainedModel.save_pretrained(model, out, state_dict=plain)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
     return type(model).__name__, target.lost, lost_tokenizer
 
 
@@ -292,16 +268,3 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
     except CheckpointError as error:
         return _Target(name, lost=f"the class is that of the base model, as {error}")
     return _Target(task, head, tensors)
-
-
-def _tokenizer(base: str) -> tuple[Any, str | None]:
-    """Return the tokenizer of a base model, or None and the reason."""
-    try:
-        cached_file(base, "tokenizer_config.json")
-    except OSError as error:
-        # an error of the Hub has a cause; a missing file does not
-        if error.__cause__ is None and error.errno is None:
-            return None, f"No tokenizer of {base!r} was found"
-        reason = " ".join(str(error).split())
-        return None, f"The tokenizer of {base!r} cannot be loaded ({reason})"
-    return load(AutoTokenizer, base, "tokenizer"), None

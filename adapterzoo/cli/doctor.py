@@ -17,8 +17,6 @@ from adapterzoo import __version__
 from adapterzoo.hub.requests import settings
 from adapterzoo.kernels import ops
 
-from .output import nearest
-
 _OWN = "adapterzoo"
 # libraries that are not required
 _OPTIONAL = ("bitsandbytes", "torchao")
@@ -28,11 +26,14 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def examine() -> dict[str, Any]:
     """Collect all facts, as JSON types."""
-    peers = {name: _obstacle(name) for name in _PEERS if _version(name) is not None}
+    required = [requirement.name for requirement in _required()]
+    versions = {name: _version(name) for name in (*required, *_OPTIONAL, *_PEERS)}
+    devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    devices += ["mps"] if torch.backends.mps.is_available() else []
     return {
-        "versions": _versions(),
-        "peers": peers,
-        "devices": [_device(device) for device in _devices()],
+        "versions": {"python": platform.python_version(), _OWN: __version__} | versions,
+        "peers": {name: _obstacle(name) for name in _PEERS if versions[name] is not None},
+        "devices": [_device(torch.device(name)) for name in devices],
         "hub": hub_settings(),
         "problems": _problems(),
     }
@@ -55,12 +56,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _versions() -> dict[str, str | None]:
-    names = [*(requirement.name for requirement in _required()), *_OPTIONAL, *_PEERS]
-    own = {"python": platform.python_version(), _OWN: __version__}
-    return own | {name: _version(name) for name in dict.fromkeys(names)}
-
-
 def _problems() -> list[str]:
     found = []
     for requirement in _required():
@@ -79,7 +74,8 @@ def hub_settings() -> dict[str, Any]:
     """Return the settings of the Hub, and the state of its cache."""
     found = settings()
     cache = Path(found["cache"])
-    there = nearest(cache)
+    # unlike Path.exists, os.access does not raise if a parent is not accessible
+    there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
     return found | {
         "cache exists": there == cache and cache.is_dir(),
         "cache writable": os.access(there, os.W_OK | os.X_OK),
@@ -95,14 +91,6 @@ def _obstacle(name: str) -> str | None:
     except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return None
-
-
-def _devices() -> list[torch.device]:
-    found = [torch.device("cpu")]
-    found += [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append(torch.device("mps"))
-    return found
 
 
 def _device(device: torch.device) -> dict[str, Any]:

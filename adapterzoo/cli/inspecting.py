@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-from transformers import AutoConfig
 
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.hub.names import is_complete
 
 from .checkpoints import CheckpointFolder
-from .models import fitted, load
+from .models import on_fitted
 
 
 def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
@@ -52,15 +49,7 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
 
 def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
     """Return the facts that need a model."""
-    # raise errors of the model itself first
-    load(AutoConfig, model)
-    try:
-        found = fitted(checkpoint, model, name="compared")
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"it does not fit {model!r}. Write --model with the model that it was "
-            f"trained on. {error}"
-        ) from error
+    found = on_fitted(checkpoint, model, lambda found: found, "compared")
     checkpoint = replace(checkpoint, head=found.stored.metadata.get("head"))
     config = found.stored.metadata.get("config")
     facts: dict[str, Any] = {
@@ -74,29 +63,6 @@ def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
         facts["config"] = config
         facts["fingerprint"] = found.model.adapter_fingerprint(found.name)
     return facts
-
-
-def for_people(facts: Mapping[str, Any]) -> dict[str, object]:
-    """Return the facts that a person reads, by their titles."""
-    config = facts["config"] if isinstance(facts["config"], dict) else None
-    head = facts["head"]
-    if head is not None and facts["labels"]:
-        head = f"{head}: {', '.join(facts['labels'])}"
-    return {
-        facts["holds"]: facts["name"] or facts["path"],
-        "format": facts["format"],
-        "base model": facts["base_model"],
-        "model type": facts["model_type"],
-        "method": facts["method"],
-        "config": ", ".join(f"{k}={v!r}" for k, v in config.items()) if config else None,
-        "head": head,
-        "parameters": f"{facts['parameters']:,} in {facts['tensors']:,} tensors",
-        "dtype": ", ".join(facts["dtypes"]),
-        "size": f"{facts['bytes']:,} bytes: {', '.join(facts['files'])}",
-        "meta": facts["meta"] or None,
-        "fingerprint": facts["fingerprint"],
-        "fits": facts["compared_with"],
-    }
 
 
 def verify(
@@ -115,7 +81,7 @@ def verify(
     if not is_complete(checkpoint.sizes):
         raise CheckpointError(
             f"the adapter or its head is incomplete: there are only {listing(checkpoint.sizes)}. "
-            f"Copy it again from where it was saved; to drop a head, delete its tensors and config."
+            f"Copy it again; to drop a head, delete its tensors and config."
         )
     # torch.isfinite does not support 8-bit dtypes
     wrong = [k for k, t in checkpoint.tensors.items() if not t.double().isfinite().all()]
@@ -128,10 +94,7 @@ def verify(
     found = facts["fingerprint"]
     if fingerprint not in (None, found):
         raise CheckpointError(
-            f"--fingerprint {fingerprint!r} cannot be compared: this format needs a model for it. "
-            f"Write --model too."
-            if found is None
-            else f"the fingerprint is {found!r}, not {fingerprint!r}: this is another adapter or "
-            f"another state of it. Copy it again from its source."
+            f"the fingerprint is {found!r}, not {fingerprint!r}. Copy the adapter again"
+            f"{'' if found else ', or write --model: this format needs a model for it'}."
         )
     return facts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -15,17 +15,24 @@ from transformers import AutoConfig
 
 from adapterzoo import formats
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, argument
+from adapterzoo.errors import (
+    AdapterZooError,
+    CheckpointError,
+    ConfigError,
+    StateError,
+    argument,
+)
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.heads import STATIC, head_types
 from adapterzoo.model import init
 from adapterzoo.model.heads.named import FIELD
-from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.hf.task_classes import task_class
+from adapterzoo.model.hf.task_classes import task_class, text_config
 
 from .checkpoints import CheckpointFolder
 from .output import note
+
+T = TypeVar("T")
 
 _MAX_LENGTH = 128
 
@@ -58,27 +65,34 @@ def base_of(checkpoint: CheckpointFolder, model: str | None) -> str:
     base = model or checkpoint.base
     if base is None:
         raise ConfigError(
-            f"{checkpoint.path!r} does not name its base model. Write --model with the folder of "
-            f"that model or its name on the Hub."
+            f"{checkpoint.path!r} does not name its base model. Write --model with that model."
         )
     return base
 
 
-def load(cls: Any, base: str, what: str = "base model", **kwargs: Any) -> Any:
+def load(cls: Any, base: str, **kwargs: Any) -> Any:
     """Load the config, the weights or the tokenizer of a base model.
 
     Args:
         cls: a class of transformers, or `AutoAdapterModel`.
         base: folder or name on the Hub.
-        what: the part that is loaded, for messages.
         **kwargs: arguments of `from_pretrained`.
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    with _one_error(base, what):
+    try:
         # with the default, transformers would ask at the terminal whether to run code
         return cls.from_pretrained(base, trust_remote_code=False, **kwargs)
+    except AdapterZooError:
+        raise
+    # an unknown name, a folder without config, an unknown model type, truncated weights
+    except (safetensors.SafetensorError, ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the base model {base!r} cannot be loaded ({reason}). Write "
+            f"{argument('model', 'MODEL')}, the folder of a model or its name on the Hub."
+        ) from error
 
 
 def tokenizer_of(base: str) -> Any:
@@ -90,80 +104,78 @@ def tokenizer_of(base: str) -> Any:
     Raises:
         CheckpointError: it cannot be loaded, or has no token to pad with.
     """
-    tokenizer = load(transformers.AutoTokenizer, base, "tokenizer")
+    tokenizer = load(transformers.AutoTokenizer, base)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise CheckpointError(
-            f"the tokenizer of {base!r} has neither a padding token nor an end-of-text token. Add "
-            f"one in Python: tokenizer.pad_token = …; tokenizer.save_pretrained(…)."
+            f"the tokenizer of {base!r} has no token to pad with. Write "
+            f"tokenizer.pad_token = … and tokenizer.save_pretrained(…) in Python."
         )
     return tokenizer
 
 
 def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
-    """Return the maximum number of tokens per text.
+    """Return the maximum number of tokens per text: the user's choice or 128, or what is taken.
 
     Args:
         model: limits the number.
         tokenizer: limits the number.
-        wanted: the user's choice; None: 128, or the limit if that is smaller.
-
-    Raises:
-        ConfigError: the choice exceeds the limit.
+        wanted: the user's choice; None: 128.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
-    known = (tokenizer.model_max_length, positions, *_places_after_padding(model, positions))
-    limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
-    if wanted is not None and wanted > limit:
-        raise ConfigError(
-            f"--max-length {wanted} exceeds the {limit} tokens that the model takes. Write "
-            f"--max-length {limit} or less."
-        )
-    return min(_MAX_LENGTH, limit) if wanted is None else wanted
+    limits = (tokenizer.model_max_length, positions, wanted or _MAX_LENGTH)
+    return min(n for n in limits if isinstance(n, int) and n > 0)
 
 
-def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
-    """Yield the lengths that RoBERTa and the like support: positions start after padding."""
-    words = model.get_input_embeddings()
-    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words)
-    for table in tables:
-        if table.num_embeddings == positions and table.padding_idx is not None:
-            yield table.num_embeddings - table.padding_idx - 1
-
-
-def fitted(
+def on_fitted(
     checkpoint: CheckpointFolder,
     base: str,
-    *,
+    work: Callable[[Fitted], T],
     name: str | None = None,
-    writes: str | None = None,
-    whole: bool = False,
-) -> Fitted:
-    """Load a checkpoint into a model of the base model's structure, without weights if possible.
+    writes: str = "native",
+) -> T:
+    """Return what `work` makes of a model with a checkpoint; without its weights if possible.
 
-    Weights are read only if a head's output layer is the base model's embedding, or if the
-    checkpoint has copies of weights to compare.
+    Weights are read if they are needed: if a head's output layer is the base model's embedding, or
+    if a file has or must have copies of some.
 
     Args:
         checkpoint: of an adapter or a head.
         base: folder or name on the Hub.
+        work: is repeated with the weights if it needs them.
         name: new name; None: its own.
-        writes: the format in which it will be saved; None: it will not.
-        whole: whether to read the weights in any case.
+        writes: the format in which `work` saves it.
 
     Raises:
         CheckpointError: it does not fit the model, with every difference, or the base model
             cannot be loaded.
     """
-    foreign = {checkpoint.format, writes} - {None, "native"}
-    left_out = FIELD in (checkpoint.head or {})
-    if not (whole or left_out or (foreign and _is_onto_vocabulary(checkpoint))):
-        try:
-            return _filled(checkpoint, _structure(checkpoint, base), name)
-        except NotImplementedError:
-            # torch raises it when a weight on the meta device is read
-            pass
+    head = head_types.get(checkpoint.head_type or "")
+    # files of other formats copy the embedding into such a head
+    copies = (
+        head is not None and head.scores_vocabulary and {checkpoint.format, writes} != {"native"}
+    )
+    if not copies and FIELD not in (checkpoint.head or {}):
+        # NotImplementedError: of torch, for values of weights on the meta device
+        with contextlib.suppress(NotImplementedError, StateError):
+            cls = _class_of(checkpoint)
+            make = cls.from_config if cls is AutoAdapterModel else cls._from_config
+            with torch.device("meta"):
+                # other attention implementations do not support the meta device
+                model = make(
+                    load(AutoConfig, base), dtype=checkpoint.dtype, attn_implementation="eager"
+                )
+            return work(_filled(checkpoint, init(model).eval(), name))
+    return work(fitted(checkpoint, base, name))
+
+
+def fitted(checkpoint: CheckpointFolder, base: str, name: str | None = None) -> Fitted:
+    """Load a checkpoint into its base model; arguments as above.
+
+    Raises:
+        CheckpointError: it does not fit the model, or the base model cannot be loaded.
+    """
     model = init(load(_class_of(checkpoint), base, dtype=checkpoint.dtype)).eval()
     return _filled(checkpoint, model, name)
 
@@ -190,16 +202,6 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
             note(f"The adapter's {theirs} has been rounded to the base model's {own}.")
 
 
-def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
-    config = load(AutoConfig, base)
-    cls = _class_of(checkpoint)
-    make = cls.from_config if cls is AutoAdapterModel else cls._from_config
-    # other attention implementations do not support the meta device
-    with _one_error(base, "base model"), torch.device("meta"):
-        model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
-    return init(model).eval()
-
-
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:
     stored = formats.read(checkpoint.folder, checkpoint.kind, ModelInfo(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
@@ -217,31 +219,3 @@ def _class_of(checkpoint: CheckpointFolder) -> Any:
     if checkpoint.format == "native" and checkpoint.head is not None:
         static = checkpoint.head.get(STATIC)
     return AutoAdapterModel if static is None else task_class(str(static))
-
-
-def _is_onto_vocabulary(checkpoint: CheckpointFolder) -> bool:
-    """Return whether the head ends in the base model's embedding, which files copy."""
-    head = head_types.get(checkpoint.head_type or "")
-    return head is not None and head.scores_vocabulary
-
-
-@contextlib.contextmanager
-def _one_error(base: str, what: str) -> Iterator[None]:
-    """Turn errors of transformers about a model into one error of this library."""
-    try:
-        yield
-    # `fitted` handles NotImplementedError
-    except (AdapterZooError, NotImplementedError):
-        raise
-    # an unknown name, a folder without config, an unknown model type, truncated weights, a config
-    # of other weights or with values of wrong types
-    except (
-        safetensors.SafetensorError, ArithmeticError, ImportError, KeyError,
-        OSError, RuntimeError, TypeError, ValueError,
-    ) as error:  # fmt: skip
-        reason = " ".join(str(error).split()) or type(error).__name__
-        reason = reason if len(reason) <= 200 else f"{reason[:199]}…"
-        raise CheckpointError(
-            f"the {what} {base!r} cannot be loaded ({reason}). Write {argument('model', 'MODEL')}, "
-            f"the folder of a transformers model or its name on the Hub."
-        ) from error

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from adapterzoo import errors
-from adapterzoo.errors import CheckpointError
 
 T = TypeVar("T")
-
-
-def nearest(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists and is accessible.
-
-    Args:
-        path: of a file or folder that may be missing.
-    """
-    # unlike Path.exists, os.access does not raise if a parent is not accessible
-    return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))
-
-
-def check_can_write(path: str, option: str = "", is_file: bool = False) -> None:
-    """Check that files can be written to a folder, which may not exist yet, before any work.
-
-    Args:
-        path: of the folder.
-        option: the option with the path, for messages.
-        is_file: whether it is the path of a file in a folder that exists.
-
-    Raises:
-        CheckpointError: they cannot be written.
-    """
-    there = Path(path).absolute().parent if is_file else nearest(Path(path))
-    # unlike Path.is_dir, os.access does not raise if a parent folder is not accessible
-    writable = os.access(there, os.W_OK | os.X_OK) and there.is_dir()
-    if not writable or (is_file and Path(path).is_dir()):
-        what = "a file in a folder that exists" if is_file else "a folder"
-        raise CheckpointError(
-            f"{option}{path!r} cannot be written. Write the path of {what} that can be written to."
-        )
 
 
 def print_json(value: Any) -> None:
@@ -57,26 +23,16 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def write_json(file: str, value: Any) -> None:
-    """Write a JSON value to a file.
-
-    Args:
-        file: its path.
-        value: JSON types.
-    """
-    Path(file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print names and values in two columns; leave out values of None.
+    """Print names and values in two columns; leave out empty values.
 
     Args:
         facts: in the order to show them.
     """
-    shown = {name: value for name, value in facts.items() if value is not None}
+    shown = {k.replace("_", " "): _shown(v) for k, v in facts.items() if v not in (None, {}, [])}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        click.echo(f"{name:<{width}}  {printable(str(value))}")
+        click.echo(f"{name:<{width}}  {value}")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -140,9 +96,15 @@ def be_quiet(shown: bool) -> None:
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+    if isinstance(value, Mapping):
+        value = [f"{key}={each!r}" for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "-" if value is None else printable(str(value))
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -47,13 +47,12 @@ def read_rows(file: Path, text: str, label: str | None) -> Rows:
             for column, values in zip((text, label), rows, strict=True):
                 if column is not None:
                     values.append(_value(file, number, row, column))
+    except ConfigError:
+        raise
     # json and UTF-8 raise a ValueError
-    except (csv.Error, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (csv.Error, ValueError) as error:
         raise ConfigError(
-            f"{str(file)!r} is damaged after line {number} ({error}). Write UTF-8 with one row in "
-            f"each line."
+            f"{str(file)!r} is damaged after line {number} ({error}). Write one row in each line."
         ) from error
     if not rows.texts:
         raise ConfigError(f"{str(file)!r} has no rows. Write a file with rows.")
@@ -81,15 +80,13 @@ def read_classes(
     names = set(rows.labels)
     if len(names) < 2:
         raise ConfigError(
-            f"all rows of {str(file)!r} have the label {min(names)!r}. Write a file with two or "
-            f"more labels."
+            f"all rows of {str(file)!r} have the label {min(names)!r}. Write two or more labels."
         )
     test = None if tested is None else read_rows(tested, text, label)
     if test is not None and (unknown := sorted({*test.labels} - names)):
         raise ConfigError(
-            f"{str(tested)!r} has the labels {listing(unknown)}, which the training data lack; "
-            f"they have {listing(sorted(names))}. Remove these rows, or add such rows to the "
-            f"training data."
+            f"{str(tested)!r} has the labels {listing(unknown)}, which the training data lack. "
+            f"Remove these rows, or add such rows to the training data."
         )
     if all(_NUMBER.fullmatch(name) for name in names):
         return rows, test, sorted(names, key=lambda name: (int(name), name))
@@ -101,8 +98,7 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
     ending = file.suffix.lower()
     if ending not in _SEPARATORS and ending not in _LINES:
         raise ConfigError(
-            f"{str(file)!r} ends in {ending!r}; legal are {listing([*_SEPARATORS, *_LINES])}. "
-            f"Write --help for the format of a file."
+            f"{str(file)!r} ends in {ending!r}. Write one of {listing([*_SEPARATORS, *_LINES])}."
         )
     # spreadsheets write a byte order mark before the first name
     with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -115,24 +111,18 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
             # more values than columns: an unquoted text contains a separator
             if any(row.get(reader.restkey) or ()):
                 raise ConfigError(
-                    f"line {reader.line_num} of {str(file)!r} has more values than columns: "
-                    f"{listing(reader.fieldnames or ())}. Write texts with "
-                    f"{_SEPARATORS[ending]!r} in double quotes."
+                    f"line {reader.line_num} of {str(file)!r} has more values than columns. Write "
+                    f"texts with {_SEPARATORS[ending]!r} in double quotes."
                 )
             yield reader.line_num, row
 
 
 def _value(file: Path, number: int, row: Any, column: str) -> str:
-    if not isinstance(row, dict) or column not in row:
-        there = sorted(map(str, row)) if isinstance(row, dict) else [type(row).__name__]
-        raise ConfigError(
-            f"{str(file)!r} has no column {column!r} (line {number}); it has {listing(there)}. "
-            f"Write --text-column or --label-column."
-        )
-    value = row[column]
+    value = row.get(column) if isinstance(row, dict) else None
     if not isinstance(value, (str, int, float)) or not str(value).strip():
+        there = listing(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
         raise ConfigError(
-            f"line {number} of {str(file)!r} has {value!r} in the column {column!r}. Write a text "
-            f"there, or remove the row."
+            f"line {number} of {str(file)!r} has no text in the column {column!r} ({there}). Write "
+            f"one there, or the columns as --text-column and --label-column."
         )
     return str(value)

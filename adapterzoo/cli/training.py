@@ -22,7 +22,7 @@ from transformers import (
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import CheckpointError
 from adapterzoo.trainer import AdapterTrainer
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
@@ -106,7 +106,7 @@ def train(
         id2label=dict(enumerate(classes)),
     )
     adapted.train_adapter(name)
-    adapted.to(device_named(device))
+    adapted.to(device or _default_device())
     length = tokens_of_text(adapted, tokenizer, max_length)
     tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
@@ -115,7 +115,9 @@ def train(
     ]
     is_cpu = adapted.device.type == "cpu"
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as scratch:
+    Path(output).mkdir(parents=True, exist_ok=True)
+    # a folder that cannot be written to is found before the work
+    with tempfile.TemporaryDirectory(dir=output) as scratch:
         trainer = AdapterTrainer(
             model=adapted,
             args=TrainingArguments(
@@ -152,28 +154,6 @@ def train(
     return metrics | {"fingerprint": adapted.adapter_fingerprint(name), "output": output}
 
 
-def device_named(name: str | None) -> torch.device:
-    """Return a device by its name.
-
-    Args:
-        name: such as "cpu" or "cuda:1"; None: CUDA if available.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    # unknown names, devices without a driver, builds of torch without the device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"--device {name!r} cannot be used ({reason}). Write --device cpu, or see "
-            f"`adapterzoo doctor`."
-        ) from error
-    return device
-
-
 def predict(
     checkpoint: CheckpointFolder,
     texts: Sequence[str],
@@ -197,9 +177,8 @@ def predict(
 
     Raises:
         CheckpointError: the adapter does not fit, or has no head that classifies.
-        ConfigError: there is no base model or no such device.
+        ConfigError: there is no base model.
     """
-    place = device_named(device)
     base = base_of(checkpoint, model)
     adapted = load(AutoAdapterModel, base).eval()
     for head in adapted.known_heads():
@@ -209,13 +188,14 @@ def predict(
     if config is None or config.output_class != _OUTPUT:
         has = "no head" if config is None else f"a head of the type {config.head_type!r}"
         raise CheckpointError(
-            f"{checkpoint.path!r} has {has}; `predict` needs one that classifies texts. Write the "
-            f"folder of an adapter from `adapterzoo train`."
+            f"{checkpoint.path!r} has {has}. Write an adapter with a head that classifies texts."
         )
+    adapted.to(device or _default_device())
     tokenizer = tokenizer_of(base)
-    wanted = max_length or _trained_length(checkpoint)
-    length = tokens_of_text(adapted, tokenizer, wanted)
-    logits = logits_of(adapted.to(place), tokenizer, texts, length, batch_size, progress)
+    settings = checkpoint.meta.get("train")
+    trained = settings.get("max_length") if isinstance(settings, dict) else None
+    length = tokens_of_text(adapted, tokenizer, max_length or trained)
+    logits = logits_of(adapted, tokenizer, texts, length, batch_size, progress)
     count = logits.shape[-1]
     labels = config.id2label or {number: str(number) for number in range(count)}
     names = [str(labels[number]) for number in range(count)]
@@ -288,7 +268,5 @@ def _prediction(text: str, logits: Tensor, names: list[str], several: bool) -> d
     return {"text": text, "label": names[int(logits.argmax())], "probabilities": shares}
 
 
-def _trained_length(checkpoint: CheckpointFolder) -> int | None:
-    settings = checkpoint.meta.get("train")
-    length = settings.get("max_length") if isinstance(settings, dict) else None
-    return length if isinstance(length, int) and length > 0 else None
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,21 +1,20 @@
 """What a site evaluates in a forward, compiled from a composition.
 
-A composition is pruned to the adapters that are present at the site, which get numbers. A chain of
-adapters, by far the usual step, is a tuple of these numbers. The other steps are small trees of
-chains; those that divide the batch are only at the root. The layer that an adapter gets includes
-the adapters before it, and may be restricted to a part of the batch.
+A composition is pruned to the adapters that are present at the site, which get numbers. The usual
+step is a chain, a tuple of these numbers; averages, fusions and splits of the sequence in it are
+trees of chains. A step that divides the batch has a chain for each kind of rows. The layer that an
+adapter gets includes the adapters before it, and may be restricted to a part of the batch.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from adapterzoo.call import StackCall
@@ -62,18 +61,9 @@ class LayerView(BaseLayer):
     residual = _inner_property("residual")
     call = _inner_property("call")
     is_in_call = _inner_property("is_in_call")
-
-    def original(self, x: Tensor) -> Tensor:
-        """Return the untouched output."""
-        return self._inner.original(x)
-
-    def shared(self, adapter: Adapter) -> nn.Module:
-        """Return the module that the adapter's layers share."""
-        return self._inner.shared(adapter)
-
-    def part(self, path: str) -> Any:
-        """Return a module or parameter of the running model."""
-        return self._inner.part(path)
+    original = _inner_property("original")
+    shared = _inner_property("shared")
+    part = _inner_property("part")
 
 
 class Nested(LayerView):
@@ -210,10 +200,12 @@ _CALLED_ALONE = (
     "Call the model itself, or activate one adapter for all rows."
 )
 
-Chain: TypeAlias = tuple[int, ...]
-"""Numbers of adapters in the order in which they nest, innermost first."""
+Tree: TypeAlias = "Tokens | Mean | Fused"
 
-Step: TypeAlias = "Chain | TreeStep"
+Chain: TypeAlias = tuple["int | Tree", ...]
+"""Numbers of adapters, and trees of them, in the order in which they nest, innermost first."""
+
+Step: TypeAlias = "Chain | RowSteps | Copies"
 
 Adapters: TypeAlias = Sequence[Any]
 """The adapters and fusion layers of a site, by number."""
@@ -236,13 +228,15 @@ def evaluate(
     """
     if not isinstance(step, tuple):
         return step.run(adapters, x, base, rows)
-    for number in step[:-1]:
-        base = Nested(adapters[number], base)
-    adapted: Tensor = adapters[step[-1]](x, base)
+    adapter: Any = None
+    for part in step:
+        base = base if adapter is None else Nested(adapter, base)
+        adapter = adapters[part] if isinstance(part, int) else functools.partial(part.run, adapters)
+    adapted: Tensor = adapter(x, base)
     return adapted
 
 
-def fold(step: Step | int, w: Tensor, change: Callable[[int, Tensor], Tensor]) -> Tensor:
+def fold(step: Step, w: Tensor, change: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Return the weight under a step, for a module that computes with its parameters.
 
     Args:
@@ -253,64 +247,29 @@ def fold(step: Step | int, w: Tensor, change: Callable[[int, Tensor], Tensor]) -
     Raises:
         CompositionError: the step divides the batch or the sequence, which a weight cannot express.
     """
-    if isinstance(step, int):
-        return change(step, w)
-    if isinstance(step, (tuple, Nest)):
-        for part in step if isinstance(step, tuple) else step.parts:
-            w = fold(part, w, change)
-        return w
-    if isinstance(step, Mean):
-        return step.averaged(w, [None if s is None else fold(s, w, change) for s in step.steps])
-    raise CompositionError(
-        "a module that computes with its parameters cannot divide its input. "
-        "Activate one adapter for all rows and tokens."
-    )
-
-
-class TreeStep(ABC):
-    """Base of the steps that are not a chain.
-
-    Attributes:
-        acts_on: see `Adapter`.
-    """
-
-    acts_on: Literal["output", "input"]
-
-    @abstractmethod
-    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
-        """Return the output of the site; for the arguments see `evaluate`."""
+    for part in step if isinstance(step, tuple) else (step,):
+        if isinstance(part, int):
+            w = change(part, w)
+        elif isinstance(part, Mean):
+            changed = [None if each is None else fold(each, w, change) for each in part.steps]
+            w = part.averaged(w, changed)
+        else:
+            raise CompositionError(
+                "a module that computes with its parameters cannot divide its input. "
+                "Activate one adapter for all rows and tokens."
+            )
+    return w
 
 
 @dataclass(frozen=True)
-class Nest(TreeStep):
-    """A chain with trees in it, innermost first."""
-
-    parts: tuple[int | TreeStep, ...]
-    acts_on: Literal["output", "input"] = "output"
-
-    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
-        """Nest the parts."""
-        for part in self.parts[:-1]:
-            base = Nested(_bound(part, adapters), base)
-        return _bound(self.parts[-1], adapters)(x, base)
-
-
-def _bound(part: int | TreeStep, adapters: Adapters) -> Callable[[Tensor, BaseLayer], Tensor]:
-    if isinstance(part, TreeStep):
-        return functools.partial(part.run, adapters)
-    adapter: Callable[[Tensor, BaseLayer], Tensor] = adapters[part]
-    return adapter
-
-
-@dataclass(frozen=True)
-class Tokens(TreeStep):
+class Tokens:
     """Each step on its part of the sequence."""
 
-    steps: tuple[Step | None, ...]
+    steps: tuple[Chain | None, ...]
     sizes: tuple[int, ...]
     acts_on: Literal["output", "input"] = "output"
 
-    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`.
 
         Raises:
@@ -332,28 +291,25 @@ class Tokens(TreeStep):
 
 
 @dataclass(frozen=True)
-class Mean(TreeStep):
+class Mean:
     """The base plus the weighted sum of the changes that the steps make.
 
     If all steps change the layer's input, the inputs are averaged, so that a norm after them
     normalizes the average.
     """
 
-    steps: tuple[Step | None, ...]
+    steps: tuple[Chain | None, ...]
     weights: tuple[float, ...]
     acts_on: Literal["output", "input"]
 
-    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the average of the outputs, or the output of the average input."""
-        if self.acts_on == "input":
-            probe = IdentityBase(base)
-            return base(self.averaged(x, [self._at(s, adapters, x, probe) for s in self.steps]))
-        y = base(x)
-        return self.averaged(y, [self._at(s, adapters, x, base) for s in self.steps])
-
-    @staticmethod
-    def _at(step: Step | None, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor | None:
-        return None if step is None else evaluate(step, adapters, x, base)
+        on_input = self.acts_on == "input"
+        own = IdentityBase(base) if on_input else base
+        y = own(x)
+        changed = [None if s is None else evaluate(s, adapters, x, own) for s in self.steps]
+        average = self.averaged(y, changed)
+        return base(average) if on_input else average
 
     def averaged(self, y: Tensor, changed: Sequence[Tensor | None]) -> Tensor:
         """Return y + Σ w (changed − y)."""
@@ -365,7 +321,7 @@ class Mean(TreeStep):
 
 
 @dataclass(frozen=True)
-class Fused(TreeStep):
+class Fused:
     """A fusion over the outputs of chains; it replaces the update of the last adapter.
 
     Attributes:
@@ -379,7 +335,7 @@ class Fused(TreeStep):
     fusion: int
     acts_on: Literal["output", "input"]
 
-    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
+    def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the last adapter's output with the fusion in place of its update."""
 
         def update(z: Tensor) -> Tensor:
@@ -437,7 +393,7 @@ class BatchedAdapters:
 
 
 @dataclass(frozen=True)
-class RowSteps(TreeStep):
+class RowSteps:
     """Each step on its rows of the batch.
 
     Attributes:
@@ -446,9 +402,7 @@ class RowSteps(TreeStep):
             None if that is impossible.
     """
 
-    acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
-
-    steps: tuple[Step | None, ...]
+    steps: tuple[Chain | None, ...]
     layers: tuple[BatchedAdapters, ...] | None
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
@@ -490,7 +444,7 @@ def parts_of_call(
     return views
 
 
-def _on_part(step: Step | None, adapters: Adapters, view: PartialLayer) -> Tensor:
+def _on_part(step: Chain | None, adapters: Adapters, view: PartialLayer) -> Tensor:
     return view(view.x) if step is None else evaluate(step, adapters, view.x, view)
 
 
@@ -508,14 +462,12 @@ def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Copies(TreeStep):
+class Copies:
     """The copy of a layer that runs, for each part of the batch.
 
     Attributes:
         owners: the number of the copy for each part; None for the layer itself.
     """
-
-    acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
 
     owners: tuple[int | None, ...]
 
@@ -595,9 +547,9 @@ def inverse_of(
     """
     if step is None:
         return y
-    if isinstance(step, tuple):
+    if isinstance(step, tuple) and all(isinstance(part, int) for part in step):
         for number in reversed(step):
-            adapter = adapters[number]
+            adapter = adapters[cast("int", number)]
             y = adapter.inverse(y, base) if isinstance(adapter, InvertibleAdapter) else y
         return y
     if not isinstance(step, RowSteps) or rows is None:
@@ -628,8 +580,10 @@ def prefix_of(
         CompositionError: the step divides the sequence, averages or fuses, or another adapter acts
             in it.
     """
-    if isinstance(step, tuple) and all(isinstance(adapters[n], AttentionAdapter) for n in step):
-        return _chained([adapters[number](x, base) for number in step])
+    if isinstance(step, tuple):
+        found = [adapters[part] for part in step if isinstance(part, int)]
+        if len(found) == len(step) and all(isinstance(a, AttentionAdapter) for a in found):
+            return _chained([adapter(x, base) for adapter in found])
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
             "an attention can only join keys and values of prefixes, one after another. "
@@ -642,10 +596,10 @@ def prefix_of(
         own = step.steps[part]
         parts.append(None if own is None else prefix_of(own, adapters, view.x, view))
         sizes.append(view.x.shape[0])
-    found = [part for part in parts if part is not None]
-    keys, values, mask = (layout.restored(t) for t in _padded(parts, sizes, found[0]))
-    in_window = any(part.in_window for part in found)
-    return Prefix(keys, values, mask, found[0].distances, in_window)
+    there = [part for part in parts if part is not None]
+    keys, values, mask = (layout.restored(t) for t in _padded(parts, sizes, there[0]))
+    in_window = any(part.in_window for part in there)
+    return Prefix(keys, values, mask, there[0].distances, in_window)
 
 
 def _chained(prefixes: Sequence[Prefix]) -> Prefix:
@@ -755,7 +709,7 @@ class _Site:
     def _adapter(self, number: int) -> Any:
         return self._present[self.names[number]]
 
-    def compiled(self, setup: Child) -> Step | None:
+    def compiled(self, setup: Child) -> Chain | None:
         """Return the step of a composition, pruned to the adapters that are present."""
         if not isinstance(setup, Node):
             return (self._number(setup),) if setup is not None and setup in self._present else None
@@ -772,25 +726,21 @@ class _Site:
         if isinstance(setup, (Average, Fuse, Split)):
             self._refuse_unmixable(setup)
         if isinstance(setup, Fuse):
-            return self._fused(setup, steps)
+            return (self._fused(setup, steps),)
         if isinstance(setup, Split):
-            return Tokens(tuple(steps), setup.splits, self._acts_on_all(steps))
+            return (Tokens(tuple(steps), setup.splits, self._acts_on_all(steps)),)
         if isinstance(setup, Average):
-            return Mean(tuple(steps), setup.weights, self._acts_on_all(steps))
-        parts: list[int | TreeStep] = []
-        for step in acting:
-            parts += step if isinstance(step, tuple) else [step]
+            return (Mean(tuple(steps), setup.weights, self._acts_on_all(steps)),)
+        parts = [part for step in acting for part in step]
         # the first adapter of a stack acts first: of those that change the input, the outermost
         outer = [part for part in parts if self._acts_on(part) == "input"]
         inner = [part for part in parts if self._acts_on(part) != "input"]
-        nested = (*inner, *reversed(outer))
-        chain = tuple(part for part in nested if isinstance(part, int))
-        return chain if len(chain) == len(nested) else Nest(nested, "output" if inner else "input")
+        return (*inner, *reversed(outer))
 
-    def layers(self, steps: Sequence[Step | None]) -> tuple[BatchedAdapters, ...] | None:
+    def layers(self, steps: Sequence[Chain | None]) -> tuple[BatchedAdapters, ...] | None:
         """Return chains for different rows as layers that apply their adapters in one call each."""
-        chains = [step or () for step in steps if step is None or isinstance(step, tuple)]
-        if len(chains) < len(steps):
+        chains = [[part for part in step or () if isinstance(part, int)] for step in steps]
+        if any(len(chain) < len(step or ()) for chain, step in zip(chains, steps, strict=True)):
             return None
         layers: list[BatchedAdapters] = []
         for level in range(max(map(len, chains))):
@@ -803,8 +753,9 @@ class _Site:
             layers.append(BatchedAdapters(distinct, of_parts))
         return tuple(layers)
 
-    def _is_base(self, step: Step) -> bool:
-        adapter = self._adapter(step[0]) if isinstance(step, tuple) and len(step) == 1 else None
+    def _is_base(self, step: Chain) -> bool:
+        only = step[0] if len(step) == 1 else None
+        adapter = self._adapter(only) if isinstance(only, int) else None
         return isinstance(adapter, LanguageFreeAdapter) and adapter.is_base
 
     def _refuse_other_base(self, setup: Node) -> None:
@@ -831,12 +782,12 @@ class _Site:
                     f"Write Stack({name!r}, …), or BatchSplit({name!r}, …) for rows of a batch."
                 )
 
-    def _fused(self, setup: Fuse, steps: Sequence[Step | None]) -> Fused:
+    def _fused(self, setup: Fuse, steps: Sequence[Chain | None]) -> Fused:
         chains: list[Chain] = []
         last_adapters: list[int] = []
         for child, step in zip(setup.children, steps, strict=True):
             last = child.last() if isinstance(child, Node) else child
-            if not isinstance(step, tuple) or last not in [self.names[n] for n in step]:
+            if step is None or last not in [self.names[cast("int", part)] for part in step]:
                 raise CompositionError(
                     f"{setup!r}: {child!r} has no adapter at a site where others have one. "
                     f"Fuse adapters with the same sites."
@@ -847,10 +798,10 @@ class _Site:
         acts_on = self._acts_on(last_adapters[-1])
         return Fused(tuple(chains), tuple(last_adapters), fusion, acts_on)
 
-    def _acts_on(self, part: int | TreeStep) -> Literal["output", "input"]:
-        owner = part if isinstance(part, TreeStep) else self._adapter(part)
+    def _acts_on(self, part: int | Tree) -> Literal["output", "input"]:
+        owner = self._adapter(part) if isinstance(part, int) else part
         return "input" if owner.acts_on == "input" else "output"
 
-    def _acts_on_all(self, steps: Sequence[Step | None]) -> Literal["output", "input"]:
-        parts = [p for s in steps if s is not None for p in (s if isinstance(s, tuple) else (s,))]
+    def _acts_on_all(self, steps: Sequence[Chain | None]) -> Literal["output", "input"]:
+        parts = [part for step in steps for part in step or ()]
         return "input" if all(self._acts_on(part) == "input" for part in parts) else "output"

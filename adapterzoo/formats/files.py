@@ -157,7 +157,7 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
     Raises:
         CheckpointError: it is too large to be read back.
     """
-    text = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+    text = (json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
     _check_size("the config, with meta_dict,", len(text), MAX_JSON)
     return text
 

@@ -106,13 +106,27 @@ def list_adapters(
             f"source={source!r} is not legal with author={author!r}. Leave one of them out."
         )
     author = OWNER if source == "ah" else author
-    asked = {"pipeline_tag": task, "search": search, "author": author, "token": token}
+    asked: dict[str, Any] = {
+        "pipeline_tag": task,
+        "search": search,
+        "author": author,
+        "token": token,
+    }
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
+        # AdapterHub writes the base model only into the config, which the Hub does not search
+        by_config = name == "adapters"
+        tags = [LIBRARIES[name]]
+        if base_model is not None and not by_config:
+            tags.append(f"base_model:{base_model}")
         with asking("the Hub", token):
-            infos = _search(name, base_model, limit, asked)
-        # a repository with two formats is found twice
-        found = {info.adapter_id: info for info in infos} | found
+            models = HfApi().list_models(
+                filter=tags, sort="downloads", full=True, fetch_config=by_config, **asked
+            )
+            infos = (_info(model, None) for model in models)
+            own = (i for i in infos if not by_config or base_model in (None, i.model_name))
+            # a repository with two formats is found twice
+            found = {info.adapter_id: info for info in itertools.islice(own, limit)} | found
     ranked = sorted(found.values(), key=lambda info: (-info.downloads, info.adapter_id))
     return ranked[:limit]
 
@@ -153,22 +167,6 @@ def adapter_info(
     if file is not None:
         document = read_json(Path(file), "Tell its author")
     return _info(model, document)
-
-
-def _search(
-    library: str, base_model: str | None, limit: int | None, asked: Mapping[str, Any]
-) -> list[AdapterInfo]:
-    # AdapterHub writes the base model only into the config, which the Hub does not search
-    by_config = library == "adapters"
-    tags = [LIBRARIES[library]]
-    if base_model is not None and not by_config:
-        tags.append(f"base_model:{base_model}")
-    models = HfApi().list_models(
-        filter=tags, sort="downloads", full=True, fetch_config=by_config, **asked
-    )
-    found = (_info(model, None) for model in models)
-    own = (i for i in found if not by_config or base_model in (None, i.model_name))
-    return list(itertools.islice(own, limit))
 
 
 def _info(model: ModelInfo, document: dict[str, Any] | None) -> AdapterInfo:

@@ -296,7 +296,7 @@ class _Bottleneck(torch.autograd.Function):
 _bottleneck = register(
     "bottleneck(Tensor to, Tensor? x, Tensor down, Tensor down_bias, Tensor up, Tensor up_bias, "
     "float scaling, str activation, bool keeps) -> (Tensor, Tensor)",
-    computed("bottleneck", "bottleneck_triton.bottleneck", bottleneck_torch, 6),
+    computed("bottleneck_triton.bottleneck", bottleneck_torch, 6),
     _shapes,
     _Bottleneck,
     narrows=(2, 3, 4, 5),
@@ -307,6 +307,6 @@ _bottleneck_backward = register(
     "bottleneck_backward(Tensor dy, Tensor x, Tensor h, Tensor down, Tensor up, float scaling, "
     "str activation, bool adds, bool needs_x, bool needs_down, bool needs_down_bias, "
     "bool needs_up, bool needs_up_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    computed("bottleneck", "bottleneck_triton.bottleneck_backward", bottleneck_torch_backward, 5),
+    computed("bottleneck_triton.bottleneck_backward", bottleneck_torch_backward, 5),
     _shapes_of_backward,
 )

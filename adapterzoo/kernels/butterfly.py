@@ -307,7 +307,6 @@ def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
 
 _rotate, _rotate_backward = product(
     "rotate(Tensor x, Tensor blocks) -> Tensor",
-    "rotate",
     "butterfly_triton.rotate",
     (rotate, rotate_backward),
     lambda x, blocks: x.new_empty(x.shape),

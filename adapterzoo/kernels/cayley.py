@@ -18,9 +18,6 @@ from . import ops
 from .butterfly import by_pairs, fold, folded, folds, from_pairs, products, widened, without
 from .ops import below, computed, exactly, register
 
-# a program cannot keep wider chunks of a single factor, or of a product of several
-_WIDEST, _WIDEST_PRODUCT = 64, 32
-
 
 def cayley_reference(R: Tensor) -> Tensor:
     """Return the definition: Q = (I − S) (I + S)⁻¹ with S = (R − Rᵀ) / 2.
@@ -182,11 +179,6 @@ def _unfolded(grad: Tensor, Q: Tensor) -> Tensor:
     return torch.stack([grad, *reversed(found)], -4)  # [*lead, m, blocks, b, b]
 
 
-def is_narrow(m: int, b: int) -> bool:
-    """Return whether a program can keep a chunk of m factors with blocks of b."""
-    return b <= _WIDEST if m == 1 else b << (m - 1) <= _WIDEST_PRODUCT
-
-
 def _shapes(R: Tensor, dropped: Tensor | None) -> tuple[Tensor, Tensor]:
     m, blocks, b = R.shape[-4:-1]
     n = 1 << (m - 1)
@@ -220,7 +212,7 @@ class _CayleyFold(torch.autograd.Function):
 
 _cayley_fold = register(
     "cayley_fold(Tensor R, Tensor? dropped) -> (Tensor, Tensor)",
-    computed("cayley_fold", "cayley_fold_triton.cayley_fold", cayley_fold_torch, 1, single=True),
+    computed("cayley_fold_triton.cayley_fold", cayley_fold_torch, 1, single=True),
     _shapes,
     _CayleyFold,
 )
@@ -229,7 +221,6 @@ _cayley_fold = register(
 _cayley_fold_backward = register(
     "cayley_fold_backward(Tensor grad, Tensor whole, Tensor Q, Tensor? dropped) -> Tensor",
     computed(
-        "cayley_fold",
         "cayley_fold_triton.cayley_fold_backward",
         cayley_fold_torch_backward,
         3,

@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cayley
-from .cayley import is_narrow
 from .ops import launch
 from .tiles_triton import Tile, is_small, product
 
+# a program cannot keep wider chunks of a single factor, or of a product of several
+_WIDEST, _WIDEST_PRODUCT = 64, 32
 # GPUs with little shared memory compute float64 slowly, too
 _WIDEST_SMALL = 32
 
@@ -41,7 +42,8 @@ def cayley_fold_tile(chunk: int) -> Tile:
 def takes(R: Tensor) -> bool:
     """Return whether the kernels take chunks as wide as those of `R` `[.., m, blocks, b, b]`."""
     m, b = R.shape[-4], R.shape[-1]
-    return is_narrow(m, b) and (b << (m - 1) <= _WIDEST_SMALL or not is_small(R))
+    widest = _WIDEST if m == 1 else _WIDEST_PRODUCT
+    return b << (m - 1) <= (min(widest, _WIDEST_SMALL) if is_small(R) else widest)
 
 
 @triton.jit

@@ -126,7 +126,11 @@ def compose_backward(
     if needs_y:
         of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
     if needs_gain:
-        of_gain = gain_backward(wide, kept, gain, bias, tells)
+        of_gain = dots(rows_of(kept), wide, bias)
+        if tells:
+            # of smaller ones `small_gain_backward` makes the gradient
+            small = gain.detach().abs() < least(kept.dtype, bias is not None)
+            of_gain = of_gain / gain.masked_fill(small, 1.0)
     if needs_bias and bias is not None:
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
@@ -142,21 +146,6 @@ def compose_backward(
         if needs_b:
             of_b = (dyt * s).to(b.dtype)
     return of_y, of_gain, of_bias, of_t, of_b
-
-
-def gain_backward(
-    dy: Tensor, kept: Tensor, gain: Tensor, bias: Tensor | None, tells: bool
-) -> Tensor:
-    """Return the gradient of the gain `[d_out]`, without that of an update which `kept` lacks.
-
-    `dy` and `kept` `[*batch, d_out]`; see `compose_backward`.
-    """
-    found = dots(rows_of(kept), rows_of(dy), bias)
-    if not tells:
-        return found
-    # of smaller ones `small_gain_backward` makes the gradient
-    small = gain.detach().abs() < least(kept.dtype, bias is not None)
-    return found / gain.masked_fill(small, 1.0)
 
 
 def small_gain_backward(
@@ -210,12 +199,8 @@ def dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
     return ((kept if bias is None else kept - bias) * dy).sum(0)
 
 
-def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
+def saved_by(ctx: Any) -> tuple[Any, ...]:
     """Return the saved tensors of a node that keeps its own output.
-
-    Args:
-        ctx: of the node.
-        kernel: its name, for the message.
 
     Raises:
         KernelError: the output was changed in place.
@@ -227,10 +212,8 @@ def saved_by(ctx: Any, kernel: str) -> tuple[Any, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise KernelError(
-            f"{kernel}: its backward pass cannot read what its forward has kept ({error}). "
-            f"If the model changes the output of this layer in place, write "
-            f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
-            f"leave the layer out by exclude_modules."
+            f"compose: the output of the layer was changed in place ({error}). "
+            f"Write adapterzoo.kernels.use('reference'), or leave it out by exclude_modules."
         ) from error
     return found
 
@@ -257,7 +240,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        kept, gain, bias, t, b, small, columns = saved_by(ctx, "compose")
+        kept, gain, bias, t, b, small, columns = saved_by(ctx)
         run = compose_backward if torch.is_grad_enabled() else _compose_backward
         of_y, of_gain, *rest = run(dy, kept, gain, bias, t, b, ctx.scaling, ctx.tells, *needs)
         if needs[1] and small is not None:
@@ -269,7 +252,7 @@ class _Compose(torch.autograd.Function):
 
 
 # the last three arguments are for the backward
-_run = computed("compose", "compose_triton.compose", compose_reference, 5)
+_run = computed("compose_triton.compose", compose_reference, 5)
 
 
 _compose = register(
@@ -285,6 +268,6 @@ _compose_backward = register(
     "compose_backward(Tensor dy, Tensor kept, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, "
     "float scaling, bool tells, bool needs_y, bool needs_gain, bool needs_bias, bool needs_t, "
     "bool needs_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    computed("compose", "compose_triton.compose_backward", compose_backward, 6),
+    computed("compose_triton.compose_backward", compose_backward, 6),
     _shapes_of_backward,
 )

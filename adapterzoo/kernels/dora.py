@@ -136,7 +136,7 @@ def _fake(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 _row_norm = register(
     "row_norm(Tensor w, Tensor a, Tensor b, float scaling) -> Tensor",
     # under autocast weights stay float32
-    computed("row_norm", "row_norm_triton.row_norm", row_norm_reference, 3, single=True),
+    computed("row_norm_triton.row_norm", row_norm_reference, 3, single=True),
     _fake,
 )
 
@@ -144,13 +144,6 @@ _row_norm = register(
 def _gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     norm = row_norm_reference(w, a, b, scaling)
     return divided(m, norm), torch.where(norm == 0, 0.0, 1 / norm)
-
-
-def _shapes_of_gain(
-    w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    norm = _fake(w, a, b, scaling)
-    return norm, norm.new_empty(norm.shape)
 
 
 class _RowGain(torch.autograd.Function):
@@ -173,7 +166,7 @@ class _RowGain(torch.autograd.Function):
 
 _row_gain = register(
     "row_gain(Tensor w, Tensor a, Tensor b, Tensor m, float scaling) -> (Tensor, Tensor)",
-    computed("row_gain", "row_norm_triton.row_gain", _gain, 4, single=True),
-    _shapes_of_gain,
+    computed("row_norm_triton.row_gain", _gain, 4, single=True),
+    lambda w, a, b, m, scaling: (_fake(w, a, b, scaling), _fake(w, a, b, scaling)),
     _RowGain,
 )

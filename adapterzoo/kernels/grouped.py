@@ -248,9 +248,8 @@ class Groups:
         for row, value in enumerate(values):
             if type(value) is not int or value < BASE:
                 raise KernelError(
-                    f"Groups.of(index): index[{row}]={value!r} is not the number of an adapter. "
-                    f"Legal are 0, 1, … and None or -1 for rows without an adapter. Write "
-                    f"Groups.of([0, 1, None])."
+                    f"Groups.of(index): index[{row}]={value!r} is not the number of an adapter, or "
+                    f"None or -1 for none. Write Groups.of([0, 1, None])."
                 )
         return (_made if torch.compiler.is_compiling() else _remembered)(values)
 
@@ -264,16 +263,11 @@ class Groups:
         Raises:
             KernelError: they are those of another batch, or name an adapter beyond `n`.
         """
-        batch = len(self.index)
-        if x.dim() < 2 or x.shape[0] != batch:
+        batch, most = len(self.index), max(self.adapters, default=BASE)
+        if x.dim() < 2 or x.shape[0] != batch or most >= n:
             raise KernelError(
-                f"grouped_low_rank: the groups are of {batch} rows, x is {list(x.shape)}. Legal is "
-                f"x [{batch}, *tokens, width]. Write Groups.of(index) with an entry for each row."
-            )
-        if self.adapters and self.adapters[-1] >= n:
-            raise KernelError(
-                f"grouped_low_rank: the groups name adapter {self.adapters[-1]}, and there are {n} "
-                f"adapters. Legal are 0 to {n - 1}. Write Groups.of(index) with these, or None."
+                f"grouped_low_rank: the groups are of {batch} rows and adapters up to {most}, x is "
+                f"{list(x.shape)}, and there are {n} adapters. Write Groups.of(index) for these."
             )
 
     def numbers(self, name: str, device: torch.device) -> Tensor:
@@ -524,7 +518,6 @@ def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _shrink, _shrink_backward = product(
     "grouped_shrink(Tensor x, Tensor a, float p, Tensor? noise, Tensor index) -> Tensor",
-    "grouped_shrink",
     "grouped_triton.shrink",
     (grouped_shrink_torch, grouped_shrink_torch_backward),
     lambda x, a, p, noise, index: x.new_empty((*x.shape[:-1], a.shape[1]), dtype=a.dtype),
@@ -536,7 +529,6 @@ _shrink, _shrink_backward = product(
 
 _expand, _expand_backward = product(
     "grouped_expand(Tensor y, Tensor t, Tensor b, Tensor scaling, Tensor index) -> Tensor",
-    "grouped_expand",
     "grouped_triton.expand",
     (grouped_expand_torch, grouped_expand_torch_backward),
     lambda y, t, b, scaling, index: y.new_empty(y.shape),

@@ -307,7 +307,6 @@ class _Dropped(torch.autograd.Function):
 
 _shrink, _shrink_backward = product(
     "low_rank_shrink(Tensor x, Tensor a, float p, Tensor? noise) -> Tensor",
-    "shrink",
     "low_rank_triton.shrink",
     (shrink_torch, shrink_torch_backward),
     lambda x, a, p, noise: x.new_empty((*x.shape[:-1], a.shape[0]), dtype=a.dtype),
@@ -318,7 +317,6 @@ _shrink, _shrink_backward = product(
 
 _expand, _expand_backward = product(
     "low_rank_expand(Tensor y, Tensor t, Tensor b, float scaling) -> Tensor",
-    "expand",
     "low_rank_triton.expand",
     (expand_torch, expand_torch_backward),
     lambda y, t, b, scaling: y.new_empty(y.shape),

@@ -86,7 +86,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: o
         constants: its constant expressions and Triton's own options.
 
     Raises:
-        KernelError: the operands are not all on one device, or Triton cannot run there.
+        KernelError: the operands are not all on one device.
     """
     tensors = [(i, value) for i, value in enumerate(operands) if isinstance(value, Tensor)]
     first = tensors[0][1]
@@ -94,12 +94,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: o
         places = [f"{kernel.arg_names[i]} on {tensor.device}" for i, tensor in tensors]
         raise KernelError(
             f"{kernel.fn.__name__}: operands on several devices: {listing(places)}. "
-            f"All must be on one. Move them with .to(device)."
-        )
-    if reason := obstacle(first):
-        raise KernelError(
-            f"{kernel.fn.__name__}: {reason}. Write adapterzoo.kernels.use('auto'), or move the "
-            f"operands to a CUDA device."
+            f"Move them to one with .to(device)."
         )
     if 0 in grid:
         return
@@ -150,23 +145,10 @@ def use(mode: str) -> contextlib.ExitStack:
         A context manager that restores the earlier mode at its end.
 
     Raises:
-        KernelError: there is no such mode, or Triton cannot run in this process.
+        KernelError: there is no such mode.
     """
     if mode not in _MODES:
-        raise KernelError(
-            f"use({mode!r}): there is no such mode. Legal are {listing(_MODES)}. Write use('auto')."
-        )
-    if mode == "triton" and not INTERPRETED:
-        missing = not INSTALLED
-        if missing or ROCM or not torch.cuda.is_available():
-            what = "torch is built for AMD GPUs" if ROCM else "torch sees no CUDA device"
-            hint = "Set TRITON_INTERPRET=1 before Python starts"
-            if missing:
-                what, hint = "triton is not installed", "Install triton"
-            raise KernelError(
-                f"use('triton'): {what}. {hint}, or write use('auto'), which uses torch "
-                f"operations where Triton cannot run."
-            )
+        raise KernelError(f"use({mode!r}): the modes are {listing(_MODES)}. Write use('auto').")
     block = contextlib.ExitStack()
     block.callback(_set, _set(mode))
     return block
@@ -216,27 +198,19 @@ def takes_triton(kernel: str, *given: Tensor | None, single: bool = False) -> bo
     first = given[0]
     if first is None or not asks_triton(first):
         return False
-    operands = [x for x in given if x is not None]
+    dtypes = [x.dtype for x in given if x is not None]
     reason = obstacle(first)
-    if reason is None:
-        wide = next((x.dtype for x in operands if x.dtype not in _DTYPES), None)
-        reason = f"it does not compute in {_name(wide)}" if wide else None
-    if reason is None and not (single or INTERPRETED):
-        alone = all(x.dtype is torch.float32 for x in operands)
-        reason = "it leaves operands that are all float32 to torch" if alone else None
-    if reason is None:
-        return True
-    if _mode == "triton":
-        names = [_name(dtype) for dtype in _DTYPES]
+    if reason is None and any(dtype not in _DTYPES for dtype in dtypes):
+        reason = f"it does not compute in {next(d for d in dtypes if d not in _DTYPES)}"
+    takes_single = single or INTERPRETED
+    if reason is None and not takes_single and all(d is torch.float32 for d in dtypes):
+        reason = "it leaves operands that are all float32 to torch"
+    if reason is not None and _mode == "triton":
         raise KernelError(
-            f"use('triton') and {kernel}: {reason}. Triton takes {listing(names)} on CUDA devices. "
-            f"Write adapterzoo.kernels.use('auto')."
+            f"use('triton') and {kernel}: {reason}. Triton takes float32, float16 and bfloat16 on "
+            f"CUDA devices. Write adapterzoo.kernels.use('auto')."
         )
-    return False
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return reason is None
 
 
 def _set(mode: str) -> str:
@@ -290,7 +264,6 @@ def register(
 
 def product(
     schema: str,
-    kernel: str,
     triton: str,
     in_torch: tuple[Operator, Operator],
     shapes: Operator,
@@ -310,7 +283,6 @@ def product(
     Args:
         schema: see `register`; x and the factor come first, or after the argument that the product
             is added to.
-        kernel: its name, for messages.
         triton: `"module.function"`; its backward is `function_backward`.
         in_torch: the product in torch operations, and its backward.
         shapes: see `register`.
@@ -360,7 +332,7 @@ def product(
     operands = 2 + added
     op = register(
         schema,
-        computed(kernel, triton, forward, operands, noise, prepare),
+        computed(triton, forward, operands, noise, prepare),
         shapes,
         ProductFunction,
         narrows,
@@ -368,16 +340,13 @@ def product(
     op_backward = register(
         f"{name}_backward(Tensor grad, {', '.join(inner)}, bool needs_x, bool needs_factor) "
         f"-> (Tensor, Tensor)",
-        computed(
-            kernel, f"{triton}_backward", backward, 3, None if noise is None else noise + 1, prepare
-        ),
+        computed(f"{triton}_backward", backward, 3, None if noise is None else noise + 1, prepare),
         shapes_of_both,
     )
     return op, op_backward
 
 
 def computed(
-    kernel: str,
     triton: str,
     in_torch: Operator,
     operands: int,
@@ -388,7 +357,6 @@ def computed(
     """Return a function that runs Triton if it takes the operands, else torch operations.
 
     Args:
-        kernel: its name, for messages.
         triton: `"module.function"`, imported when needed.
         in_torch: the same in torch operations.
         operands: how many of the first arguments Triton must be able to take; None is ignored.
@@ -399,15 +367,15 @@ def computed(
     """
 
     def run(*args: Any) -> Any:
+        module, name = triton.split(".")
         drawn = None if noise is None else args[noise]
         if drawn is None:
-            taken = takes_triton(kernel, *args[:operands], single=single)
+            taken = takes_triton(name, *args[:operands], single=single)
         else:
             taken = drawn.dtype is torch.int64
         args = args if prepare is None else prepare(taken, args)
         compute = in_torch
         if taken:
-            module, name = triton.split(".")
             compute = getattr(importlib.import_module(f".{module}", __package__), name)
         out = compute(*args)
         # the memory layout of the fake outputs; Triton may leave a product to torch

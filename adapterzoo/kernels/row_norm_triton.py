@@ -13,6 +13,8 @@ The program that finds such rows computes them again from the sum itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -142,11 +144,8 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     out = torch.empty(w.shape[:-1], dtype=torch.float32, device=w.device)
     if not w.shape[-1]:
         return out.zero_()
-    if w.dim() == 2:
-        _write(w, a, b, scaling, None, out, None)
-    else:
-        for parts in zip(w, a, b, out, strict=True):
-            _write(parts[0], parts[1], parts[2], scaling, None, parts[3], None)
+    for own_w, own_a, own_b, norm in _by_expert(w, a, b, out):
+        _write(own_w, own_a, own_b, scaling, None, norm, None)
     return out
 
 
@@ -159,13 +158,14 @@ def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> tupl
     inverse = torch.empty_like(out)
     if not w.shape[-1]:
         return out.fill_(1.0), inverse.zero_()
-    if w.dim() == 2:
-        _write(w, a, b, scaling, m.contiguous(), out, inverse)
-    else:
-        for parts in zip(w, a, b, m.contiguous(), out, inverse, strict=True):
-            own_w, own_a, own_b, *rest = parts
-            _write(own_w, own_a, own_b, scaling, rest[0], rest[1], rest[2])
+    for own_w, own_a, own_b, *rest in _by_expert(w, a, b, m.contiguous(), out, inverse):
+        _write(own_w, own_a, own_b, scaling, *rest)
     return out, inverse
+
+
+def _by_expert(w: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Return the tensors of each expert."""
+    return [(w, *others)] if w.dim() == 2 else zip(w, *others, strict=True)
 
 
 def _write(

@@ -75,7 +75,10 @@ def add(
     loaded, with_output = _for_model(model, loaded, in_file)
     data: Collected = {}
     if not in_file:
-        loaded, data = fitted(model, loaded, init_data)
+        plans = (member.init_plan(model.anatomy) for member in loaded.members)
+        plan = next((p for p in plans if p is not None), None)
+        if plan is not None or init_data is not None:
+            loaded, data = fitted(model, loaded, plan, init_data)
     record = make(model, loaded)
     for path, adapter in record.coming.items():
         if record.places[path]:

@@ -25,8 +25,17 @@ from adapterzoo.names import check_name, one_of
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
 from .heads import named, store, tables
-from .hf import documents
-from .hf.info import ModelInfo, name_of
+from .hf.info import (
+    BASE,
+    ModelInfo,
+    check,
+    name_in,
+    name_of,
+    provenance,
+    sample_of_base,
+    warn_of_base,
+    write,
+)
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -106,7 +115,7 @@ def save_adapter(
     own = [module for _, module in modules_of(model, name)]
     with sharding.gathering(model, own):
         stored = checkpoint_of(model, name, with_head, meta, format)
-        documents.write(model, folder, stored, "adapter", format)
+        write(model, folder, stored, "adapter", format)
 
 
 def check_saving(
@@ -119,9 +128,7 @@ def check_saving(
     """
     # the native format can express all
     for name in names if format != "native" else ():
-        documents.check(
-            model, checkpoint_of(model, name, with_head, None, format), "adapter", format
-        )
+        check(model, checkpoint_of(model, name, with_head, None, format), "adapter", format)
 
 
 def checkpoint_of(
@@ -129,7 +136,6 @@ def checkpoint_of(
 ) -> Checkpoint:
     """Return an adapter and its head; arguments as of `save_adapter`."""
     record = model._adapter_state.find(name)
-    documents.check_meta(meta)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
     head = None
@@ -137,10 +143,10 @@ def checkpoint_of(
         head_name = named.name_with(model, name)
         head = named.record_of(model, head_name, head_name != name, format == "native")
     base = {}
-    if format == "native" and (sampled := documents.sample_of_base(model)):
-        base[documents.BASE] = sampled
+    if format == "native" and (sampled := sample_of_base(model)):
+        base[BASE] = sampled
     document = {
-        **documents.provenance(model, name),
+        **provenance(model, name),
         **base,
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
@@ -228,7 +234,7 @@ def fitting(
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = ModelInfo(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
-    name = documents.name_in(asked.load_as, stored, hub_name or path)
+    name = name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
     head_name = head_name_of(model, stored, asked, name)
     known, heads = model._adapter_state.records, tuple(heads_of(model))
@@ -261,7 +267,7 @@ def fitting(
         if lost:
             warnings.warn(lost, stacklevel=2)
         warn()
-        documents.warn_of_base(model, stored, name)
+        warn_of_base(model, stored, name)
         asked.compare(record.config, stored.metadata.get("model_name"))
         asked.report()
 

@@ -20,8 +20,8 @@ from adapterzoo.names import check_name
 
 from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
 from .heads import copies
-from .hf.backbone import text_config
 from .hf.hosts import refuse_while_batching
+from .hf.task_classes import text_config
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, fusion_modules, modules_of
 

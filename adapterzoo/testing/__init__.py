@@ -100,9 +100,8 @@ def report(
     found = list(cases(loaded, kinds))
     if not found:
         raise ConformanceError(
-            f"{loaded!r}: fits no model of the suite. Its blocks have the linear layers q_proj, "
-            f"k_proj, v_proj, out_proj, fc1, fc2, or up_proj and down_proj, or c_attn, c_proj, "
-            f"c_fc; hidden states have 32 features. Check a config that can be placed there."
+            f"{loaded!r}: fits no model of the suite, whose layers are q_proj, fc1, c_attn, … and "
+            f"have 32 features. Check a config that can be placed there, or call report_on."
         )
     return list(_failures(chosen, found))
 

@@ -338,14 +338,13 @@ def merge_equals_forward(case: Case) -> None:
     """
     model, x = case.trained("a"), case.input(4, 6)
     base = run(model, x)
-    before = {key: t.clone() for key, t in model.state_dict().items()}
+    before = _copied(model)
     model.set_active_adapters("a")
     adapted = run(model, x)
     try:
         model.merge_adapter("a")
     except AdapterZooError:
-        for key, tensor in model.state_dict().items():
-            require(same_bits(before[key], tensor), f"a refused merge has changed {key!r}")
+        _require_equal(before, model.state_dict(), "after a refused merge")
         require(same_bits(adapted, run(model, x)), "a refused merge changes the output")
         return
     truth = case.exact("a")
@@ -354,8 +353,7 @@ def merge_equals_forward(case: Case) -> None:
     _require_as_near(run(model, x), adapted, truth(x), "merged and not active", case.margin)
     model.reset_adapter()
     require(same_bits(base, run(model, x)), "reset_adapter() does not restore the base's bits")
-    for key, tensor in model.state_dict().items():
-        require(same_bits(before[key], tensor), f"reset_adapter() does not restore {key!r}")
+    _require_equal(before, model.state_dict(), "after reset_adapter()")
 
 
 @check()
@@ -371,8 +369,7 @@ def stacks(case: Case) -> None:
         with torch.random.fork_rng(devices=()):
             model.add_adapter("fresh", case.fitted())
         for stack in (Stack("a", "fresh"), Stack("fresh", "a")):
-            error = distance(alone["a"], _active(model, stack, x))
-            require(error <= 1e-5, f"{stack!r} differs from 'a' by {error:.3g}")
+            _require_near(alone["a"], _active(model, stack, x), f"{stack!r}")
     modules = [m for name in ("a", "b") for _, m in model.adapter_modules(name)]
     if not all(isinstance(module, WeightAdapter) for module in modules):
         return
@@ -462,10 +459,27 @@ def _born(
     return bits(model, "a")
 
 
-def _require_equal(first: dict[str, Tensor], second: dict[str, Tensor], when: str) -> None:
-    require(set(first) == set(second), f"other parameters {when}")
+def _require_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor], when: str) -> None:
+    require(set(first) == set(second), f"other tensors {when}: {sorted(set(first) ^ set(second))}")
     for key, value in first.items():
-        require(same_bits(value, second[key]), f"{key!r} starts with other values {when}")
+        require(same_bits(value, second[key]), f"{key!r} has other values {when}")
+
+
+def _require_near(one: Tensor, other: Tensor, what: str) -> None:
+    error = distance(one, other)
+    require(error <= 1e-5, f"{what}: {error:.3g} off")
+
+
+def _copied(model: Host) -> dict[str, Tensor]:
+    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+
+def _train(model: Host, name: str, x: Tensor) -> None:
+    """Train an adapter for one step, and return to evaluation mode."""
+    model.train_adapter(name)
+    model(x).square().sum().backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
+    model.eval()
 
 
 def _require_apart(values: dict[str, Tensor]) -> None:
@@ -495,7 +509,7 @@ def take_leaves_no_trace(case: Case) -> None:
     """Adding, using and deleting an adapter restores the model: classes, keys and bits."""
     model, x = case.host(), case.input(2, 5)
     before, base = _census(model), run(model, x)
-    fresh = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    fresh = _copied(model)
     case.add(model, "a")
     model.set_active_adapters("a")
     stir(model, "a")
@@ -509,8 +523,7 @@ def take_leaves_no_trace(case: Case) -> None:
         left = after[path][1] ^ keys
         require(not left, f"{path!r} has other attributes afterwards: {sorted(left)}")
     require(same_bits(base, run(model, x)), "the output of the base model has changed")
-    for key, tensor in model.state_dict().items():
-        require(key in fresh and same_bits(fresh[key], tensor), f"{key!r} has changed")
+    _require_equal(fresh, model.state_dict(), "afterwards")
 
 
 @check(*_HALF_TOO)
@@ -531,10 +544,7 @@ def inactive_is_base(case: Case) -> None:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         require(same_bits(base, run(model, x)), "a setup outlives its exception")
-    model.train_adapter("a")
-    model(x).square().sum().backward()
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
-    model.eval()
+    _train(model, "a", x)
     with AdapterSetup(None):
         require(same_bits(base, run(model, x)), "training has changed the base model")
 
@@ -550,8 +560,7 @@ def two_adapters_do_not_meet(case: Case) -> None:
     stir(model, "b", seed=7)
 
     def unchanged(when: str) -> None:
-        for key, tensor in bits(model, "a").items():
-            require(same_bits(values[key], tensor), f"{key!r} of 'a' has changed {when}")
+        _require_equal(values, bits(model, "a"), when)
         require(same_bits(first, run(model, x)), f"the output of 'a' has changed {when}")
 
     unchanged("when 'b' was added")
@@ -561,10 +570,7 @@ def two_adapters_do_not_meet(case: Case) -> None:
     require(not torch.equal(first, run(model, x)), "'b' gives the output of 'a'")
     model.set_active_adapters("a")
     unchanged("when 'b' was active")
-    model.train_adapter("b")
-    model(x).square().sum().backward()
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
-    model.eval()
+    _train(model, "b", x)
     model.set_active_adapters("a")
     unchanged("when 'b' was trained")
     model.delete_adapter("b")
@@ -588,10 +594,8 @@ def save_and_load(case: Case) -> None:
         drawn = not torch.equal(state, torch.random.get_rng_state())
         require(not drawn, "loading draws from torch's random numbers")
     loaded = bits(other, "renamed")
-    require(set(loaded) == set(values), f"other tensors: {sorted(set(loaded) ^ set(values))}")
-    for key, tensor in values.items():
-        require("n4me" not in key, f"the adapter's name stands in {key!r}")
-        require(same_bits(tensor, loaded[key]), f"{key!r} has other bits after loading")
+    _require_equal(values, loaded, "after loading")
+    require(not any("n4me" in key for key in values), "the adapter's name stands in a key")
     require(
         other.adapters_config["renamed"] == model.adapters_config["n4me"],
         "the config differs after loading",
@@ -672,27 +676,21 @@ def leaves_input_alone(case: Case) -> None:
     """A forward or backward does not change a layer's input, weight or bias in place."""
     model, x = case.trained("a"), case.input(2, 5)
     model.set_active_adapters("a")
-    seen: list[tuple[str, Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor]] = []
 
-    def remember(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen.append((path, args[0], args[0].detach().clone()))
+    def remember(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append((args[0], args[0].detach().clone()))
 
-        return hook
-
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(remember(path))
-        for path, _ in model.adapter_modules("a")
-    ]
-    before = {key: t.clone() for key, t in model.state_dict().items()}
+    layers = [model.get_submodule(path) for path, _ in model.adapter_modules("a")]
+    handles = [layer.register_forward_pre_hook(remember) for layer in layers]
+    before = _copied(model)
     run(model, x)
     for handle in handles:
         handle.remove()
     require(bool(seen), "no adapted layer was run")
-    for path, given, was in seen:
-        require(same_bits(given, was), f"the input of {path!r} was changed in place")
-    for key, tensor in model.state_dict().items():
-        require(same_bits(before[key], tensor), f"a forward has changed {key!r}")
+    for given, was in seen:
+        require(same_bits(given, was), "the input of a layer was changed in place")
+    _require_equal(before, model.state_dict(), "after a forward")
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
@@ -760,14 +758,11 @@ def any_leading_shape(case: Case) -> None:
     x = case.input(3, 4)
     whole = run(model, x)
     for i in range(3):
-        error = distance(whole[i : i + 1], run(model, x[i : i + 1]))
-        require(error <= 1e-5, f"row {i} of a batch differs from the row alone by {error:.3g}")
+        _require_near(whole[i : i + 1], run(model, x[i : i + 1]), f"row {i} of a batch, alone")
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
-    error = distance(whole, run(model, turned))
-    require(error <= 1e-5, f"a non-contiguous input gives an output {error:.3g} off")
+    _require_near(whole, run(model, turned), "a non-contiguous input")
     wide = x[:1].expand(5, *x.shape[1:])
-    error = distance(run(model, wide.contiguous()), run(model, wide))
-    require(error <= 1e-5, f"an expanded input gives an output {error:.3g} off")
+    _require_near(run(model, wide.contiguous()), run(model, wide), "an expanded input")
 
 
 @check()
@@ -781,8 +776,7 @@ def padding_changes_nothing(case: Case) -> None:
         mask[1, real] = 1
         with torch.no_grad():
             padded = model(x, attention_mask=mask)[1:, real]
-        error = distance(padded, run(model, x[1:, real]))
-        require(error <= 1e-5, f"two tokens of padding {side} a row change it by {error:.3g}")
+        _require_near(padded, run(model, x[1:, real]), f"two tokens of padding {side} a row")
 
 
 @check(*DTYPES)
@@ -916,8 +910,7 @@ def compiles(case: Case) -> None:
             model.set_active_adapters(setup)
             expected = run(model, x)
             with torch.no_grad():
-                error = distance(expected, compiled(x))
-            require(error <= 1e-5, f"compiled with {setup!r} active: {error:.3g} off")
+                _require_near(expected, compiled(x), f"compiled with {setup!r} active")
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
         require(False, f"does not compile in one graph: {str(error).strip().splitlines()[0]}")
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from adapterzoo.inject import recorded
 from adapterzoo.model import AdapterModelMixin
@@ -27,20 +28,6 @@ VOCABULARY = 11
 KINDS = ("linear", "linear without bias", "conv1d", "embedding")
 # tokens attend to one another: for methods that sit only at attention
 ATTENTION = "attention"
-
-
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: the weight is stored `[d_in, d_out]`."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.empty(nx, nf))
-        self.bias = nn.Parameter(torch.empty(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[*batch, nx]` → `[*batch, nf]`."""
-        return x @ self.weight + self.bias
 
 
 class _Attention(nn.Module):
@@ -96,16 +83,6 @@ class _FusedAttention(nn.Module):
         return cast("Tensor", self.c_proj(torch.sigmoid(q) * torch.tanh(k) * v))
 
 
-class _FusedMlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_fc = Conv1D(INNER, WIDTH)
-        self.c_proj = Conv1D(WIDTH, INNER)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", self.c_proj(gelu(self.c_fc(x))))
-
-
 class _PostNormBlock(nn.Module):
     """As in BERT and BART: each norm after its addition."""
 
@@ -147,7 +124,10 @@ class _FusedBlock(nn.Module):
         self.ln_1 = nn.LayerNorm(WIDTH)
         self.attn = _FusedAttention()
         self.ln_2 = nn.LayerNorm(WIDTH)
-        self.mlp = _FusedMlp()
+        self.mlp = nn.Sequential()
+        self.mlp.c_fc = Conv1D(INNER, WIDTH)
+        self.mlp.act = nn.GELU()
+        self.mlp.c_proj = Conv1D(WIDTH, INNER)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         x = x + self.attn(self.ln_1(x))

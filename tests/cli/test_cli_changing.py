@@ -11,7 +11,6 @@ import peft
 import pytest
 import torch
 import transformers
-from disks import full_disk
 from families import tiny_config, tiny_inputs
 from peft_world import QUIET
 from safetensors.torch import load_file, save_file
@@ -350,48 +349,6 @@ def test_merge_rounds_no_adapter_without_saying_so(run, base, tmp_path, format):
     assert ((merged[f"{key}.weight"] - expected).abs() <= 0.501 * step).all()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_merge_writes_a_whole_model_or_nothing(run, trained, base, tmp_path, there):
-    out = tmp_path / "new" / "m"
-    (out if there else out.parent).mkdir(parents=True)
-    number = out.stat().st_ino if there else None
-    arguments = ["merge", base, trained["folder"], out]
-    with full_disk():
-        said = run(*arguments, code=1).stderr
-    assert f"{str(out)!r} cannot be written (" in said
-    assert "File too large" in said
-    assert "has space" in said
-    assert list(out.parent.rglob("*")) == ([out] if there else [])
-    run(*arguments)
-    assert list(out.parent.iterdir()) == [out]
-    assert {file.name for file in out.iterdir()} >= {"config.json", "model.safetensors"}
-    assert all(file.is_file() for file in out.iterdir())
-    assert number in (None, out.stat().st_ino)
-    (tmp_path / "plain").mkdir()
-    assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_merge_tells_of_a_tokenizer_that_cannot_be_fetched(
-    run, trained, base, tmp_path, monkeypatch
-):
-    """The model is in the cache, and the Hub, which is to have the tokenizer, does not answer."""
-    repository = tmp_path / "models--me--base"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text("0" * 40)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(base / name, snapshot)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    out = tmp_path / "m"
-    said = run("merge", "me/base", trained["folder"], out).stderr
-    assert said.startswith("The tokenizer of 'me/base' cannot be loaded (We couldn't connect to ")
-    assert said.endswith(f"); {str(out)!r} has none.\n")
-    assert len(said.splitlines()) == 1
-    assert not list(out.glob("tokenizer*"))
-
-
 def test_merge_refuses(run, trained, base, tmp_path):
     folder = trained["folder"]
     (tmp_path / "full").mkdir()
@@ -415,15 +372,6 @@ def test_a_damaged_base_model_is_told(run, trained, base, tmp_path):
     said = run("merge", folder, trained["folder"], tmp_path / "o", "--no-head", code=1).stderr
     assert "the base model" in said
     assert "cannot be loaded (Error while deserializing" in said
-    weights.write_bytes(whole)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    convert = ["convert", trained["folder"], tmp_path / "o", "--to", "peft", "--model", folder]
-    assert "cannot be loaded" in run(*convert, code=1).stderr
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
-    said = run(*convert, code=1).stderr
-    assert "cannot be loaded (Validation error for field 'hidden_size'" in said
-    assert "Write --model MODEL, the folder of a transformers model" in said
     assert not (tmp_path / "o").exists()
 
 

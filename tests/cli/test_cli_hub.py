@@ -80,7 +80,7 @@ def test_push_then_info_list_and_predict(over_there, run, hub_client, trained, b
         (["push", "{folder}", "bob/his"], "bob/his"),
         (["push", ".", "ann/a"], "holds no adapter"),
         (["push", "{folder}", "a//b"], "Repo id must be in the form"),
-        (["list", "--library", "torch"], "library='torch' is unknown"),
+        (["list", "--library", "torch"], "no library 'torch'"),
     ],
 )
 def test_refusals(over_there, hub_client, trained, arguments, message):
@@ -94,10 +94,10 @@ def test_refusals(over_there, hub_client, trained, arguments, message):
     assert not hub.repos
 
 
-@pytest.mark.parametrize("metric", ["good", "=0.9", " =1", "a=", "a=nan", "a=-inf"])
-def test_a_metric_is_a_name_and_a_finite_number(run, tmp_path, metric):
+@pytest.mark.parametrize("metric", ["good", "a="])
+def test_a_metric_is_a_name_and_a_number(run, tmp_path, metric):
     said = run("push", tmp_path, "ann/a", "--metric", metric, code=2).stderr
-    assert f"--metric {metric!r} is not a name with a number" in said
+    assert f"--metric {metric!r} is not NAME=NUMBER" in said
 
 
 def test_an_adapter_without_a_name_gets_that_of_its_repository(over_there, tmp_path):

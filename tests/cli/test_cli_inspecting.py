@@ -47,7 +47,7 @@ def test_info_of_our_own(run, trained, base):
     assert found["config"]["r"] == 4
     assert found["parameters"] > head
     text = run("info", folder).stdout
-    for shown in ("reviews", "native", "classification: fresh, rotten", trained["fingerprint"]):
+    for shown in ("reviews", "native", "fresh, rotten", trained["fingerprint"]):
         assert shown in text
 
 
@@ -115,7 +115,10 @@ def test_verify_promises_no_more_than_a_format_can_show(run, trained, tmp_path):
     folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
     count = len(load_file(folder / "adapter_model.safetensors"))
     first = f"{folder}: peft adapter, {count} tensors: readable, all values finite"
-    unseen = "this format has no digests: a changed value cannot be detected"
+    unseen = (
+        "this format has no digests: a changed value cannot be detected, and a missing tensor only "
+        "with --model"
+    )
     said = run("verify", folder, "--model", PEFT / "bert/base").stdout.splitlines()
     assert said[:2] == [first, unseen]
     assert said[2].startswith(f"fits {PEFT / 'bert/base'}: ")
@@ -124,16 +127,10 @@ def test_verify_promises_no_more_than_a_format_can_show(run, trained, tmp_path):
     del tensors[key]
     save_file(tensors, folder / "adapter_model.safetensors")
     said = run("verify", folder).stdout.splitlines()
-    assert said[1:] == [f"{unseen}, and a missing tensor only with --model"]
+    assert said[1:] == [unseen]
     assert not json.loads(run("verify", folder, "--json").stdout)["digests"]
     said = run("verify", folder, "--model", PEFT / "bert/base", code=1).stderr
-    assert f"it does not fit {str(PEFT / 'bert/base')!r}. Write --model with" in said
     assert "has no 'lora_A' at" in said
-    # ours needs no copy of its document to be read, and says so
-    ours = shutil.copytree(trained["folder"], tmp_path / "ours")
-    (ours / "adapter_config.json").unlink()
-    said = run("verify", ours).stdout.splitlines()
-    assert said[1] == "adapter_config.json is missing: `push` needs it, loading does not"
 
 
 @pytest.mark.parametrize("gone", ["pytorch_model_head.bin", "head_config.json"])
@@ -172,7 +169,7 @@ def spoiled(folder: Path, to: Path, spoil: str) -> Path:
     [
         ("ours", "cut", "damaged"),
         ("ours", "a bit", "not what was written"),
-        ("ours", "gone", "no tensors"),
+        ("ours", "gone", "is incomplete"),
         ("PEFT's", "cut", "damaged"),
         ("PEFT's", "inf", "NaN or infinite"),
     ],
@@ -194,7 +191,6 @@ def test_verify_compares_every_tensor_with_the_model(run, trained, tmp_path):
     wider = config | {"hidden_size": 64, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(wider))
     said = run("verify", trained["folder"], "--model", tmp_path, code=1).stderr
-    assert f"it does not fit {str(tmp_path)!r}. Write --model with the model that it" in said
     assert "differences from this BertAdapterModel" in said
     said = run("verify", trained["folder"], "--model", tmp_path / "no", code=1).stderr
     assert f"the base model {str(tmp_path / 'no')!r} cannot be loaded" in said
@@ -205,7 +201,7 @@ def test_verify_compares_fingerprints(run, trained):
     said = run("verify", trained["folder"], "--fingerprint", "0" * 64, code=1).stderr
     assert f"the fingerprint is '{trained['fingerprint']}', not" in said
     said = run("verify", PEFT / "bert/lora", "--fingerprint", "0" * 64, code=1).stderr
-    assert "Write --model too" in said
+    assert "write --model" in said
 
 
 def test_a_head_alone(run, base, tmp_path):

@@ -91,7 +91,7 @@ def test_dst_has_the_format_of_src_and_peft_loads_it(run, tmp_path):
         (["--to", "peft", "--rank", 2], 2, "--rank needs --to with a method"),
         (["--to", "peft", "--report", "x.json"], 2, "--report needs --to with a method"),
         (["--to", "nonsense"], 2, "neither a format"),
-        (["--to", "lora", "--report", "/nowhere/at/all/x.json"], 1, "--report"),
+        (["--to", "lora", "--report", "/nowhere/at/all/x.json"], 1, "x.json"),
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_adapters_that_change_no_weight_are_refused(run, base, tmp_path):
     model.save_adapter(tmp_path / "bn", "a")
     model.add_classification_head("h", num_labels=2)
     model.save_head(tmp_path / "head", "h")
-    for name, says in (("bn", "not a change of a weight"), ("head", "only a head")):
+    for name, says in (("bn", "not a change of a weight"), ("head", "there is no adapter")):
         said = run("convert", tmp_path / name, tmp_path / "lora", "--to", "lora", code=1).stderr
         assert says in said
         assert not (tmp_path / "lora").exists()

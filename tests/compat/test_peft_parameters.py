@@ -26,7 +26,7 @@ import adapterzoo.peft
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig, Parallel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError
 from adapterzoo.methods.copies import all_placements
-from adapterzoo.model.hf.backbone import split_experts
+from adapterzoo.model.hf.info import split_experts
 
 pytestmark = [
     pytest.mark.filterwarnings(line)

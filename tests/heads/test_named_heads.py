@@ -389,8 +389,3 @@ def test_labels_without_a_head_and_positions_without_their_pair_are_named():
     model.add_qa_head("q")
     with pytest.raises(ConfigError, match="needs also 'end_positions'"):
         model(IDS, start_positions=LABELS)
-
-
-def test_a_pooler_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"GPT2Model gives .*not pooler_output.*use_pooler=Fal"):
-        gpt2().add_classification_head("a", use_pooler=True)

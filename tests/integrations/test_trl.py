@@ -146,9 +146,9 @@ def with_an_inverse_before_the_output(tmp_path: Path) -> Any:
 def test_layers_that_the_loss_of_trl_leaves_out_are_refused_before_the_first_step(tmp_path):
     """TRL reads the weight of the output layer, and calls neither the layer nor the head."""
     for make, says in (
-        (with_layers_before_the_output, r"other layers of the active head.*layers=1"),
-        (with_a_copy_of_the_output, r"active adapters change there"),
-        (with_an_inverse_before_the_output, r"active adapters change there"),
+        (with_layers_before_the_output, "other layers of the head"),
+        (with_a_copy_of_the_output, "adapters there"),
+        (with_an_inverse_before_the_output, "adapters there"),
     ):
         model = make(tmp_path)
         before = bits(model)

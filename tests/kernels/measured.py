@@ -155,30 +155,3 @@ def writable(run: Callable[[], Tensor], params: Sequence[Tensor]) -> None:
     wanted = torch.autograd.grad(run().mul(2).sum(), params)
     found = torch.autograd.grad(run().mul_(2).sum(), params)
     assert all(map(torch.equal, found, wanted))
-
-
-def gradients_stay(x, wanted, run, truth):
-    """Gradients that are written in place change none that is held: twice, and of other uses of x.
-
-    Args:
-        x: the input.
-        wanted: the tensors that get gradients.
-        run: computes the outputs from an input.
-        truth: the outputs of the formula.
-    """
-    seen = []
-    inner = x * 1.0
-    inner.register_hook(seen.append)
-    ys = run(inner)
-    ys[0].register_hook(seen.append)
-    total = sum(y.square().sum() for y in ys) + inner.sum()
-    first = torch.autograd.grad(total, wanted, retain_graph=True)
-    copies = [g.clone() for g in (*first, *seen)]
-    second = torch.autograd.grad(total, wanted)
-    for got, before in zip((*first, *seen[: len(seen) // 2]), copies, strict=True):
-        assert torch.equal(got, before)
-    for got, before in zip(second, first, strict=True):
-        assert torch.equal(got, before)
-    reference = sum(y.square().sum() for y in truth) + x.sum()
-    for got, expected in zip(first, torch.autograd.grad(reference, wanted), strict=True):
-        near(got, expected, 1e-12)

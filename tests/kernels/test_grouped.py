@@ -277,7 +277,7 @@ def test_compiled_is_eager_and_serves_every_batch(outer, p):
         for eager, traced in zip(*both, strict=True):
             near(traced, eager.double(), TOLERANCE[outer])
     assert compiled_times == 1
-    with pytest.raises(KernelError, match=r"adapter 4, and there are 4 adapters"):
+    with pytest.raises(KernelError, match=r"adapters up to 4, .* there are 4 adapters"):
         compiled(y, x, a, b, Groups.of([4, 0, 1]))
     torch._dynamo.reset()
 
@@ -401,14 +401,14 @@ def test_an_index_that_is_none_is_refused(index, message):
 
 def test_operands_that_do_not_fit_are_named():
     y, x, a, b = drawn([0, 1], (5,))
-    with pytest.raises(KernelError, match=r"groups are of 3 rows, x is \[2, 5, 11\].*Write Groups"):
-        grouped_low_rank(y, x, a, b, SCALING, Groups.of([0, 1, 2]))
     with pytest.raises(
-        KernelError, match=r"adapter 4, and there are 4 adapters\. Legal are 0 to 3"
+        KernelError, match=r"groups are of 3 rows .* x is \[2, 5, 11\].*Write Groups"
     ):
+        grouped_low_rank(y, x, a, b, SCALING, Groups.of([0, 1, 2]))
+    with pytest.raises(KernelError, match=r"adapters up to 4, .* there are 4 adapters"):
         grouped_low_rank(y, x, a, b, SCALING, Groups.of([0, 4]))
     stack = stacked(a, b, SCALING)
-    with pytest.raises(KernelError, match=r"adapter 4"):
+    with pytest.raises(KernelError, match=r"adapters up to 4"):
         grouped_shrink(x, stack.a, Groups.of([0, 4]))
     with pytest.raises(KernelError, match=r"groups are of 3 rows"):
         grouped_expand(y, y, stack.b, SCALING, Groups.of([0, 1, 2]))

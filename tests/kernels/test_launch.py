@@ -275,12 +275,9 @@ def test_operands_on_two_devices_are_named(recorded):
     assert recorded == []
 
 
-def test_nothing_runs_on_a_cpu_or_an_old_gpu():
-    x, a = torch.ones(5, 40), torch.ones(8, 40)
-    with pytest.raises(KernelError, match=r"operands are on cpu.*kernels\.use\('auto'\)"):
-        low_rank_triton.shrink(x, a, 0.0, None)
+def test_nothing_runs_without_triton_or_on_an_old_gpu():
     with mock.patch.object(ops, "INSTALLED", False):
-        assert ops.obstacle(x) == "triton is not installed"
+        assert ops.obstacle(torch.ones(1)) == "triton is not installed"
     with FakeTensorMode(), mock.patch.object(ops, "_capability", return_value=(7, 5)):
         reason = ops.obstacle(torch.empty(1, device="cuda:0"))
     assert reason == "cuda:0 is older than compute capability 8.0"
@@ -314,11 +311,6 @@ def test_torch_computes_on_amd_gpus():
             pytest.raises(KernelError, match=r"shrink: cuda:0 is an AMD GPU.*use\('auto'\)"),
         ):
             ops.takes_triton("shrink", x)
-        with (
-            mock.patch.object(torch.cuda, "is_available", return_value=True),
-            pytest.raises(KernelError, match=r"AMD GPUs\. Set TRITON_INTERPRET=1 .*use\('auto'"),
-        ):
-            kernels.use("triton")
 
 
 def test_a_mode_holds_until_its_block_ends():
@@ -339,19 +331,9 @@ def test_a_mode_holds_until_its_block_ends():
     assert not ops.is_reference()
 
 
-def test_modes_that_cannot_be_are_refused():
+def test_other_modes_are_refused():
     with pytest.raises(KernelError, match=r"use\('cuda'\).*'auto', 'reference', 'triton'"):
         kernels.use("cuda")
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=False),
-        pytest.raises(KernelError, match=r"no CUDA device\. Set TRITON_INTERPRET=1 .*use\('auto'"),
-    ):
-        kernels.use("triton")
-    with (
-        mock.patch.object(ops, "INSTALLED", False),
-        pytest.raises(KernelError, match="triton is not installed"),
-    ):
-        kernels.use("triton")
     assert not ops.is_reference()
 
 
@@ -368,7 +350,7 @@ def test_auto_takes_triton_on_cuda_for_the_dtypes_it_knows():
         with mock.patch.object(ops, "_mode", "triton"):
             with pytest.raises(KernelError, match=r"shrink: it leaves .* float32 to torch"):
                 ops.takes_triton("shrink", half.float(), half.float())
-            with pytest.raises(KernelError, match=r"shrink: it does not compute in float64"):
+            with pytest.raises(KernelError, match=r"shrink: it does not compute in torch\.float64"):
                 ops.takes_triton("shrink", half, half.double())
             with pytest.raises(KernelError, match="operands are on cpu"):
                 ops.takes_triton("shrink", torch.empty(2))

@@ -287,12 +287,11 @@ def test_refused(saved, tmp_path):
     other = {k: t[:, :32] for k, t in plain.items() if t.dim() == 2}
     packed = {k: t.char() for k, t in plain.items()}
     for data, words in [
-        (tmp_path, (str(tmp_path), "no model.safetensors", "init_data='folder'")),
-        ("no/such-model", ("no/such-model", "init_data='folder'")),
+        (tmp_path, (str(tmp_path), "has no weight of")),
+        ("no/such-model", ("no/such-model", "has no weight of")),
         ({}, ("self_attn.q_proj", "state_dict()")),
-        (other, ("[64, 32]", "[64, 64]", "before quantization")),
-        (packed, ("int8", "before quantization")),
-        ([plain], ("a list", "init_data='folder'")),
+        (other, ("[64, 64]", "before quantization")),
+        (packed, ("before quantization",)),
     ]:
         with unchanged(model, *words):
             model.add_adapter("a", asked, init_data=data)
@@ -327,5 +326,5 @@ def test_weights_without_finite_values_are_refused(saved, broken):
     weights = safetensors.torch.load_file(saved() / "model.safetensors")
     model = adapterzoo.init(base(saved()))
     config = LoRAConfig(r=4, target_modules=TARGETS["llama"], init_weights="loftq")
-    with refused(model, ConfigError, "not finite", "init_data='folder'"):
+    with refused(model, ConfigError, "no finite weight", "init_data='folder'"):
         model.add_adapter("a", config, init_data={k: broken(t) for k, t in weights.items()})

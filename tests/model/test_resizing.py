@@ -153,7 +153,7 @@ def test_a_resized_copy_trains():
 def test_an_adapter_of_the_size_of_the_table_is_refused(family, config, kwargs):
     model = trained(built(family), config, **kwargs)
     before = logits(model)
-    with refused(model, StateError, "resize_token_embeddings(107)", "'a' adapt the embedding"):
+    with refused(model, StateError, "resize_token_embeddings(107)", "'a' have the size"):
         model.resize_token_embeddings(NEW)
     assert torch.equal(logits(model), before)
 

@@ -715,7 +715,7 @@ def test_adapters_belong_to_the_whole_or_to_its_part():
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     part = model.base_model
     init(model).add_adapter("a", "lora")
-    with refused(model, StateError, "init(LlamaModel): it is a part", "methods of that model"):
+    with refused(model, StateError, "init(LlamaModel): it is a part", "Write init(…) of that"):
         init(part)
     model.delete_adapter("a")
     init(part).add_adapter("b", "lora")
@@ -754,7 +754,7 @@ def test_a_part_of_the_model_refuses_what_only_the_whole_understands(static, tmp
     base.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).architectures == [plain.__name__]
     made = copy.deepcopy(model)
-    with pytest.raises(StateError, match="a part of the model was called"):
+    with pytest.raises(StateError, match="a part of the model ignores"):
         made.base_model(**inputs, adapter_names=["a", None])
     model.delete_adapter("a")
     assert not isinstance(base, Adapted)

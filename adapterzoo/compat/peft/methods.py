@@ -39,8 +39,7 @@ from adapterzoo.model.activation import make_plan, refuse_merged, set_active
 from adapterzoo.model.heads.copies import modules_with, names_of
 from adapterzoo.model.heads.named import HeadRecord, record_of, saved_names
 from adapterzoo.model.heads.store import fitting
-from adapterzoo.model.hf.backbone import split_experts
-from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.hf.info import ModelInfo, split_experts
 from adapterzoo.model.sharding import class_name, size_of
 from adapterzoo.model.state import (
     AdaptedModel,

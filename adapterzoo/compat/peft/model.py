@@ -678,8 +678,8 @@ class AutoPeftModel:
         config = found.path / CONFIG
         values = files.read_json(config) if config.is_file() else {}
         load = cls._class(values, path)
-        at = {} if found.revision is None else {"revision": found.revision}
-        model = load.from_pretrained(found.base, **{**kwargs, **at})
+        at = {} if found.base.revision is None else {"revision": found.base.revision}
+        model = load.from_pretrained(found.base.name, **{**kwargs, **at})
         _make_room(model, found.path)
         dtype = model.dtype if {"dtype", "torch_dtype"} & kwargs.keys() else None
         return PeftModel.from_pretrained(

@@ -31,7 +31,7 @@ from adapterzoo.methods import undrawn
 from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
 from adapterzoo.model.adapters import bring_in, make
 from adapterzoo.model.heads import copies
-from adapterzoo.model.hf.backbone import text_config
+from adapterzoo.model.hf.task_classes import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
 from adapterzoo.names import check_name

@@ -28,7 +28,8 @@ from adapterzoo.errors import (
 )
 from adapterzoo.heads import Pooling, PredictionHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
-from adapterzoo.model.hf.backbone import pad_and_eos, text_config
+from adapterzoo.model.hf.backbone import pad_and_eos
+from adapterzoo.model.hf.task_classes import text_config
 
 from . import named
 from .named import HeadNames

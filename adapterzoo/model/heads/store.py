@@ -29,11 +29,9 @@ from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig, l
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
-from adapterzoo.model.hf import documents
-from adapterzoo.model.hf.backbone import describe, refuse_unreadable, ties_output
-from adapterzoo.model.hf.documents import StrPath
+from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
-from adapterzoo.model.hf.info import ModelInfo
+from adapterzoo.model.hf.info import ModelInfo, StrPath, name_in, provenance, write
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, LoadOptions, heads_of
@@ -95,7 +93,6 @@ def add(
 ) -> None:
     """Add a head with fresh parameters."""
     checked = free_name(model, name, overwrite_ok)
-    refuse_unreadable(model)
     if (
         model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
         and "vocab_size" in config.field_names()
@@ -105,7 +102,6 @@ def add(
         # it keeps the number of tokens if other embeddings become active
         config = config.replace(vocab_size=model.get_input_embeddings().num_embeddings)
     head = config.build(describe(model))
-    refuse_unreadable(model, head)
     if not ties_output(model.config, head.config):
         start_with(head, model.heads.values())
     enter(model, checked, head, set_active)
@@ -276,8 +272,8 @@ def save(
                 f"a {type(model).__name__} has no head. Write add_classification_head('my_task')."
             )
         own_name = name if name and model._has_named_heads else class_name(model)
-        document = {**documents.provenance(model, own_name), "head": found.document}
-        documents.write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
+        document = {**provenance(model, own_name), "head": found.document}
+        write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
 
 
 def load(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
@@ -293,7 +289,7 @@ def read(
     """Read what `load_head` loads and check it; return its name and what enters it."""
     refuse_if_sharded(model, "Load it before fully_shard(model).")
     stored = formats.read(Path(folder), "head", ModelInfo(model))
-    name = documents.name_in(asked.load_as, stored, folder)
+    name = name_in(asked.load_as, stored, folder)
     target = name if model._has_named_heads else active_name(model)
     asked, warn = asked.overwriting(name, head=heads_of(model))
     enter_head = fitting(model, head_in(stored), target, asked)
@@ -347,7 +343,6 @@ def fitting(
     if asked.id2label is not None:
         config = config.replace(label2id=labels_from(asked.id2label))
     checked = free_name(model, name, bool(asked.overwrite_ok))
-    refuse_unreadable(model)
     # an untrusted config may ask for more memory than there is: compare before allocating
     empty = named.built(model, config, torch.device("meta"))
     heads = model.heads.values()
@@ -355,7 +350,6 @@ def fitting(
     fits = named.own_tensors(model, empty)
     fit.check_fit(type(model).__name__, fit.converted(tensors, fits), fits, None)
     head = named.built(model, config)
-    refuse_unreadable(model, head)
     if asked.dtype is not None:
         for tensor in named.own_tensors(model, head).values():
             tensor.data = tensor.data.to(asked.dtype)

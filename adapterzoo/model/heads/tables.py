@@ -47,8 +47,8 @@ from adapterzoo.model.activation import (
     replan,
 )
 from adapterzoo.model.adapters import init_values, install, uninstall
-from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.hosts import refuse_while_batching
+from adapterzoo.model.hf.task_classes import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS as DEFAULT
 from adapterzoo.model.state import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from packaging.version import Version
 from transformers import __version__ as _installed
@@ -16,27 +15,18 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hub
-from adapterzoo.errors import CheckpointError, HubError, in_python, listing
+from adapterzoo.errors import CheckpointError, HubError, in_python
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """A folder with an adapter and without a model.
-
-    Attributes:
-        path: on disk.
-        name: as the user gave it, if it is on the Hub.
-        base: the model that the adapter was trained on.
-        revision: of that model.
-    """
+class AdapterFolder(NamedTuple):
+    """A folder with an adapter and without a model: its path, its name on the Hub, its base."""
 
     path: Path
     name: str | None
-    base: str
-    revision: str | None
+    base: formats.Base
 
 
 def _with_subfolder(search: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -66,7 +56,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         options: its other arguments.
 
     Raises:
-        CheckpointError: the adapter does not name its base model, or sub-folders hold adapters.
+        CheckpointError: the adapter does not name its base model.
     """
     if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
         return None
@@ -78,38 +68,15 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     format = formats.of(folder, "adapter")
     if format is None:
-        _refuse_several(folder)
         return None
     base = formats.formats[format].base(folder)
     if base.name is None:
-        shown = os.fspath(path)
-        python = (
-            f"model = AutoAdapterModel.from_pretrained('base'), and model.load_adapter({shown!r})"
-        )
         raise CheckpointError(
-            f"{shown!r} holds an adapter that does not name its base model. Write "
-            f"{in_python(python, '--model with its base model')}."
+            f"{os.fspath(path)!r} holds an adapter that does not name its base model. Write "
+            f"{in_python('load_adapter(…) of its base model', '--model with its base model')}."
         )
     name = None if folder == Path(path) else os.fspath(path)
-    return AdapterFolder(folder, name, base.name, base.revision)
-
-
-def _refuse_several(folder: Path) -> None:
-    """Refuse a folder whose sub-folders hold adapters, as `AdapterTrainer` writes them."""
-    found = {sub: formats.of(sub, "adapter") for sub in sorted(folder.iterdir()) if sub.is_dir()}
-    first = next((sub for sub, format in found.items() if format is not None), None)
-    if first is None:
-        return
-    base = formats.formats[cast("str", found[first])].base(first).name or "base"
-    names = listing(sub.name for sub, format in found.items() if format is not None)
-    python = (
-        f"model = AutoAdapterModel.from_pretrained({base!r}), and "
-        f"model.load_adapter({os.fspath(first)!r})"
-    )
-    raise CheckpointError(
-        f"{os.fspath(folder)!r} holds no model, but adapters in sub-folders: {names}. Write "
-        f"{in_python(python, '--model with their base model')}."
-    )
+    return AdapterFolder(folder, name, base)
 
 
 def or_adapter(from_pretrained: Callable[P, T]) -> Callable[P, T]:
@@ -158,8 +125,10 @@ def load(found: AdapterFolder, load_base: Callable[..., Any], options: Mapping[s
         load_base: loads a model with the methods of adapters by name.
         options: arguments for it; `revision` is that of the adapter. With a `dtype`, both have it.
     """
-    own = {**options, "revision": found.revision}
-    loaded = load_base(found.base, **{k: v for k, v in own.items() if k != "revision" or v})
+    own = {name: value for name, value in options.items() if name != "revision"}
+    if found.base.revision:
+        own["revision"] = found.base.revision
+    loaded = load_base(found.base.name, **own)
     model = loaded[0] if options.get("output_loading_info") else loaded
     load_as = None if found.name is None else Path(found.name).name
     asked = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))

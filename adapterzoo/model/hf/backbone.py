@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import re
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, conversion_mapping
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.auto_factory import _get_model_class
-from transformers.utils.generic import ModelOutput
 
-from adapterzoo.errors import ConfigError, listing
-from adapterzoo.heads import Backbone, HeadConfig, Pooling, PredictionHead
+from adapterzoo.errors import ConfigError
+from adapterzoo.heads import Backbone, HeadConfig, Pooling
 from adapterzoo.inject.building import own_parameters
 
-from .task_classes import build_task_head
+from .task_classes import build_task_head, text_config
 
 # vision models that average patches and normalize the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
@@ -67,21 +57,6 @@ def describe(model: Any) -> Backbone:
         lm_scale=lm_scale(text) if encoder_decoder else None,
         task_head=functools.partial(build_task_head, model),
     )
-
-
-def text_config(config: Any) -> Any:
-    """Return the config of a model's text part, or the config itself if it has no parts.
-
-    Differs from `config.get_text_config(decoder=True)`, which copies the flat config of an
-    encoder–decoder and resets every `decoder_…` field to its default, even
-    `decoder_start_token_id`.
-
-    Args:
-        config: of a model; configs of other libraries' classes have no parts.
-    """
-    find = getattr(config, "get_text_config", None)
-    text = find(decoder=True) if callable(find) else config
-    return config if type(text) is type(config) else text
 
 
 def ties_output(config: Any, head: HeadConfig) -> bool:
@@ -181,7 +156,6 @@ def _first(config: Any, *names: str) -> Any:
 # --- Models with several towers (CLIP, SigLIP, CLAP): features of each, no common hidden states ---
 
 _FEATURES = re.compile(r"get_\w+_features")
-_READS = ("last_hidden_state", "pooler_output")
 
 
 def feature_names(cls: type) -> tuple[str, ...]:
@@ -191,116 +165,3 @@ def feature_names(cls: type) -> tuple[str, ...]:
         cls: a `PreTrainedModel` class.
     """
     return tuple(n for n in dir(cls) if _FEATURES.fullmatch(n) and callable(getattr(cls, n)))
-
-
-def refuse_unreadable(model: Any, head: PredictionHead | None = None) -> None:
-    """Refuse a head that could never run, as the base model lacks the outputs that it reads.
-
-    Args:
-        model: with named heads.
-        head: not yet in the model; None: any head.
-
-    Raises:
-        ConfigError: the base model lacks these outputs.
-    """
-    backbone = model.backbone_class
-    fields = _output_fields(backbone)
-    if fields is None:
-        return
-    pooled = head is not None and head.pooling == "pooler"
-    needed = _READS if head is None else _READS[1:] if pooled else _READS[:1]
-    if any(name in fields for name in needed):
-        return
-    what = f"a {backbone.__name__} gives {listing(sorted(fields), limit=6)}, but not "
-    what += f"{' or '.join(needed)}, which a head reads."
-    if any(name in fields for name in _READS):
-        other = "False" if pooled else "True"
-        raise ConfigError(f"{what} Write add_classification_head(…, use_pooler={other}).")
-    towers = list(_towers(model.config))
-    if not towers:
-        raise ConfigError(
-            f"{what} Write model.set_active_adapters(…) and use its outputs without a head."
-        )
-    raise ConfigError(
-        f"{what} Load one tower and add the head there. Write "
-        f"{' or '.join(f'{name}.from_pretrained(…)' for name in towers)}."
-    )
-
-
-def _towers(config: Any) -> Iterator[str]:
-    """Yield the classes with named heads for the parts of a model, by their configs."""
-    for part in vars(config).values():
-        if isinstance(part, PreTrainedConfig) and type(part) in modeling_auto.MODEL_MAPPING:
-            cls = _get_model_class(part, modeling_auto.MODEL_MAPPING)
-            if "last_hidden_state" in (_output_fields(cls) or ()):
-                yield f"{cls.__name__.removesuffix('Model')}AdapterModel"
-
-
-@functools.cache
-def _output_fields(cls: Any) -> frozenset[str] | None:
-    """Return the fields of the outputs of a class's forward; None if it is not annotated."""
-    try:
-        annotation = typing.get_type_hints(inspect.unwrap(cls.forward)).get("return")
-    except (NameError, TypeError, ImportError):
-        return None
-    given = typing.get_args(annotation) or (annotation,)
-    outputs = [t for t in given if isinstance(t, type) and issubclass(t, ModelOutput)]
-    fields = frozenset(
-        f.name
-        for t in outputs
-        if dataclasses.is_dataclass(t)
-        for f in dataclasses.fields(typing.cast("Any", t))
-    )
-    several = "get_text_features" in dir(cls) and len(feature_names(cls)) > 1
-    # some base models are annotated with the output of their language model
-    return None if not fields or ("logits" in fields and not several) else fields
-
-
-# --- The layers that experts had before transformers 5 fused them into parameters ---
-
-# types whose checkpoints are converted alike → parameter now → its layers before, row after row
-_LAYERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "mixtral": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",), "gate.weight": ("gate",)},
-    "qwen2_moe": {
-        "gate_up_proj": ("gate_proj", "up_proj"),
-        "down_proj": ("down_proj",),
-        "gate.weight": ("gate",),
-    },
-}
-
-
-def split_experts(model_type: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the former layers of each parameter, for the types of models where PEFT knows them.
-
-    Args:
-        model_type: of the model's config.
-    """
-    known: Mapping[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-    # PEFT looks the type up in the same table, to which it adds Mixtral only
-    alike = "mixtral" if model_type == "mixtral" else known.get(model_type, "")
-    return _LAYERS.get(alike, MappingProxyType({}))
-
-
-# --- Names of modules in older releases of transformers ---
-
-
-def renamer(model: Any) -> Callable[[str], str]:
-    """Return a function from names of modules in older releases to the present names.
-
-    It applies the renamings of transformers' loader for old checkpoints of the base model.
-
-    Args:
-        model: a `PreTrainedModel`.
-    """
-    renamings: list[WeightRenaming] | None = None
-
-    def renamed(name: str) -> str:
-        nonlocal renamings
-        # on first use only: it walks the whole model, and recent adapters do not need it
-        if renamings is None:
-            known = get_model_conversion_mapping(model)
-            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
-        # the patterns match keys of tensors: add an end to the path that no pattern matches
-        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
-
-    return renamed

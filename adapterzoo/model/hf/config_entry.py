@@ -17,7 +17,7 @@ from torch import nn
 
 from adapterzoo.anatomy import find
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import CheckpointError
 from adapterzoo.formats.native import FORMAT
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
@@ -97,8 +97,8 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
     written = format_of(document)
     if written not in (None, FORMAT):
         raise CheckpointError(
-            f"from_pretrained: the adapters in config.json are of the format {written!r}, not "
-            f"{FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from config.json."
+            f"from_pretrained: the adapters in config.json have the format {written!r}. Write pip "
+            f"install -U adapterzoo."
         )
     vars(config).pop("adapters", None)
     if written is None:
@@ -107,8 +107,7 @@ def restore(model: AdaptedModel, quantized: bool = False) -> None:
         _restore(model, document)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the model "
-            "again, or remove 'adapters' from config.json."
+            f"from_pretrained: the adapters in config.json cannot be made: {error}. Save it again."
         ) from error
 
 
@@ -197,11 +196,6 @@ def checked_interface(model: Any, interface: Interface) -> AdapterModelInterface
         return None
     if not isinstance(interface, AdapterModelInterface):
         interface = AdapterModelInterface.load(interface)
-    if interface.base_model is not None and not hasattr(model, interface.base_model):
-        raise ConfigError(
-            f"AdapterModelInterface(base_model={interface.base_model!r}): {type(model).__name__} "
-            "has no such part. Leave base_model out."
-        )
     named = model if interface.base_model is None else getattr(model, interface.base_model)
     base = named if is_base(named) else named.base_model
     interface.check_names(base)

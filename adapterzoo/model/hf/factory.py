@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo import inject
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import ConfigError, StateError, naming
+from adapterzoo.errors import StateError, naming
 from adapterzoo.inject import set_class
 from adapterzoo.interface import FILE
 from adapterzoo.model import batches
@@ -61,7 +61,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """
     if issubclass(cls, AdapterModelMixin):
         return cls
-    return _class_of(cls)
+    return class_of(cls)
 
 
 def own_config(value: Any, memo: dict[int, Any]) -> Any:
@@ -74,8 +74,8 @@ def own_config(value: Any, memo: dict[int, Any]) -> Any:
 _classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
-def _class_of(*made_from: Any) -> type[nn.Module]:
-    """Return the class made from a class of transformers, or the arguments of `named_class`."""
+def class_of(*made_from: Any) -> type[Any]:
+    """Return the class made from one of transformers, or from the arguments of `_make_named`."""
     if made_from not in _classes:
         make: Callable[..., type[nn.Module]] = _make_named if len(made_from) > 1 else _make_static
         made = make(*made_from)
@@ -95,7 +95,7 @@ def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
 
 def blank(*made_from: Any) -> nn.Module:
     """Return an empty model, for copies and pickles, of a class by what it is made from."""
-    made = _class_of(*made_from)
+    made = class_of(*made_from)
     return made.__new__(made)
 
 
@@ -104,7 +104,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
         "_plain_class": cls,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
-        "forward": with_rows(cls.forward, outputs=True),
+        "forward": with_rows(cls.forward),
         **_features(cls, on_base=False),
     }
     generates = (GeneratesWithAdapters,) if "generate" in dir(cls) else ()
@@ -126,22 +126,16 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def named_class(
+def _make_named(
     base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[Any]:
-    """Return the class of models with named heads on a base model.
+) -> type[nn.Module]:
+    """Make the class of models with named heads on a base model.
 
     Args:
         base: `AdapterModel`.
         backbone: class of the base model.
         config_class: several types of configs may have one base model.
     """
-    return _class_of(base, backbone, config_class)
-
-
-def _make_named(
-    base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[nn.Module]:
     family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
     )
@@ -190,9 +184,7 @@ def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwa
     return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
 
 
-def with_rows(
-    plain: Any, on_base: bool = False, one_head: bool = False, outputs: bool = False
-) -> Callable[..., Any]:
+def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Callable[..., Any]:
     """Return a method that also takes `adapter_names` and `task_ids`, which plain does not get.
 
     Rows are counted, and inputs repeated for `Parallel`, before the plain method runs.
@@ -201,10 +193,6 @@ def with_rows(
         plain: the method of a class of transformers.
         on_base: whether it is a method of the base model's class.
         one_head: whether it does not use heads.
-        outputs: whether its outputs can have the values of gates and fusions.
-
-    Raises:
-        ConfigError: in the method: these values are requested but not supported.
     """
     positions = inject.positions_of(plain)
 
@@ -220,11 +208,6 @@ def with_rows(
     ) -> Any:
         gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
         if gates or fusions:
-            if not outputs:
-                raise ConfigError(
-                    f"{plain.__name__}(output_adapter_…=True): one tower has no values of gates "
-                    "and fusions. Write model(…)."
-                )
             own: Any = {"adapter_names": adapter_names, "task_ids": task_ids}
             run = functools.partial(method, self, *args, **own, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
@@ -256,11 +239,9 @@ def with_rows(
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
     """Return the methods for the features of one tower, with arguments for the rows."""
-    found: dict[str, Any] = {}
-    for name in feature_names(cls):
-        plain = getattr(cls, name)
-        found[name] = with_rows(plain, on_base, one_head=True)
-    return found
+    return {
+        name: with_rows(getattr(cls, name), on_base, one_head=True) for name in feature_names(cls)
+    }
 
 
 def _showing(plain: Any, *names: str) -> inspect.Signature:
@@ -410,9 +391,7 @@ def init(
     with naming(f"init({type(model).__name__})"):
         if isinstance(model, AdapterModelMixin):
             if adapters_config is not None or interface is not None:
-                raise StateError(
-                    "the model has adapters already. Write init(model) alone, and add_adapter(…)."
-                )
+                raise StateError("the model has adapters already. Write add_adapter(…).")
             return model
         _refuse_init(model)
         given = config_entry.checked_interface(model, interface)
@@ -438,15 +417,12 @@ def init(
 def _refuse_init(model: Any) -> None:
     if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
         raise StateError(
-            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first, or "
-            "write init(…) of the plain model and load_adapter('folder')."
+            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first."
         )
     if "base_model_prefix" not in dir(model):
         raise StateError("it is not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
     if hosts.guard_of(model) is not None:
-        raise StateError(
-            "it is a part of a model that has adapters. Call the methods of that model."
-        )
+        raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
     if format_of(vars(model.config).get("adapters")) is not None:
         raise StateError(
             "plain transformers has not loaded its adapters. Write load_model(path, "
@@ -472,15 +448,12 @@ def load_model(
         A model of that class, as `init` makes it, with the same adapters active.
 
     Raises:
-        ConfigError: it is not a class of models; `AutoAdapterModel` takes no interface.
+        StateError: `AutoAdapterModel` takes no interface.
     """
-    if getattr(model_class, "chooses_class", False) and interface is None:
-        return cast("M", cast("Any", model_class).from_pretrained(path, **kwargs))
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigError(
-            f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
-            "one in config.json, such as BertForMaskedLM."
-        )
+    if not issubclass(model_class, PreTrainedModel):
+        # a class such as AutoAdapterModel chooses that of the model
+        chosen = cast("Any", model_class).from_pretrained(path, **kwargs)
+        return cast("M", init(chosen, interface=interface))
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)
         return cast("M", adapter_folders.load(adapter, load, kwargs))

@@ -11,9 +11,9 @@ import torch
 
 from adapterzoo import formats
 from adapterzoo.composition import Fuse
-from adapterzoo.errors import CheckpointError, argument, unknown_name
+from adapterzoo.errors import CheckpointError, unknown_name
 from adapterzoo.formats import adapterhub, files, fit, native
-from adapterzoo.formats.checkpoint import Checkpoint, inexpressible
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model import fusion, sharding
 from adapterzoo.model.fusion import FuseArgument
@@ -21,8 +21,7 @@ from adapterzoo.model.heads import store
 from adapterzoo.model.state import AdaptedModel, LoadOptions, fusion_modules, named_tensors
 from adapterzoo.names import check_name
 
-from . import documents
-from .info import ModelInfo
+from .info import ModelInfo, provenance
 
 _FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
@@ -39,17 +38,12 @@ def save(
     state = model._adapter_state
     name = fusion.as_fuse(adapter_names, None).name
     found = state.find_fusion(name)
-    documents.check_meta(meta)
-    if format == "peft":
-        raise inexpressible(
-            "PEFT has no fusion of adapters, and its format cannot store one",
-            *(argument("format", name) for name in _FORMATS),
-        )
     if format not in _FORMATS:
+        # PEFT has no fusion of adapters
         raise unknown_name("", "format", format, _FORMATS)
     sharding.reshard(model)
     document = {
-        **documents.provenance(model, name),
+        **provenance(model, name),
         "config": found.config.to_dict(),
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),

@@ -44,18 +44,15 @@ def refuse_fused(model: Any, output: nn.Module, head: nn.Module | None = None) -
     is_fused = frame is not None and frame.f_code.co_name == "_fused_forward"
     if frame is None or not (is_fused and _home(frame).startswith("trl.")):
         return
-    if head is not None and len(head.state_dict()) > len(plain_state(output)):
-        raise StateError(
-            "TRL leaves out the other layers of the active head. Write add_causal_lm_head('a', "
-            "layers=1), or train with AdapterTrainer."
-        )
     plan = model._active.plan
     is_changed = isinstance(output, Adapted) and output._link.path in plan.sites
-    if is_changed or (head is not None and plan.exit is not None):
+    has_more = head is not None and (
+        plan.exit is not None or len(head.state_dict()) > len(plain_state(output))
+    )
+    if is_changed or has_more:
         raise StateError(
-            "TRL reads the output matrix of the base model, without what the active adapters "
-            "change there. Leave the output layer and embeddings out of the adapter, or train "
-            "with AdapterTrainer."
+            "TRL reads the output matrix alone, without adapters there and other layers of the "
+            "head. Write AdapterTrainer(…), or add_causal_lm_head(…, layers=1)."
         )
 
 
@@ -105,8 +102,7 @@ def refuse_untrained(model: Any, setup: object, parameters: Iterable[nn.Paramete
     """
     if is_untrained(model, parameters):
         raise StateError(
-            f"the optimizer of the running Trainer does not hold all tensors of {setup!r}. Write "
-            "it after trainer.train()."
+            f"the running Trainer does not train {setup!r}. Write it after trainer.train()."
         )
 
 
@@ -161,8 +157,8 @@ class _Guard:
             given = kwargs.get(name)
             if given is not None and given is not False:
                 raise StateError(
-                    f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
-                    f"which ignores this. Write model(…, {name}=…)."
+                    f"{type(module).__name__}.forward({name}=…): a part of the model ignores this. "
+                    f"Write model(…, {name}=…)."
                 )
 
 
@@ -291,8 +287,7 @@ def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
         if manager.model is model and manager.is_running() and affected:
             raise StateError(
                 f"continuous batching runs with {active.setup!r}, and so does its cache. Write "
-                "manager.stop() and manager.destroy(), then this, then init_continuous_batching() "
-                "again."
+                "manager.stop() and manager.destroy() first."
             )
 
 
@@ -309,29 +304,18 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         refuse_names(adapter_names=True)
     if held is not None:
         raise StateError(
-            f"an AdapterSetup holds, with {held.setup!r}, which the thread of its own that runs "
-            "the model does not see. Leave the block and write "
-            f"set_active_adapters({held.setup!r})."
+            f"the thread that runs the model does not see an AdapterSetup. Leave the block and "
+            f"write set_active_adapters({held.setup!r})."
         )
     plan = active.default.plan
-    if plan.rows is not None:
+    names = () if plan.setup is None else plan.setup.flatten()
+    parts = (p for n in names for _, adapter in modules_of(model, n) for p in adapter.modules())
+    reads_prompt = any(isinstance(part, Adapter) and part.reads_prompt for part in parts)
+    if plan.rows is not None or plan.prompts is not None or reads_prompt:
         raise StateError(
-            f"{plan.setup!r} divides the batch, and continuous batching has none. Write "
-            "set_active_adapters('a'), or generate(…)."
+            f"continuous batching packs requests into one sequence: {plan.setup!r}, which divides "
+            "the batch, adds tokens or reads the prompt, would be wrong. Write generate(…)."
         )
-    if plan.prompts is not None:
-        raise StateError(
-            f"{plan.setup!r} adds tokens, and continuous batching packs requests into one "
-            "sequence. Write generate(…), or activate an adapter of another method."
-        )
-    for name in () if plan.setup is None else plan.setup.flatten():
-        parts = (part for _, adapter in modules_of(model, name) for part in adapter.modules())
-        if any(isinstance(part, Adapter) and part.reads_prompt for part in parts):
-            raise StateError(
-                f"{name!r} reads the prompt of each sequence (as a gate does), and continuous "
-                "batching packs requests into a row. Write generate(…), or activate another "
-                "adapter."
-            )
 
 
 def refuse_names(**given: Any) -> None:
@@ -343,8 +327,8 @@ def refuse_names(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise StateError(
-                f"{name}=…: continuous batching uses the active adapters for all of them. Write "
-                "set_active_adapters('a') and one call for each adapter."
+                f"{name}=…: continuous batching uses the active adapters for all requests. Write "
+                "set_active_adapters('a')."
             )
 
 
@@ -352,9 +336,8 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
     made, now = _managers[manager], _active_now(model)
     if made != now:
         raise StateError(
-            f"the manager was made with {made.setup!r} active; now {now.setup!r} is, or its "
-            "adapters or heads have changed. Write manager.destroy() or "
-            "model.destroy_cached_continuous_batching_manager()."
+            f"the manager was made with {made.setup!r} active; now {now.setup!r} is, or it has "
+            "changed. Write model.destroy_cached_continuous_batching_manager()."
         )
 
 

@@ -1,29 +1,47 @@
-"""A model as the formats of checkpoints see it, and the heads of task classes as named heads."""
+"""A model and its checkpoints: what formats know of the model, and what they say about it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from adapterzoo import formats
 from adapterzoo.anatomy import Anatomy, without_wrappers
-from adapterzoo.errors import CheckpointError, ConfigError, argument, in_python, listing
+from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
 from adapterzoo.inject import AdapterDict
-from adapterzoo.inject.building import layer_at
+from adapterzoo.inject.building import at_hand, is_offloaded, layer_at, plain_modules
+from adapterzoo.inject.quantized import is_quantized
+from adapterzoo.model import sharding
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors
 from adapterzoo.model.heads.named import of_named, record_of
-from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import base_prefix, heads_of
+from adapterzoo.model.state import (
+    DEFAULT_EMBEDDINGS,
+    AdaptedModel,
+    base_prefix,
+    heads_of,
+    token_table,
+)
+from adapterzoo.names import check_name
 
-from .backbone import describe, renamer, split_experts, text_config
+from .backbone import describe
 from .task_classes import (
     from_static,
     head_tensors,
@@ -31,8 +49,16 @@ from .task_classes import (
     on_meta,
     other_fields,
     static_head,
+    text_config,
     to_static,
 )
+
+_LOG = logging.getLogger(__name__)
+
+BASE = "base"
+"""The key of the sample of the base model's weights."""
+
+StrPath: TypeAlias = "str | os.PathLike[str]"
 
 
 def name_of(model: Any) -> str | None:
@@ -76,16 +102,11 @@ class ModelInfo:
         self.anatomy: Anatomy = model.anatomy
         self.prefix = base_prefix(model).removesuffix(".")
         self.model_type: str = model.config.model_type
-        self.model_class = class_name(model)
+        self.model_class = sharding.class_name(model)
         self.model_name = name_of(model)
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Width of the hidden states."""
-        return getattr(text_config(self._model.config), "hidden_size", None)
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
@@ -197,23 +218,17 @@ class ModelInfo:
         lenient: bool,
     ) -> StaticHead:
         """Return the named head that equals a static head, of the type "static" if need be."""
-        try:
+        with contextlib.suppress(InexpressibleError):
             return self._from_static(architecture, shapes, label2id, pooler, fields)
-        except InexpressibleError as error:
-            try:
-                static = static_head(self._model, architecture, shapes, label2id, fields)
-            except (InexpressibleError, ConfigError) as second:
-                raise InexpressibleError(f"{error}; as it is: {second}") from second
-            if static.keys.keys() == shapes.keys():
-                return static
+        static = static_head(self._model, architecture, shapes, label2id, fields)
+        if more := shapes.keys() - static.keys.keys():
             if not lenient:
-                raise
-        # tensors that the class does not have may have hidden that another type equals it
-        known = {key: shapes[key] for key in static.keys}
-        try:
-            return self._from_static(architecture, known, label2id, pooler, fields)
-        except InexpressibleError:
-            return static
+                raise InexpressibleError(f"{architecture}: its head has no {listing(sorted(more))}")
+            # tensors that the class does not have may have hidden that another type equals it
+            known = {key: shapes[key] for key in static.keys}
+            with contextlib.suppress(InexpressibleError):
+                return self._from_static(architecture, known, label2id, pooler, fields)
+        return static
 
     def from_static(
         self,
@@ -239,9 +254,8 @@ class ModelInfo:
             config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
         except InexpressibleError as error:
             raise CheckpointError(
-                f"the checkpoint's head has no equivalent among named heads: "
-                f"{error}. Write {argument('with_head', False, 'load_adapter')}"
-                f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
+                f"the checkpoint's head has no equivalent among named heads: {error}. Write "
+                f"{argument('with_head', False, 'load_adapter')}."
             ) from error
         return {"config": config}, own
 
@@ -358,3 +372,184 @@ class ModelInfo:
         with torch.device("meta"):
             model = cls(theirs)
         return _shapes(head_tensors(model))
+
+
+# --- The layers that experts had before transformers 5 fused them into parameters ---
+
+# types whose checkpoints are converted alike → parameter now → its layers before, row after row
+_LAYERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "mixtral": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",), "gate.weight": ("gate",)},
+    "qwen2_moe": {
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "down_proj": ("down_proj",),
+        "gate.weight": ("gate",),
+    },
+}
+
+
+def split_experts(model_type: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the former layers of each parameter, for the types of models where PEFT knows them.
+
+    Args:
+        model_type: of the model's config.
+    """
+    known: Mapping[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    # PEFT looks the type up in the same table, to which it adds Mixtral only
+    alike = "mixtral" if model_type == "mixtral" else known.get(model_type, "")
+    return _LAYERS.get(alike, MappingProxyType({}))
+
+
+# --- Names of modules in older releases of transformers ---
+
+
+def renamer(model: Any) -> Callable[[str], str]:
+    """Return a function from names of modules in older releases to the present names.
+
+    It applies the renamings of transformers' loader for old checkpoints of the base model.
+
+    Args:
+        model: a `PreTrainedModel`.
+    """
+    renamings: list[WeightRenaming] | None = None
+
+    def renamed(name: str) -> str:
+        nonlocal renamings
+        # on first use only: it walks the whole model, and recent adapters do not need it
+        if renamings is None:
+            known = get_model_conversion_mapping(model)
+            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
+        # the patterns match keys of tensors: add an end to the path that no pattern matches
+        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
+
+    return renamed
+
+
+# --- What all checkpoints of a model say about it, and the way to their folders ---
+
+
+def write(
+    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
+) -> None:
+    """Write a checkpoint of a model.
+
+    Args:
+        model: with adapters.
+        folder: made when missing.
+        stored: the checkpoint.
+        kind: what it is.
+        format: name of the format.
+
+    Raises:
+        CheckpointError: the format cannot express it, or the folder cannot be written.
+    """
+    info = ModelInfo(model)
+    _refuse_sharded(model, format)
+    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
+
+
+def check(model: AdaptedModel, stored: Checkpoint, kind: formats.Kind, format: str) -> None:
+    """Check that `write` can express a checkpoint; arguments as there.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    _refuse_sharded(model, format)
+    formats.encoded(stored, kind, format, ModelInfo(model))
+
+
+def _refuse_sharded(model: AdaptedModel, format: str) -> None:
+    if format != "native":
+        # these formats read weights of the base model, in one process
+        sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")
+
+
+def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
+    """Return what a checkpoint says about the model.
+
+    Args:
+        model: that it is taken from.
+        name: of what is saved.
+    """
+    return {
+        "name": name,
+        "model_type": model.config.model_type,
+        "model_class": sharding.class_name(model),
+        "model_name": name_of(model),
+        "hidden_size": getattr(text_config(model.config), "hidden_size", None),
+    }
+
+
+def base_weights(
+    model: AdaptedModel, choose: Callable[[Mapping[str, int]], Iterable[str]]
+) -> dict[str, Tensor]:
+    """Return some of the base model's weights that are plain numbers, perhaps sharded, by key.
+
+    Merging changes none of them. Of a quantized model the vectors are left out: some methods of
+    quantization scale them.
+
+    Args:
+        model: with adapters.
+        choose: returns the keys of these weights, from the dimensions of all by key.
+    """
+    replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
+    found: dict[str, Tensor] = {}
+    offloaded: dict[str, tuple[nn.Module, str]] = {}
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    for path, module in plain_modules(model._backbone):
+        if is_quantized(module):
+            quantized = True
+            continue
+        own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            if tensor.is_meta:
+                if not is_offloaded(module):
+                    continue
+                offloaded[f"{path}.{name}"] = module, name
+            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
+            if plain and tensor.is_floating_point() and sharding.size_of(tensor):
+                found[f"{path}.{name}"] = tensor
+    if replaced and (table := token_table(model)) is not None:
+        found = {k: t for k, t in found.items() if t is not table.weight}
+    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
+    keys = choose({key: dim for key, dim in dims.items() if dim > 1 or not quantized})
+    for key in offloaded.keys() & set(keys):
+        module, name = offloaded[key]
+        with at_hand(module):
+            found[key] = cast("Tensor", module._parameters[name])
+    return {key: found[key] for key in keys}
+
+
+def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
+    """Return a sample of the base model's weights; a collective call if they are sharded."""
+    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
+
+
+def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
+    """Warn if a checkpoint's adapter was trained on other weights of the base model."""
+    kept = stored.metadata.get(BASE)
+    if not isinstance(kept, Mapping):
+        return
+    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
+        trained_on = stored.metadata.get("model_name")
+        _LOG.warning(
+            "load_adapter: the adapter %r was trained on other weights of the base model%s than "
+            "this model has, so its outputs differ from those of its training.",
+            name, f" ({trained_on!r})" if trained_on else "",
+        )  # fmt: skip
+
+
+def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
+    """Return the name for an adapter or head: the one asked for, the stored one, or the path's.
+
+    Raises:
+        ConfigError: the name is not legal.
+    """
+    name = load_as if load_as is not None else stored.metadata.get("name")
+    try:
+        return check_name(PurePath(path).name if name is None else name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} Or write {argument('load_as', 'a', 'load_adapter')}."
+        ) from error

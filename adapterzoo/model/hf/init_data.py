@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from transformers import utils
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import cached_file
 
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
@@ -23,7 +24,7 @@ from adapterzoo.inject.building import layer_at
 from adapterzoo.model.activation import AdapterSetup
 from adapterzoo.model.state import AdaptedModel, base_prefix
 
-from .backbone import renamer
+from .info import renamer
 
 _PASSES, _IGNORED = 100, -100
 
@@ -36,42 +37,32 @@ Collected: TypeAlias = Mapping[str, LayerData]
 
 
 def fitted(
-    model: AdaptedModel, config: AdapterConfig, data: InitData
+    model: AdaptedModel, config: AdapterConfig, plan: InputPlan | WeightPlan | None, data: InitData
 ) -> tuple[AdapterConfig, Collected]:
     """Return the config with what it takes from the data, and what each layer takes from them.
 
     Args:
         model: with adapters; the base model alone is called, in evaluation mode.
         config: of a new adapter.
-        data: as the initial values of the config need them.
+        plan: which data its initial values need; None: none.
+        data: those that the user gave.
 
     Raises:
         ConfigError: initial values need data and there are none, or too few; or there are some,
             and nothing needs them.
     """
-    plans = [member.init_plan(model.anatomy) for member in config.members]
-    plan = next((p for p in plans if p is not None), None)
     if plan is None:
-        if data is not None:
-            raise ConfigError(
-                f"init_data is given, and {config!r} does not need any: leave init_data out."
-            )
-        return config, {}
+        raise ConfigError(f"{config!r} does not need any data. Leave init_data out.")
     if isinstance(config, ConfigUnion):
         raise ConfigError(
-            f"{config!r}: initial values from data are not for a union. Leave init_weights out, or "
-            "add its members one by one."
+            f"{config!r}: initial values from data are not for a union. Add its members one by one."
         )
     if isinstance(plan, WeightPlan):
         return config, collected(model, plan, data)
-    if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable | None):
+    if data is None or isinstance(data, (str, Mapping)):
         raise ConfigError(
-            f"init_data is a {type(data).__name__}, not a list of batches. Write init_data=[batch]."
-        )
-    if data is None:
-        raise ConfigError(
-            f"{config!r}: initial values come from data, and there are none. Write "
-            "init_data=batches, where a batch has the arguments of a call."
+            f"{config!r} takes initial values from batches of inputs. Write init_data=[batch], "
+            "where a batch has the arguments of a call."
         )
     batches = cast("Iterable[Mapping[str, Any]]", data)
     modes = {module: module.training for module in model.modules()}
@@ -89,30 +80,18 @@ def _collect(model: AdaptedModel, plan: InputPlan, data: Iterable[Mapping[str, A
     """Pass the data until no layer needs more of them, and at least once."""
     for number in range(_PASSES):
         passed = number > 0
-        count = 0
         for batch in data:
             lacking = plan.lacking(passed)
             if not lacking:
                 return
-            count += 1
-            if not isinstance(batch, Mapping):
-                raise ConfigError(
-                    f"a batch of init_data is a {type(batch).__name__}, not a dict. Write "
-                    f"{{'input_ids': batch}}."
-                )
             _pass(model, {path: plan.watched[path] for path in lacking}, batch, plan)
-        if not count:
-            raise ConfigError(
-                "init_data has no more batches, and is read several times. Write a list of "
-                "batches or a DataLoader."
-            )
         if not plan.lacking(passed=True):
             return
         plan.check()
     left = sorted(plan.lacking(passed=True))
     raise ConfigError(
         f"the inputs of {listing(left)} have not converged after {_PASSES} passes, or there were "
-        "none. Write larger batches in init_data."
+        "none. Write a list of larger batches in init_data."
     )
 
 
@@ -132,24 +111,17 @@ def _pass(
             site = sites[path]
             from_encoder = site.cross and site.role in ("key", "value")
             mask = kept["decoder" in site.path.split(".") and not from_encoder]
-            hook = layer_at(model._backbone, path).register_forward_pre_hook(
-                _adding(path, own, mask)
-            )
+            hook = layer_at(model._backbone, path).register_forward_pre_hook(_adding(own, mask))
             stack.callback(hook.remove)
         cast("Any", model)(**given)
 
 
-def _adding(
-    path: str, own: InputStatistics, kept: Tensor | None
-) -> Callable[[Any, tuple[Any, ...]], None]:
+def _adding(own: InputStatistics, kept: Tensor | None) -> Callable[[Any, tuple[Any, ...]], None]:
     def add(_layer: Any, args: tuple[Any, ...]) -> None:
         x: Tensor = args[0]
         # other inputs than the tokens of the batch, such as those of an encoder, are all read
         fits = kept is not None and x.shape[:-1] == kept.shape
-        try:
-            own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
-        except ConfigError as error:
-            raise ConfigError(f"at {path!r}: {error}") from error
+        own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
 
     return add
 
@@ -192,8 +164,8 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
     wanted = {path: layer for path, layer in layers.items() if quantized.is_quantized(layer)}
     if not wanted:
         raise ConfigError(
-            f"none of the adapted layers, {listing(plan.shapes)}, is quantized. Load the base "
-            "model with quantization_config=BitsAndBytesConfig(load_in_4bit=True)."
+            f"none of {listing(plan.shapes)} is quantized. Load the base model with "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)."
         )
     found, name = _tensors_in(model, source)
     renamed = renamer(model)
@@ -226,78 +198,79 @@ def _checked(
     w = read()
     if quantized.was_transposed(layer):
         w = w.mT
-    if w.shape != shape or not w.is_floating_point():
-        kind = str(w.dtype).removeprefix("torch.")
+    is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
+    if w.shape != shape or not is_whole:
         raise ConfigError(
-            f"{name} has {kind} {list(w.shape)} at {path!r}, not a weight {list(shape)}. Write "
-            "init_data='folder' with the model before quantization."
-        )
-    if w.is_meta or not bool(w.isfinite().all()):
-        raise ConfigError(
-            f"{name} has values that are not finite. Write init_data='folder' with the model "
-            "before quantization."
+            f"{name} has no finite weight {list(shape)} at {path!r}. Write init_data='folder' with "
+            "the model before quantization."
         )
     return w
 
 
 def _tensors_in(
     model: AdaptedModel, source: Any
-) -> tuple[Iterator[tuple[str, Callable[[], Tensor]]], str]:
-    """Return the keys of a source with functions that read their tensors, and its name.
-
-    Raises:
-        ConfigError: there is no such source.
-    """
-    if isinstance(source, Mapping) and all(isinstance(t, Tensor) for t in source.values()):
-        given: dict[str, Tensor] = {str(key): tensor for key, tensor in source.items()}
-        return ((key, tensor.detach) for key, tensor in given.items()), "init_data"
-    if source is not None and not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(
-            f"init_data is a {type(source).__name__}, not a folder, a name on the Hub or a state "
-            "dict. Write init_data='folder'."
-        )
+) -> tuple[Iterable[tuple[str, Callable[[], Tensor]]], str]:
+    """Return the keys of a source with functions that read their tensors, and its name."""
+    if isinstance(source, Mapping):
+        return ((key, tensor.detach) for key, tensor in source.items()), "init_data"
     own = model.config._name_or_path
     path = own if source is None else os.fspath(source)
     revision = getattr(model.config, "_commit_hash", None) if path == own else None
-    files = _files(path, revision)
-    if not files:
-        raise ConfigError(
-            f"the weights before quantization are not in {path!r}, which has no "
-            f"{utils.SAFE_WEIGHTS_NAME}. Write init_data='folder', or init_data=plain.state_dict()."
-        )
-    return _in_files(files), repr(path)
-
-
-def _files(path: str, revision: str | None) -> list[str]:
-    """Return the files of safetensors of a model; empty if there are none."""
-    if Path(path).suffix == ".safetensors":
-        return [path] if Path(path).is_file() else []
-    find = functools.partial(
-        cached_file, path, revision=revision, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-    )  # fmt: skip
     try:
-        if whole := find(utils.SAFE_WEIGHTS_NAME):
-            return [whole]
-        if index := find(utils.SAFE_WEIGHTS_INDEX_NAME):
-            return list(get_checkpoint_shard_files(path, index, revision=revision)[0])
+        return [*tensors_of(path, {"revision": revision})], repr(path)
     except OSError:
         # transformers raises it for a name that is neither a folder nor a repository
-        return []
-    return []
+        return [], repr(path)
 
 
-def _in_files(files: list[str]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    for file in files:
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            for key in opened.keys():  # noqa: SIM118  it is not a mapping
+# --- The tensors of a checkpoint of a model ---
+
+# names of the file with all weights, and of the index if there are several files
+_WEIGHTS = (
+    (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME),
+    (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME),
+)
+
+
+def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the keys of a checkpoint's tensors, with functions that read them.
+
+    Args:
+        path: a folder, a file of safetensors, or a name on the Hub; nothing is yielded if there
+            are no weights.
+        hub: arguments for the Hub, such as `revision`.
+    """
+    for file in _files(path, hub):
+        if file.endswith(".safetensors"):
+            with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+                keys = [*opened.keys()]
+            for key in keys:
                 yield key, functools.partial(_read, file, key)
+        else:
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+            yield from ((key, tensor.detach) for key, tensor in loaded.items())
 
 
 def _read(file: str, key: str) -> Tensor:
     with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
         tensor: Tensor = opened.get_tensor(key)
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
+    if Path(path).suffix == ".safetensors":
+        return [path] if Path(path).is_file() else []
+    find = functools.partial(
+        cached_file, path, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, **hub,
+    )  # fmt: skip
+    for name, index in _WEIGHTS:
+        if whole := find(name):
+            return [whole]
+        if listed := find(index):
+            shards = json.loads(Path(listed).read_text())["weight_map"]
+            return [file for name in sorted({*shards.values()}) if (file := find(name))]
+    return []
 
 
 # --- Embeddings of a text, by a model's tokenizer and table of tokens ---
@@ -317,13 +290,8 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
     # importing tokenizers takes a tenth of all imports, and most models need none
     from transformers import AutoTokenizer
 
-    name = getattr(model.config, "_name_or_path", "")
-    try:
-        ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no tokenizer in {name!r} ({error}). Write tokenizer.save_pretrained({name!r})."
-        ) from error
+    name = model.config._name_or_path
+    ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
     if not ids:
         raise ConfigError(
             f"the text has no tokens for the tokenizer of {name!r}. Load the model from a folder "

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, utils
-from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import InexpressibleError
+from adapterzoo.hub import OPTIONS
 from adapterzoo.model.heads import named, store
 from adapterzoo.model.state import base_prefix
 
 from .info import ModelInfo
+from .init_data import tensors_of
 from .task_classes import has_head, is_task
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_HEAD = "default"
-HUB_ARGUMENTS = (
-    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
-)  # fmt: skip
+HUB_ARGUMENTS = (*OPTIONS, "subfolder")
 """Arguments of `from_pretrained` that locate a checkpoint on the Hub."""
-
-
-# names of the file with all weights, and of the index if there are several files
-_WEIGHTS = (
-    (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME),
-    (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME),
-)
 
 
 def keep_static_head(
@@ -59,7 +48,11 @@ def keep_static_head(
     if model.heads or not has_head(architecture, model.backbone_class):
         return
     prefix = base_prefix(model)
-    tensors = _leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
+    wanted = {k for key in info["unexpected_keys"] for k in (key, key.removeprefix(prefix))}
+    tensors = dict[str, Tensor]()
+    if wanted:
+        found = tensors_of(str(path), hub)
+        tensors = {key: read() for key, read in found if key in wanted}
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
@@ -100,44 +93,3 @@ def report_unused(model: Any, info: Mapping[str, Any]) -> None:
             f"{type(model).__name__}: the checkpoint has weights that the model does not use: "
             f"{listing(unused)}."
         )
-
-
-def _leftover_tensors(
-    path: str, keys: Iterable[str], prefix: str, hub: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint that the base model did not use.
-
-    Args:
-        path: a folder, or a name on the Hub.
-        keys: as transformers reported them, perhaps with the base model's prefix.
-        prefix: that prefix, with a dot.
-        hub: arguments for the Hub, such as `revision`.
-    """
-    wanted = {name for key in keys for name in (key, key.removeprefix(prefix))}
-    found: dict[str, Tensor] = {}
-    for file in _files(path, wanted, hub):
-        if file.suffix == ".safetensors":
-            with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-                names = wanted & set(opened.keys())
-                found.update({name: opened.get_tensor(name).clone() for name in names})
-        else:
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-            found.update({name: loaded[name] for name in wanted & set(loaded)})
-    return found
-
-
-def _files(path: str, wanted: set[str], hub: Mapping[str, Any]) -> list[Path]:
-    def find(file: str) -> str | None:
-        return cached_file(
-            path, file, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, **hub,
-        )  # fmt: skip
-
-    for name, index in _WEIGHTS:
-        if whole := find(name):
-            return [Path(whole)]
-        if listed := find(index):
-            shards = json.loads(Path(listed).read_text())["weight_map"]
-            names = sorted({shard for key, shard in shards.items() if key in wanted})
-            return [Path(file) for name in names if (file := find(name))]
-    return []

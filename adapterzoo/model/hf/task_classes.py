@@ -343,6 +343,21 @@ def static_head(
 # --- configs ---
 
 
+def text_config(config: Any) -> Any:
+    """Return the config of a model's text part, or the config itself if it has no parts.
+
+    Differs from `config.get_text_config(decoder=True)`, which copies the flat config of an
+    encoder–decoder and resets every `decoder_…` field to its default, even
+    `decoder_start_token_id`.
+
+    Args:
+        config: of a model; configs of other libraries' classes have no parts.
+    """
+    find = getattr(config, "get_text_config", None)
+    text = find(decoder=True) if callable(find) else config
+    return config if type(text) is type(config) else text
+
+
 def config_fields(config: Any) -> dict[str, Any]:
     """Return the fields of a transformers config that a head may depend on, as JSON types."""
     values = {k: v for k, v in config.to_dict().items() if k not in _ASIDE}

@@ -62,16 +62,14 @@ def add(
     layer = free_place(model, name)
     if (reference_embedding is None) != (reference_tokenizer is None):
         raise ConfigError(
-            f"reference_embedding={reference_embedding!r} needs the tokenizer of its vocabulary, "
-            f"and reference_tokenizer the embeddings. Write both, or neither."
+            "reference_embedding and reference_tokenizer belong together. Write both, or neither."
         )
     width = layer.embedding_dim
     if embedding_dim not in (None, width):
         raise ConfigError(
-            f"embedding_dim={embedding_dim} is not the width of this model's embeddings, {width}. "
-            f"Leave it out."
+            f"embedding_dim={embedding_dim} is not the width of the model, {width}. Leave it out."
         )
-    vocabulary = _vocabulary(tokenizer, "tokenizer")
+    vocabulary = tokenizer.get_vocab()
     # identifiers may have gaps, so that there are more rows than tokens
     rows = max(len(tokenizer), *(n + 1 for n in vocabulary.values()))
     padding = padding_of(model, tokenizer, rows)
@@ -82,64 +80,19 @@ def add(
         nn.Parameter(table.to(device_of(layer), layer.weight.dtype), False), padding
     )
     if reference_embedding is not None:
-        known = _vocabulary(reference_tokenizer, "reference_tokenizer")
-        _copy_rows(model, made, reference_embedding, vocabulary, known)
+        # the rows of the tokens that both vocabularies have, and their biases
+        source, known = find(model, reference_embedding).weight, reference_tokenizer.get_vocab()
+        shared = [token for token in vocabulary if token in known]
+        to = torch.tensor([vocabulary[token] for token in shared], dtype=torch.long)
+        of = torch.tensor([known[token] for token in shared], dtype=torch.long)
+        of = of.to(source.device)
+        made.weight[to.to(source.device)] = source[of].to(made.weight.dtype)
+        for key, bias in biases_of(model, reference_embedding).items():
+            own = bias.new_zeros(*bias.shape[:-1], rows)
+            own[..., to.to(bias.device)] = bias[..., of.to(bias.device)]
+            made.keep(key, nn.Parameter(own, False) if isinstance(bias, nn.Parameter) else own)
     enter(model, name, made)
     warn_of_positions(model, tokenizer)
-
-
-def _copy_rows(
-    model: AdaptedModel,
-    made: InactiveTable,
-    reference: str,
-    vocabulary: Mapping[str, int],
-    known: Mapping[str, int],
-) -> None:
-    """Copy the rows of the tokens that both vocabularies have, and their biases."""
-    source = find(model, reference).weight
-    if max(known.values()) >= len(source):
-        raise ConfigError(
-            f"reference_tokenizer has the token number {max(known.values())}, and the embedding "
-            f"{reference!r} has {len(source)} rows. Write the tokenizer of {reference!r}."
-        )
-    shared = [token for token in vocabulary if token in known]
-    to = torch.tensor([vocabulary[token] for token in shared], dtype=torch.long)
-    of = torch.tensor([known[token] for token in shared], dtype=torch.long, device=source.device)
-    made.weight[to.to(source.device)] = source[of].to(made.weight.dtype)
-    for key, bias in biases_of(model, reference).items():
-        mine = bias.new_zeros(*bias.shape[:-1], len(made.weight))
-        mine[..., to.to(bias.device)] = bias[..., of.to(bias.device)]
-        made.keep(key, nn.Parameter(mine, False) if isinstance(bias, nn.Parameter) else mine)
-
-
-def _vocabulary(tokenizer: Any, argument: str) -> dict[str, int]:
-    """Return the tokens of a tokenizer with their numbers.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    find = getattr(tokenizer, "get_vocab", None)
-    found = find() if callable(find) else None
-    if not isinstance(found, Mapping) or not found:
-        raise ConfigError(
-            f"{argument}={type(tokenizer).__name__}: this is not a tokenizer with a vocabulary. "
-            f"Write AutoTokenizer.from_pretrained(…)."
-        )
-    return dict(found)
-
-
-def check_tokenizer(tokenizer: Any, rows: int) -> None:
-    """Check that a tokenizer has no token without a row.
-
-    Raises:
-        ConfigError: it has.
-    """
-    last = max(_vocabulary(tokenizer, "tokenizer").values())
-    if last >= rows:
-        raise ConfigError(
-            f"the tokenizer has the token number {last}, and the embeddings have {rows} rows. "
-            f"Write the tokenizer that they were made for."
-        )
 
 
 def padding_of(model: AdaptedModel, tokenizer: Any, rows: int) -> int | None:
@@ -194,7 +147,8 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
-    tables, output = _tables(model), _output_in_base(model)
+    tables, layer_of_output = _tables(model), cast("Any", model).get_output_embeddings()
+    output = {path: m for path, m in plain_modules(model._backbone) if m is layer_of_output}
     layers = tables | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
@@ -214,7 +168,9 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
             layer = layer_at(backbone, path)
-            for adapter in inject.adapters_of(layer).values() if _is_adapted(layer) else ():
+            for adapter in (
+                inject.adapters_of(layer).values() if isinstance(layer, inject.Adapted) else ()
+            ):
                 if isinstance(adapter, CopyAdapter):
                     adapter.layer = copies.fitted(layer, adapter.layer)
         for owner, old in heads.items():
@@ -237,33 +193,22 @@ def _tables(model: AdaptedModel) -> dict[str, nn.Module]:
     return found or {path: m for path, m in plain_modules(model._backbone) if m is table}
 
 
-def _output_in_base(model: AdaptedModel) -> dict[str, nn.Module]:
-    """Return the output layer that is part of the base model, by path."""
-    layer = cast("Any", model).get_output_embeddings()
-    return {path: m for path, m in plain_modules(model._backbone) if m is layer}
-
-
-def _is_adapted(layer: nn.Module) -> bool:
-    return isinstance(layer, inject.Adapted)
-
-
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
     state = model._adapter_state
     if state.head or layers.keys() & state.originals.keys():
         raise StateError(
-            f"{listing(state.merged)} is merged into layers of the size of the vocabulary. Write "
-            f"reset_adapter() first."
+            f"{listing(state.merged)} is merged into the vocabulary. Write reset_adapter() first."
         )
     there = [
         (name, adapter)
         for layer in layers.values()
-        if _is_adapted(layer)
+        if isinstance(layer, inject.Adapted)
         for name, adapter in inject.adapters_of(layer).items()
     ]
     if large := [n for n, a in there if not isinstance(a, _RESIZED) or isinstance(a, Table)]:
         raise StateError(
-            f"the adapters {listing(dict.fromkeys(large))} adapt the embedding and have its size. "
-            f"Delete them first: delete_adapter(…)."
+            f"the adapters {listing(dict.fromkeys(large))} have the size of the vocabulary. Write "
+            f"delete_adapter(…) first."
         )
     for name, adapter in there:
         last = max(adapter.ids) if isinstance(adapter, TokenRows) else 0
@@ -295,8 +240,6 @@ def _measured(backbone: nn.Module, site: Site) -> Site:
 
 
 _TABLE, _TOKENIZER = "embedding.pt", "tokenizer"
-# what transformers raises for files of a tokenizer that it cannot read
-_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError)
 
 
 def save(
@@ -306,13 +249,11 @@ def save(
 
     Raises:
         CheckpointError: the folder cannot be written.
-        ConfigError: the tokenizer has tokens without a row.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     weight = find(model, name).weight
     folder = Path(folder)
     if tokenizer is not None:
-        check_tokenizer(tokenizer, len(weight))
         with tempfile.TemporaryDirectory() as temporary:
             tokenizer.save_pretrained(temporary)
             contents = {p.name: p.read_bytes() for p in Path(temporary).iterdir() if p.is_file()}
@@ -326,42 +267,25 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], name: str) -> Any:
     """Load embeddings and activate them; return the tokenizer beside them, None without one.
 
     Raises:
-        CheckpointError: there is no table, or it does not fit the model or the tokenizer.
+        CheckpointError: there is no table, or it does not fit the model.
     """
     folder = Path(folder)
     layer = free_place(model, name)
     weight = files.read_tensor(folder / _TABLE)
     if weight.dim() != 2 or weight.shape[1] != layer.embedding_dim or not len(weight):
         raise CheckpointError(
-            f"{str(folder / _TABLE)!r} holds {list(weight.shape)}, and embeddings of this "
-            f"{type(model).__name__} are [tokens, {layer.embedding_dim}]. Load those of a model of "
-            f"this width."
+            f"{str(folder / _TABLE)!r} holds {list(weight.shape)}; embeddings of this model are "
+            f"[tokens, {layer.embedding_dim}]. Load those of a model of this width."
         )
-    tokenizer = _tokenizer(folder / _TOKENIZER)
-    if tokenizer is not None:
-        try:
-            check_tokenizer(tokenizer, len(weight))
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from error
+    tokenizer = None
+    if (folder / _TOKENIZER).is_dir():
+        # importing tokenizers takes time, and most models need none
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder / _TOKENIZER, local_files_only=True)
     padding = padding_of(model, tokenizer, len(weight))
     table = nn.Parameter(weight.to(layer.weight.device, layer.weight.dtype), False)
     enter(model, name, InactiveTable(table, padding))
     if tokenizer is not None:
         warn_of_positions(model, tokenizer)
     return tokenizer
-
-
-def _tokenizer(folder: Path) -> Any:
-    if not folder.is_dir():
-        return None
-    # importing tokenizers takes time, and most models need none
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except _UNREADABLE as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"the tokenizer in {str(folder)!r} cannot be read ({reason}). Delete that folder "
-            f"to load the embeddings alone."
-        ) from error
