@@ -571,7 +571,7 @@ def test_embeddings_with_their_ids_are_read():
         model.generate(ids[:, :3], inputs_embeds=embeds, **GREEDY)
 
 
-@pytest.mark.parametrize("tokens", [[], (), "[/INST]", [-1], [1.0], [True], ["5"], 5, {5: 6}])
+@pytest.mark.parametrize("tokens", [[], (), "[/INST]", [-1], [1.0], [True], ["5"], {5: 6}])
 def test_wrong_tokens_are_refused(tokens):
     with pytest.raises(ConfigError, match=r"a list of token ids, as tokenizer\.encode"):
         LoRAConfig(alora_invocation_tokens=tokens)
