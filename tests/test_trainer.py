@@ -378,7 +378,7 @@ def test_label_smoothing_without_classes_is_refused(tmp_path):
     trainer = AdapterTrainer(
         model, args(tmp_path, label_smoothing_factor=0.1), train_dataset=rows(4, "number")
     )
-    with pytest.raises(ConfigError, match=r"active are 'task'. Write label_smoothing_factor=0"):
+    with pytest.raises(ConfigError, match=r"not 'task'. Write label_smoothing_factor=0"):
         trainer.train()
 
 
@@ -617,7 +617,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
 
     more = named()
     more.add_adapter("second")
-    refused(more, r"has the adapters 'task', the model 'second', 'task'; nothing has been l")
+    refused(more, r"has the adapters 'task', the model 'second', 'task'")
     head = named()
     head.add_tagging_head("apart")
     head.train_adapter("task")
