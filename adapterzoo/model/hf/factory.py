@@ -452,8 +452,9 @@ def load_model(
     """
     if not issubclass(model_class, PreTrainedModel):
         # a class such as AutoAdapterModel chooses that of the model
-        chosen = cast("Any", model_class).from_pretrained(path, **kwargs)
-        return cast("M", init(chosen, interface=interface))
+        loaded = cast("Any", model_class).from_pretrained(path, **kwargs)
+        init(loaded[0] if kwargs.get("output_loading_info") else loaded, interface=interface)
+        return cast("M", loaded)
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)
         return cast("M", adapter_folders.load(adapter, load, kwargs))

@@ -220,7 +220,10 @@ class ModelInfo:
         """Return the named head that equals a static head, of the type "static" if need be."""
         with contextlib.suppress(InexpressibleError):
             return self._from_static(architecture, shapes, label2id, pooler, fields)
-        static = static_head(self._model, architecture, shapes, label2id, fields)
+        try:
+            static = static_head(self._model, architecture, shapes, label2id, fields)
+        except ConfigError as error:
+            raise InexpressibleError(str(error)) from error
         if more := shapes.keys() - static.keys.keys():
             if not lenient:
                 raise InexpressibleError(f"{architecture}: its head has no {listing(sorted(more))}")
