@@ -32,7 +32,7 @@ from adapterzoo.contracts import (
     widest,
 )
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
-from adapterzoo.runtime import ActiveState, CallContext, Default, Frame, Plan
+from adapterzoo.runtime import ActiveState, Frame, Plan
 
 from .adapted import (
     SHARED,
@@ -407,13 +407,17 @@ def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tenso
         rows: of the batch, those of `y`.
     """
     path = cast("str", plan.exit)
+    layer = cast("Adapted", layer_at(model, path))
+    call = layer._link.active.call
     # the calls of the model are over: it holds the shared modules, those of this replica
-    context = CallContext(Default())
-    context.stacks.append(
+    call.stacks.append(
         Frame(RecordedCall("", {}, None), functools.partial(shared_of, model), model)
     )
-    base = LayerCall(model, model.forward, context=context)
-    return inverse_of(*acting(layer_at(model, path), plan.sites[path]), y, base, rows)
+    try:
+        base = LayerCall(model, model.forward, context=call)
+        return inverse_of(*acting(layer, plan.sites[path]), y, base, rows)
+    finally:
+        call.stacks.pop()
 
 
 class AdaptedLanguages(Adapted):
