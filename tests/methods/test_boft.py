@@ -16,7 +16,7 @@ from transformers import AutoModel
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import base_of
+from adapterzoo.inject.adapted import base_of
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.methods.rotation.rotating import dropped
 from adapterzoo.testing import report

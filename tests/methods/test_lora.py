@@ -17,7 +17,7 @@ from adapterzoo import DoRAConfig, LoRAConfig
 from adapterzoo.anatomy import Site, find
 from adapterzoo.averaging import combination
 from adapterzoo.errors import CompositionError, ConfigError, SiteError, StateError
-from adapterzoo.inject import base_of
+from adapterzoo.inject.adapted import base_of
 from adapterzoo.kernels import use
 from adapterzoo.testing import checks, report
 

@@ -11,7 +11,7 @@ from adapterzoo import LoHaConfig, LoKrConfig
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.inject import base_of
+from adapterzoo.inject.adapted import base_of
 
 CPU = torch.device("cpu")
 # the rank 9 is so large that the whole change of the weight is cheaper

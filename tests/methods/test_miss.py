@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from adapterzoo import LoRAConfig, MissConfig, Stack
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import base_of
+from adapterzoo.inject.adapted import base_of
 from adapterzoo.testing import report
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from adapterzoo import BOFTConfig, LoRAConfig, OFTConfig, Stack
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import base_of
+from adapterzoo.inject.adapted import base_of
 from adapterzoo.kernels.cayley import cayley, cayley_neumann
 from adapterzoo.methods.rotation.oft import skew
 from adapterzoo.testing import report

@@ -98,12 +98,7 @@ class BottleneckLayer(FusibleAdapter):
         """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
         if self.acts_on == "input":
             return base(self.changed(x, base.original(x), base, instead))
-        y = base(x)
-        if y.dim() == x.dim():
-            return self.changed(x, y, base, instead)
-        # the experts of Llama 4 return the tokens of all rows in one dimension
-        like_x = y.view(*x.shape[:-1], y.shape[-1])
-        return self.changed(x, like_x, base, instead).view_as(y)
+        return self.changed(x, base(x), base, instead)
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
