@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import warnings
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,15 +290,19 @@ FACTOR = Range(-1e9, 1e9)
 SEED = Maybe(Range(-(2**63), 2**63 - 1))
 
 
-def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
+def field(default: _T, check: Check | None = None, *, ours: bool = False, needs: str = "") -> _T:
     """Declare a field of a config with its default and its check.
 
     Args:
         default: a dict is copied for each config.
         check: the check of its values; None for only that of the annotation.
         ours: whether the peers' files lack the field: it is written only if it is not the default.
+        needs: another field and its value, `"use_gating=True"`, without which this one has no
+            effect; a warning says so.
     """
-    metadata = declared(check) | ({"ours": True} if ours else {})
+    metadata = (
+        declared(check) | ({"ours": True} if ours else {}) | ({"needs": needs} if needs else {})
+    )
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -328,16 +333,48 @@ def naming_checks(cls: Any) -> Mapping[str, Check]:
     return {n: each for n, (each, _) in checks(cls).items() if type(each).below is not Check.below}
 
 
+@functools.cache
+def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
+    """Return what fields of a config class need to have an effect, and their defaults."""
+    found = {
+        f.name: (f.metadata["needs"], f.default)
+        for c in reversed(cls.__mro__)
+        for f in vars(c).get("__dataclass_fields__", {}).values()
+        if "needs" in f.metadata
+    }
+    return {name: found[name] for name in found.keys() & defaults(cls).keys()}
+
+
+def without_idle(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config of a class without those that have no effect in it."""
+    values = {**defaults(cls), **fields}
+    idle = {name for name, (need, _) in needs_of(cls).items() if not values[need.partition("=")[0]]}
+    return {name: value for name, value in fields.items() if name not in idle}
+
+
 def check_fields(config: Any) -> None:
     """Check each field of a config by its declaration, and store the converted value.
 
     Raises:
         ConfigError: a value is not legal.
+
+    Warns:
+        UserWarning: a field has no effect.
     """
     cls: Any = type(config)
     for name, (check, default) in checks(cls).items():
         kept = check(cls.__name__, name, getattr(config, name), default)
         object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
+    for name, (need, default) in needs_of(cls).items():
+        value = getattr(config, name)
+        if value not in (default, defaults(cls)[name]) and not getattr(
+            config, need.partition("=")[0]
+        ):
+            warnings.warn(
+                f"{cls.__name__}({name}={value!r}): has an effect only with {need}. Write "
+                f"{name}={default!r}.",
+                stacklevel=5,
+            )
 
 
 def refuse_missing_layers(config: Any, count: int) -> None:
@@ -357,7 +394,7 @@ def refuse_missing_layers(config: Any, count: int) -> None:
             kept = [n for n in asked if n < count] or [*range(count)][-1:]
             raise ConfigError(
                 f"{type(config).__name__}({name}={[*asked]}): there is no block "
-                f"{listing(missing)}; the model has {count}, numbered from 0. Write {name}={kept}."
+                f"{listing(missing)}; the model has {count}. Write {name}={kept}."
             )
 
 
@@ -448,13 +485,7 @@ def _check_names(
         legal = sorted(n for n, p in known.parameters.items() if p.kind is not p.VAR_POSITIONAL)
         unknown = sorted(fields.keys() - {*legal}, key=str)
         given = [*map(repr, values), *(f"{name}={fields[name]!r}" for name in unknown)]
-        if unknown:
-            what = f"there is no field {listing(unknown)}"
-        elif values:
-            what = "each field is given by its name"
-        else:
-            missing = [n for n, p in known.parameters.items() if p.default is p.empty]
-            what = f"{listing(n for n in missing if n not in fields)} must be given"
+        what = f"there is no field {listing(unknown)}" if unknown else str(error)
         near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
         close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
         call = shown or f"{cls.__name__}({', '.join(given)})"
@@ -508,8 +539,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """
         if name not in fields_of(type(self)) or name in vars(self):
             raise dataclasses.FrozenInstanceError(
-                f"{type(self).__name__}.{name} = {value!r}: a config does not change. Write "
-                f"config.replace({name}={value!r}), or declare the field in a class of your own."
+                f"{type(self).__name__}.{name}: a config is frozen. Write config.replace({name}=…)."
             )
         object.__setattr__(self, name, value)
 
@@ -519,9 +549,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         Raises:
             FrozenInstanceError: always.
         """
-        raise dataclasses.FrozenInstanceError(
-            f"del {type(self).__name__}.{name}: a config does not change. Write config.replace(…)."
-        )
+        raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name}: a config is frozen.")
 
     # --- dicts ---
 
@@ -543,10 +571,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             UnknownNameError: nothing is registered for its kind.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"config={values!r}: a config in a file or a union is a dict of its fields, not a "
-                f"{type(values).__name__}. Write {_example(cls)}."
-            )
+            raise ConfigError(f"config={values!r} is not a dict of fields. Write {_example(cls)}.")
         fields = dict(values)
         given = fields.pop(cls.kind_field, None) if cls.kind_field else None
         own = cls._kind()
@@ -557,8 +582,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         if given is not None and given != own:
             root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
             raise ConfigError(
-                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}, not {own!r}. "
-                f"Write {root.__name__}.from_dict(…)."
+                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}. Write "
+                f"{root.__name__}.from_dict(…)."
             )
         return cls._from_fields(fields)
 
@@ -580,15 +605,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         """
         found, fields = cls._resolved(fields)
         _check_names(found, shown, (), fields)
-        try:
-            return found(**fields)
-        except ConfigError:
-            raise
-        except TypeError as error:
-            raise ConfigError(
-                f"{shown}: {error}. Its fields: {listing(sorted(fields_of(found)), limit=40)}. "
-                f"Write legal values for these."
-            ) from error
+        return found(**fields)
 
     @classmethod
     def _resolved(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -635,24 +652,21 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             found = cls._parse(asked)
         else:
             raise ConfigError(
-                f"config={asked!r}: a {type(asked).__name__} is not a {cls.__name__}, a config "
-                f"string, a dict or the path of a JSON file. Write config={cls.default!r}."
+                f"config={asked!r} is not a {cls.__name__}, a config string, a dict or the path of "
+                f"a JSON file. Write config={cls.default!r}."
             )
         given = {name: value for name, value in changes.items() if value is not None}
         return found.replace(**given) if given else found
 
     @classmethod
     def _parse(cls, text: str) -> Any:
+        # without a match the text is a name that nothing has
         match = _CONFIG_STRING.fullmatch(text)
-        if match is None:
-            raise ConfigError(
-                f"config={text!r}: not a config string. Write a name, with fields in brackets if "
-                f"any: {_string_example(str(cls.default), cls.load())!r}."
-            )
-        config: Config = cls.strings.find(match["name"])()
+        name, brackets = (match["name"], match["fields"]) if match else (text, None)
+        config: Config = cls.strings.find(name)()
         keywords: list[ast.keyword] | None = None
         try:
-            call = ast.parse(f"f({match['fields'] or ''}\n)", mode="eval").body
+            call = ast.parse(f"f({brackets or ''}\n)", mode="eval").body
             # one call of fields: not f(…)(…), nor f(…) + g(…)
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
                 keywords = call.keywords
@@ -663,9 +677,8 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs, each field once, with "
-                f"values such as 8, True, 'relu' or [1,2]. "
-                f"Write {_string_example(match['name'], config)!r}."
+                f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
+                f"{_string_example(name, config)!r}."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
@@ -735,8 +748,8 @@ def _read(path: str | os.PathLike[str]) -> Any:
         document = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of a file with "
-            f"a config's dict, as json.dumps(config.to_dict()) gives it."
+            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of one with a "
+            f"config's dict."
         ) from error
     # as saved beside an adapter
     inner = document.get("config") if isinstance(document, dict) else None
@@ -830,8 +843,8 @@ class Placement:
 class AdapterConfig(Config):
     """Base of all adapter configs.
 
-    `architecture` is the name of the method in files. `training_fields` are those that do not
-    change what a trained adapter computes.
+    `architecture` is the name of the method in files, and `adapter_class` the class that `build`
+    calls. `training_fields` are those that do not change what a trained adapter computes.
     """
 
     kind_field: ClassVar[str] = "architecture"
@@ -842,6 +855,7 @@ class AdapterConfig(Config):
     default: ClassVar[object] = "seq_bn"
 
     architecture: ClassVar[str]
+    adapter_class: ClassVar[Callable[..., Any]]
     training_fields: ClassVar[frozenset[str]] = frozenset(
         {"dropout", "init_weights", "init_weights_seed", "dtype"}
     )
@@ -900,13 +914,14 @@ class AdapterConfig(Config):
             SiteError: the model, or one of its blocks, lacks the sites.
         """
 
-    @abstractmethod
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Return a fresh adapter for the site, its parameters on the device and of the dtype.
 
         Raises:
             ConfigError: a value does not fit the site's widths.
         """
+        made: Adapter = self.adapter_class(self, site, device, dtype)
+        return made
 
     @property
     def members(self) -> tuple[AdapterConfig, ...]:
@@ -1038,8 +1053,8 @@ def _variant(cls: Any, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any
     if not found:
         shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
         raise ConfigError(
-            f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
-            f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
+            f"{cls.__name__}({shown}): there is no method with these fields. Write one of "
+            f"{listing(sorted(c.__name__ for c in group))}."
         )
     chosen: Any = max(found, key=lambda c: group[c].strictness)
     variant, legal = group[chosen], defaults(chosen)
@@ -1067,8 +1082,8 @@ def check_blocks(anatomy: Anatomy, config: str) -> None:
     """
     if not anatomy.blocks:
         raise SiteError(
-            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
-            f"target_modules, such as LoRAConfig(target_modules=[…])."
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Write a config "
+            f"with names of layers, such as LoRAConfig(target_modules=[…])."
         )
 
 
@@ -1122,8 +1137,8 @@ class ConfigUnion(AdapterConfig):
         members = [member for config in configs for member in config.members] if known else []
         if len(members) < 2:
             raise FieldError(
-                f"ConfigUnion{configs!r}: a union joins two or more configs. "
-                f"Write ConfigUnion(config, other_config)."
+                f"ConfigUnion{configs!r}: not two or more configs. Write "
+                f"ConfigUnion(config, other_config)."
             )
         # adapters are told apart by the config object that makes them
         distinct = {id(member): member for member in members}
@@ -1165,11 +1180,8 @@ class ConfigUnion(AdapterConfig):
         return [placement for config in self.configs for placement in config.placements(anatomy)]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """Raise: each placement of a union names the member that builds it."""
-        raise ConfigError(
-            f"ConfigUnion.build({site.path!r}): a union builds nothing itself. "
-            f"Write placement.config.build(…)."
-        )
+        """Raise: each placement of a union has the member that builds it as its config."""
+        raise NotImplementedError
 
     @classmethod
     def combined(
@@ -1180,10 +1192,7 @@ class ConfigUnion(AdapterConfig):
         kinds = {tuple(member.architecture for member in members) for members in unions}
         if len(kinds) > 1:
             shown = listing("|".join(kind) for kind in sorted(kinds))
-            raise CompositionError(
-                f"unions are combined member by member, but these are {shown}. "
-                f"Add the adapters with the same methods in the same order."
-            )
+            raise CompositionError(f"unions of different methods cannot be combined: {shown}.")
         members = zip(*unions, strict=True)
         return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
 
@@ -1223,8 +1232,5 @@ class ConfigUnion(AdapterConfig):
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
         members = fields.pop("configs", [])
         if fields or not isinstance(members, Sequence):
-            raise ConfigError(
-                f"union config: 'configs' is a list and the only field, got configs={members!r} "
-                f"and {listing(fields)}. Write {{'architecture': 'union', 'configs': […]}}."
-            )
+            raise ConfigError(f"{fields!r}, configs={members!r}: not the dict of a union.")
         return cls(*(AdapterConfig.from_dict(c) for c in members))

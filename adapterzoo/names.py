@@ -39,30 +39,19 @@ def check_name(name: object) -> str:
         ConfigError: the name is not legal.
     """
     if not isinstance(name, str):
-        raise ConfigError(
-            f"a name is a string, got {name!r} of type {type(name).__name__}. Write 'my_task'."
-        )
-    if name in _TAKEN:
-        raise ConfigError(
-            f"the name {name!r} cannot be used: the container of adapters and heads has "
-            f"an attribute of this name. Write {name + '_task'!r}."
-        )
-    if name == BASE:
-        raise ConfigError(
-            f"the name {name!r} cannot be used: in adapter_names it means the base model. "
-            f"Write {_legal(name)!r}."
-        )
-    if len(name) <= _LENGTH and _LEGAL.fullmatch(name) and len(name.encode()) <= _BYTES:
-        if not (wrong := _as_expression(name)):
-            return name
-        raise ConfigError(
-            f"the name {name!r} cannot be used: transformers reads the names of parameters as "
-            f"regular expressions, and this is not one: {wrong}. Write {_legal(name)!r}."
-        )
-    raise ConfigError(
-        f"the name {name!r} cannot be used: legal are 1 to {_LENGTH} characters, at most {_BYTES} "
-        f'bytes, without . / \\ : | ( ) * ? " < > and blanks at the ends. Write {_legal(name)!r}.'
-    )
+        raise ConfigError(f"a name is a string, not {name!r}. Write 'my_task'.")
+    why = _as_expression(name)
+    if len(name) > _LENGTH or len(name.encode(errors="replace")) > _BYTES:
+        why = f"it is longer than {_LENGTH} characters or {_BYTES} bytes"
+    elif not _LEGAL.fullmatch(name):
+        why = 'it is empty, or has one of . / \\ : | ( ) * ? " < > in it, or a blank at an end'
+    elif name == BASE:
+        why = "in adapter_names it means the base model"
+    elif name in _TAKEN:
+        why = "the container of adapters and heads has an attribute of this name"
+    if why:
+        raise ConfigError(f"the name {name!r} cannot be used: {why}. Write {_legal(name)!r}.")
+    return name
 
 
 def _as_expression(name: str) -> str:
@@ -71,7 +60,7 @@ def _as_expression(name: str) -> str:
         with warnings.catch_warnings(action="error"):
             re.compile(f".{name}.")
     except (re.error, FutureWarning) as error:
-        return str(error)
+        return f"transformers reads it inside regular expressions, where it is not one: {error}"
     return ""
 
 

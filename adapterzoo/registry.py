@@ -70,14 +70,11 @@ class Registry(Mapping[str, T], Generic[T]):
         entries = self._entries
         if isinstance(name, str) and name in entries:
             return entries[name]
-        error = unknown_name("", self.kind, name, entries)
-        if self._decorates is None:
-            raise error
-        decorator = f"@{self.kind.replace(' ', '_')}s.register({name!r})"
-        own = (
-            f" For one of your own write {decorator} above {self._decorates}, and import its file."
-        )
-        raise UnknownNameError(f"{error}{in_python(own)}")
+        own = ""
+        if self._decorates is not None:
+            decorator = f"@{self.kind.replace(' ', '_')}s.register({name!r})"
+            own = f" For one of your own write {decorator} above {self._decorates}."
+        raise UnknownNameError(f"{unknown_name('', self.kind, name, entries)}{in_python(own)}")
 
     def __getitem__(self, name: str) -> T:
         """Return the entry of this name; see `find`."""

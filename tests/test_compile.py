@@ -11,7 +11,7 @@ from transformers import AutoModel
 from variants import VARIANTS
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, init
-from adapterzoo.inject import recorded
+from adapterzoo.inject.tokens import recorded_call
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_training_and_inference_compile_once_whatever_the_weights(variant, tmp_p
 
     def check():
         # a block is compiled in calls of its model
-        with recorded(model.bert, (), model._active, "", (), {}):
+        with recorded_call(model.bert, (), model._active, "", (), {}):
             # with dropout, where there is any
             model.train()
             expected = gradients(block, block, x)
@@ -190,7 +190,7 @@ def test_other_batch_sizes_compile_as_often_as_without_adapters():
         compiled = torch.compile(block, fullgraph=True, backend=backend)
         for batch in (2, 3, 5, 8):
             x = torch.randn(batch, 7, 32)
-            with torch.no_grad(), recorded(model.bert, (), model._active, "", (), {}):
+            with torch.no_grad(), recorded_call(model.bert, (), model._active, "", (), {}):
                 torch.testing.assert_close(compiled(x), block(x), rtol=1e-5, atol=1e-5)
         counts.append(backend.graphs)
     assert counts == [2, 2]

@@ -32,6 +32,9 @@ from adapterzoo.errors import CompositionError, StateError
 class Affine(BaseLayer):
     """y = 2 x + 1."""
 
+    scale, padding_idx, is_original, is_in_call = 1.0, None, False, False
+    call = shared = part = parameters = None
+
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x + 1
 
@@ -44,10 +47,6 @@ class Affine(BaseLayer):
     @property
     def bias(self) -> Tensor:
         return torch.tensor([1.0])
-
-    @property
-    def scale(self) -> float:
-        return 1.0
 
     @property
     def residual(self) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import BertModel
 
 from adapterzoo import AutoAdapterModel, DoubleSeqBnConfig, Fuse, LoRAConfig, Stack, init, inject
 from adapterzoo.errors import DuplicateNameError, StateError
+from adapterzoo.inject.adapted import Adapted, adapters_of
 from adapterzoo.runtime import ActiveState, Default
 
 HERE = Path(__file__).resolve().parent / "data" / "golden_adapterhub"
@@ -68,7 +69,7 @@ def test_adapters_of_two_containers_act_together():
     keys = {"adapters.a.factor", "scales.b.factor"}
     assert keys == {k for k in plain.state_dict() if "factor" in k}
     assert torch.equal(plain(X), 6.0 * layer()(X))
-    assert list(inject.adapters_of(plain)) == ["a", "b"]
+    assert list(adapters_of(plain)) == ["a", "b"]
     for copied in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
         with torch.no_grad():
             copied.scales["b"].factor.fill_(5.0)
@@ -105,7 +106,7 @@ def test_a_name_is_taken_in_all_containers():
     plain, selection = both()
     with pytest.raises(DuplicateNameError, match=r"put\('a'\)"):
         inject.put(plain, "a", Scales(1.0), selection, "at")
-    assert list(inject.adapters_of(plain)) == ["a", "b"]
+    assert list(adapters_of(plain)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("own", ["scales", "adapters"])
@@ -113,7 +114,7 @@ def test_only_the_container_must_be_free(own):
     plain = layer()
     vars(plain)[own] = "mine"
     if own == "scales":
-        with pytest.raises(StateError, match="already has an attribute 'scales'"):
+        with pytest.raises(StateError, match="has an attribute 'scales'"):
             inject.put(plain, "a", Scales(1.0), ActiveState(Default()), "at")
         assert type(plain) is nn.Linear
     else:
@@ -146,7 +147,7 @@ def test_methods_at_one_layer_of_a_model(tmp_path):
     model.delete_adapter_fusion("a,b")
     for name in "abl":
         model.delete_adapter(name)
-    assert not isinstance(dense, inject.Adapted)
+    assert not isinstance(dense, Adapted)
 
 
 def test_paths_of_parameters_lead_to_them():

@@ -12,7 +12,8 @@ from snapshots import adapter_bits, bits, changes, output, snapshot, stir
 from transformers import AutoModelForSequenceClassification
 from variants import VARIANTS
 
-from adapterzoo import AdapterSetup, init, inject
+from adapterzoo import AdapterSetup, init
+from adapterzoo.inject.adapted import Adapted
 
 
 def through_torch(model):
@@ -120,7 +121,7 @@ def test_a_static_model_is_copied(how):
     made_copy = COPIES[how](model)
     assert not changes(before, visible(made_copy))
     made_copy.delete_adapter("a")
-    assert not any(isinstance(m, inject.Adapted) for m in made_copy.modules())
+    assert not any(isinstance(m, Adapted) for m in made_copy.modules())
     assert not changes(before, visible(model))
 
 

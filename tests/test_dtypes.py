@@ -27,7 +27,7 @@ from adapterzoo import BnConfig, BOFTConfig, ConfigUnion, ReftConfig
 from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import CopyAdapter, compute_dtype
 from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.inject import adapters_of
+from adapterzoo.inject.adapted import adapters_of
 from adapterzoo.model.state import parameters_of, tensors_of
 from adapterzoo.testing import cases
 

@@ -24,7 +24,7 @@ from adapterzoo import AdapterConfig, BatchSplit, Stack, init
 from adapterzoo.anatomy import find
 from adapterzoo.config import Placement, architectures
 from adapterzoo.contracts import Adapter
-from adapterzoo.inject import adapters_of
+from adapterzoo.inject.adapted import adapters_of
 
 PLACES = {
     "bert": "encoder.layer.0",

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from variants import VARIANTS
 
-from adapterzoo import AdapterZooError, kernels
-from adapterzoo.contracts import adapter, widest
+from adapterzoo import AdapterZooError, contracts, kernels
+from adapterzoo.contracts import widest
 from adapterzoo.kernels.cayley import cayley
 
 
@@ -56,7 +56,7 @@ class _NoFloat64(TorchDispatchMode):
 @contextmanager
 def without_float64() -> Iterator[None]:
     with (
-        mock.patch.dict(adapter._HAVE_FLOAT64, cpu=False),
+        mock.patch.dict(contracts._HAVE_FLOAT64, cpu=False),
         _NoFloat64() as device,
         mock.patch.object(Tensor, "cpu", lambda t: device.brought(t)),
     ):
@@ -67,7 +67,7 @@ def test_the_stand_in_refuses_float64():
     with without_float64():
         assert widest(torch.device("cpu")) is torch.float32
         # a kind of device that the table does not name is asked
-        del adapter._HAVE_FLOAT64["cpu"]
+        del contracts._HAVE_FLOAT64["cpu"]
         assert widest(torch.device("cpu")) is torch.float32
         with pytest.raises(TypeError, match="float64"):
             torch.ones(1).double()

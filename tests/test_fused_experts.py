@@ -15,6 +15,7 @@ from adapterzoo import inject
 from adapterzoo.composition import Stack
 from adapterzoo.composition.compile import SiteStep
 from adapterzoo.contracts import WeightAdapter
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 X = torch.arange(8.0).reshape(2, 4) / 8
@@ -67,7 +68,7 @@ def near(y, truth):
 
 
 def put(experts, name, adapter, selection):
-    parts = inject.ExpertAdapters({"down_proj": inject.FusedAdapters([("mlp_out", None, adapter)])})
+    parts = ExpertAdapters({"down_proj": FusedAdapters([("mlp_out", None, adapter)])})
     inject.put(experts, name, parts, selection, "at")
 
 
@@ -229,14 +230,14 @@ def test_a_real_model_builds_each_weight_once(tiny, family, monkeypatch):
     model.config._experts_implementation = "eager"
     model.add_adapter("a", "lora[selfattn_lora=False,intermediate_lora=True,output_lora=True]")
     stir(model, "a")
-    changed = inject.ExpertAdapters.changed
+    changed = ExpertAdapters.changed
     built: list[tuple[int, str]] = []
 
     def counting(parts, parameter, w, base):
         built.append((id(parts), parameter))
         return changed(parts, parameter, w, base)
 
-    monkeypatch.setattr(inject.ExpertAdapters, "changed", counting)
+    monkeypatch.setattr(ExpertAdapters, "changed", counting)
     model.set_active_adapters("a")
     found = output(model, **inputs)
     assert sorted(built) == sorted(set(built))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from adapterzoo import BatchSplit, init
 from adapterzoo.anatomy import find
-from adapterzoo.anatomy.attention import is_inline
+from adapterzoo.anatomy.inputs import is_inline
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import StateError
 from adapterzoo.inject.attention import with_prefix

@@ -12,7 +12,7 @@ from torch import nn
 
 from adapterzoo import Fuse
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.names import check_name
 from adapterzoo.peft import LoraConfig, get_peft_model
 

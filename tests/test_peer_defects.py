@@ -29,7 +29,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.formats import files
-from adapterzoo.inject import Adapted, adapters_of
+from adapterzoo.inject.adapted import Adapted, adapters_of
 
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 

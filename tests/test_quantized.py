@@ -25,11 +25,12 @@ from transformers import (
 )
 
 import adapterzoo
-from adapterzoo import AdapterTrainer, AutoAdapterModel, inject
+from adapterzoo import AdapterTrainer, AutoAdapterModel
 from adapterzoo.anatomy import find
 from adapterzoo.errors import StateError
 from adapterzoo.formats import native
-from adapterzoo.inject import quantized
+from adapterzoo.inject import layers as quantized
+from adapterzoo.inject.layers import matrix
 
 # blocks of 64 numbers have one scale in bitsandbytes' 4 bits
 WIDTH = {
@@ -344,7 +345,7 @@ def test_bytes_stored_as_floats_are_no_weight(load):
     path = "layers.0.self_attn.q_proj"
     layers = [model.base_model.get_submodule(path) for model in (plain, disguised)]
     assert layers[1].weight.dtype is torch.bfloat16
-    assert torch.equal(*map(inject.matrix, layers))
+    assert torch.equal(*map(matrix, layers))
     for model in (plain, disguised):
         model.add_adapter("a", "dora")
     bits_of = [adapter_bits(model, "a") for model in (plain, disguised)]
@@ -601,7 +602,7 @@ def test_another_order_of_the_packed_weight_is_read_alike(double, storage, load)
     model = load(_four_bits("nf4", double, bnb_4bit_quant_storage=storage))
     # two blocks of scales to a row
     layer = model.base_model.get_submodule("layers.0.mlp.down_proj")
-    plain = inject.matrix(layer)
+    plain = matrix(layer)
     x = torch.randn(2, 128, requires_grad=True)
     model.train()
     expected = layer(x).detach()
@@ -611,7 +612,7 @@ def test_another_order_of_the_packed_weight_is_read_alike(double, storage, load)
     )
     state, data = packed.quant_state, packed.data.clone()
     # the scales have been rounded to bfloat16, the numbers have not
-    torch.testing.assert_close(inject.matrix(layer), plain, rtol=2**-8, atol=0.0)
+    torch.testing.assert_close(matrix(layer), plain, rtol=2**-8, atol=0.0)
     # reading has not changed it
     assert state.packing_format_for_cpu
     assert torch.equal(packed.data, data)
@@ -619,7 +620,7 @@ def test_another_order_of_the_packed_weight_is_read_alike(double, storage, load)
     model.add_adapter("a", "lora")
     model.train_adapter("a")
     assert not packed.quant_state.packing_format_for_cpu
-    torch.testing.assert_close(inject.matrix(layer), plain, rtol=2**-8, atol=0.0)
+    torch.testing.assert_close(matrix(layer), plain, rtol=2**-8, atol=0.0)
     torch.testing.assert_close(layer(x).detach(), expected, rtol=0.0, atol=0.05)
     layer(x).sum().backward()
     assert x.grad is not None
@@ -657,5 +658,5 @@ def test_a_layer_that_is_not_quantized_yet_is_a_plain_one():
     bnb = pytest.importorskip("bitsandbytes")
     for layer in (bnb.nn.Linear4bit(64, 32), bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False)):
         assert not quantized.is_quantized(layer)
-        assert inject.matrix(layer).shape == (32, 64)
+        assert matrix(layer).shape == (32, 64)
         layer.to("cpu")

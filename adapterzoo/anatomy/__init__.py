@@ -8,6 +8,8 @@ the residual stream, the module that reads the stream, and the norm after the ad
 from __future__ import annotations
 
 from .find import find
+from .inputs import NAME as ENTRY
+from .inputs import input_embeddings_of, token_site, usual_joins, why_no_token_site
 from .sites import (
     ATTENTION_ROLES,
     MLP_ROLES,
@@ -23,8 +25,6 @@ from .sites import (
     TokenInput,
     part_names,
 )
-from .tokens import NAME as ENTRY
-from .tokens import input_embeddings_of, token_site, usual_joins, why_no_token_site
 from .tree import WRAPPED, unwrapped, without_wrappers
 
 __all__ = [

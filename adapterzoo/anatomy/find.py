@@ -1,37 +1,34 @@
-"""Discovery: stacks of blocks, the role of every layer in them, and other parameters."""
+"""Discovery: stacks of blocks, other layers and parameters, and how the model uses each layer.
+
+A module may read the parameters of a layer, instead of calling it or besides. Mamba's block
+computes `self.dt_proj.weight @ x` and never calls `dt_proj`; CLIP's embeddings call their table of
+positions, or interpolate its weight. The source of the module's methods tells which. Embeddings
+that do more than look up rows (BART's positions, Inkling's norm) and linear layers that do more
+than multiply (Llama 4's router) read their own weight.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .attention import attentions_of, positions_of
-from .layouts import is_known_fusion, parts_of
-from .patterns import (
-    ARCHITECTURES,
-    ASIDE,
-    ATTENTION_IN,
-    ATTENTION_OUT,
-    CHANNEL_NORM_CLASS,
-    CROSS,
-    EXPERTS,
-    MLP,
-    NORM_CLASS,
-    Row,
-)
-from .reads import marked, unused_of, uses_of
+from .blocks import layers_of, projection_role, read_block, roles_of, row_of
+from .inputs import attentions_of, entry_of, positions_of, table_of, tokens_of
+from .patterns import CHANNEL_NORM_CLASS, NORM_CLASS, Row
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
-from .streams import sublayers_of
-from .tokens import entry_of, input_embeddings_of, tokens_of
-from .tree import Branch, Tree, below, joined, parent
+from .tree import Branch, Tree, below, joined
 
 
 def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
@@ -52,36 +49,53 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     uses = uses_of(tree) | dict.fromkeys(unused_of(tree, shared), ((), False))
     for stack in _stacks(tree):
         for branch in _branches(tree, stack):
-            layers = tuple(_layers(branch, Row()))
+            layers = tuple(layers_of(branch, Row()))
             if not layers:
                 continue
             # packed parameters do not show the widths
             key = (stack, branch.signature, layers)
             if key not in templates:
-                templates[key] = _read(branch, stack)
+                templates[key] = read_block(branch, stack)
             block = _planted(templates[key], branch.path, len(blocks))
             sites, parts = (tuple(marked(s, uses) for s in of) for of in (block.sites, block.parts))
             blocks.append(dataclasses.replace(block, sites=sites, parts=parts))
     inside = {layer for block in blocks for site in block.sites for layer in _covered(site)}
     outside = tuple(marked(site, uses) for site in _outside(tree, inside))
+    listed = inside | {site.path for site in outside}
+    others = (
+        _site(path, "norm" if is_norm(module) else "layer", module, blocks)
+        for path, module in tree.modules.items()
+        if path not in listed and _own(module)
+    )
     attentions, unreachable = attentions_of(tree, blocks)
-    reason = "" if blocks else "no block with attention"
-    if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
-        reason = "a convolutional network: no block with attention"
     entry, no_entry = entry_of(tree, blocks)
     positions, unmovable, rotary = positions_of(tree, blocks)
-    tokens = tokens_of(tree, blocks)
-    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, rotary, tokens
-    others = other_layers_of(tree, blocks, inside | {site.path for site in outside})
-    others = tuple(marked(site, uses) for site in others)
-    covered = inside | {layer for site in outside for layer in _covered(site)}
-    parameters = parameters_of(tree, blocks, covered)
-    biases, odd = biases_of(tree, blocks)
+    biases, odd_biases = biases_of(tree, blocks)
+    convolutional = any(isinstance(module, nn.Conv2d) for module in tree.modules.values())
     encoders = nn.TransformerEncoder, nn.TransformerEncoderLayer
-    fused = tuple(path for path, module in tree.modules.items() if isinstance(module, encoders))
-    biases = tuple(marked(site, uses) for site in biases)
-    rest = others, parameters, biases, odd, shared, own_table_of(tree), fused
-    return Anatomy(tuple(blocks), outside, reason, *ways_in, *rest)
+    return Anatomy(
+        tuple(blocks),
+        outside,
+        reason="" if blocks else "a convolutional network: " * convolutional + _NO_BLOCK,
+        attentions=attentions,
+        unreachable=unreachable,
+        entry=entry,
+        no_entry=no_entry,
+        positions=positions,
+        unmovable=unmovable,
+        rotary=rotary,
+        tokens=tokens_of(tree, blocks),
+        others=tuple(marked(site, uses) for site in others),
+        parameters=parameters_of(tree, blocks, listed.union(*map(_covered, outside))),
+        biases=tuple(marked(site, uses) for site in biases),
+        odd_biases=odd_biases,
+        shared_tables=shared,
+        own_table=table_of(tree),
+        fused=tuple(path for path, module in tree.modules.items() if isinstance(module, encoders)),
+    )
+
+
+_NO_BLOCK = "no block with attention"
 
 
 def _covered(site: Site) -> tuple[str, ...]:
@@ -97,14 +111,31 @@ def _stacks(tree: Tree) -> Iterator[str]:
     Containers of stages, which hold containers of blocks, are left out, and so are containers of
     sub-layers such as the `layer` of a T5 block.
     """
+
+    @functools.cache
+    def attends(path: str) -> bool:
+        branch = Branch(tree, path)
+        row = row_of(branch)
+        layers = () if row.outside else layers_of(branch, row)
+        return any(projection_role(layer, row) in ATTENTION_ROLES for layer in layers)
+
+    @functools.cache
+    def is_block(path: str) -> bool:
+        return attends(path) and "mlp_out" in roles_of(Branch(tree, path)).values()
+
+    elements = {
+        path: tree.children(path)
+        for path, module in tree.modules.items()
+        if path and isinstance(module, nn.ModuleList | nn.Sequential)
+    }
     taken: list[str] = []
-    for container in tree.containers:
+    for container in elements:
         if any(container.startswith(f"{stack}.") for stack in taken):
             continue
-        elements = tree.children(container)
-        if any(_holds_blocks(tree, element) for element in elements):
+        inner = (own for path, own in elements.items() if path.startswith(f"{container}."))
+        if any(is_block(element) for own in inner for element in own):
             continue
-        if any(_has_attention(tree, element) for element in elements):
+        if any(attends(element) for element in elements[container]):
             taken.append(container)
             yield container
 
@@ -112,75 +143,13 @@ def _stacks(tree: Tree) -> Iterator[str]:
 def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
     """Yield the blocks of a stack, as branches of the tree."""
     owner, _, name = stack.rpartition(".")
-    lists = _row(tree.branch(owner)).lists
+    lists = row_of(Branch(tree, owner)).lists
     for path in tree.children(stack):
         if name in lists:
             number = path.rpartition(".")[2]
-            yield tree.branch(owner, tuple(f"{part}.{number}" for part in lists))
+            yield Branch(tree, owner, tuple(f"{part}.{number}" for part in lists))
         else:
-            yield tree.branch(path)
-
-
-def _holds_blocks(tree: Tree, path: str) -> bool:
-    """Return whether a container below has elements with attention and a feed-forward part."""
-    return any(
-        _has_attention(tree, element) and _has_mlp(tree, element)
-        for container in tree.containers
-        if below(container, path)
-        for element in tree.children(container)
-    )
-
-
-def _has_attention(tree: Tree, path: str) -> bool:
-    def has_one() -> bool:
-        branch = tree.branch(path)
-        row = _row(branch)
-        layers = () if row.outside else _layers(branch, row)
-        return any(_projection(layer, row) in ATTENTION_ROLES for layer in layers)
-
-    return tree.known(path, "attention", has_one)
-
-
-def _has_mlp(tree: Tree, path: str) -> bool:
-    def has_one() -> bool:
-        branch = tree.branch(path)
-        return "mlp_out" in _roles(branch, list(_layers(branch, _row(branch)))).values()
-
-    return tree.known(path, "mlp", has_one)
-
-
-def _read(branch: Branch, stack: str) -> Block:
-    """Return the block at a branch, with all paths below the block."""
-    row = _row(branch)
-    layers = list(_layers(branch, row))
-    roles = _roles(branch, layers)
-    sites = tuple(
-        dataclasses.replace(
-            layer,
-            role=roles[layer.path, layer.parameter],
-            stack=stack,
-            cross=roles[layer.path, layer.parameter] in ATTENTION_ROLES
-            and CROSS.search(f"{stack.rpartition('.')[2]}.{layer.path}") is not None,
-            overwritten=bool(row.overwritten and re.fullmatch(row.overwritten, layer.path)),
-        )
-        for layer in layers
-    )
-    streams = sublayers_of(branch, sites, row)
-    parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
-    samples = any(site.path.endswith(".sampling_offsets") for site in sites)
-    return Block(
-        path="",
-        layer=-1,
-        stack=stack,
-        d_model=_d_model(sites),
-        sites=sites,
-        parts=parts,
-        # deformable attention samples, without queries and keys
-        absent=row.absent | ({"query", "key"} if samples else set()),
-        states=row.states,
-        languages=row.languages,
-        **streams._asdict(),
-    )
+            yield Branch(tree, path)
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
@@ -208,175 +177,9 @@ def _planted(block: Block, path: str, layer: int) -> Block:
     )
 
 
-def _layer(path: str, kind: Kind, d_in: int, d_out: int, **facts: Any) -> Site:
-    """Return the site of a layer that has no role yet."""
-    return Site(path, "other", -1, "", kind, d_in, d_out, **facts)
-
-
-def _layers(branch: Branch, row: Row) -> Iterator[Site]:
-    """Yield every layer below the branch that has a weight matrix."""
-    torch_attention = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
-    for path, module in branch.modules:
-        if path not in torch_attention and parent(path) in torch_attention:
-            continue
-        if isinstance(module, nn.Embedding):
-            yield _layer(path, "embedding", module.num_embeddings, module.embedding_dim)
-        elif (linear := linear_shape(module)) is None:
-            yield from _fused(path, module, row)
-        else:
-            d_in, d_out, transposed = linear
-            owner, read = path, None
-            if row.functional and re.fullmatch(row.functional, path):
-                owner, _, name = path.rpartition(".")
-                read = f"{name}.weight"
-            yield _layer(owner, "linear", d_in, d_out, parameter=read, transposed=transposed)
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
-    """Return (d_in, d_out, stored transposed) of a linear layer; None for any other module.
-
-    `Conv1D`, GPT-2's linear layer, is recognized without importing transformers.
-    """
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features, False
-    d_out = getattr(module, "nf", None)
-    weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and isinstance(d_out, int) and weight is not None:
-        return int(weight.shape[0]), d_out, True
-    return None
-
-
-def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:
-    """Yield weights that are parameters of a module: of experts and of torch's own attention."""
-    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-        # torch reads the weights and calls no module, not even the output projection
-        d_out, d_in = module.in_proj_weight.shape
-        yield _layer(path, "linear", d_in, d_out, parameter="in_proj_weight")
-        d_out, d_in = module.out_proj.weight.shape
-        yield _layer(path, "linear", d_in, d_out, parameter="out_proj.weight")
-        return
-    if any(re.fullmatch(pattern, path) for pattern in row.experts):
-        count, d_out, d_in = next(module.parameters(recurse=False)).shape
-        yield _layer(path, "experts", d_in, d_out, parameter="weight", experts=count)
-        return
-    stored = {
-        name: tuple(tensor.shape)
-        for name, tensor in module.named_parameters(recurse=False)
-        if name in EXPERTS and tensor.dim() == 3
-    }
-    if "down_proj" not in stored:
-        return
-    transposed = experts_transposed(module, stored)
-    for name, (count, rows, columns) in stored.items():
-        d_out, d_in = (columns, rows) if transposed else (rows, columns)
-        facts = {"parameter": name, "transposed": transposed, "experts": count}
-        says = bool(getattr(module, "is_transposed", False))
-        yield _layer(path, "experts", d_in, d_out, says_transposed=says, **facts)
-
-
-def _row(branch: Branch) -> Row:
-    """Return the table's entry for the architecture of a branch."""
-    block = branch.tree.modules[branch.path]
-    names = (type(block).__name__, *branch.model_types)
-    row = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
-    return _with_roles(row, branch.tree.given) if branch.tree.given else row
-
-
-def _with_roles(row: Row, given: Mapping[str, Role]) -> Row:
-    """Return a row with roles that a user gives; fused layers are [q | k | v]."""
-    unknown = [p for p, role in given.items() if role == "qkv" and not is_known_fusion(p)]
-    return dataclasses.replace(
-        row,
-        roles={**{re.escape(path): role for path, role in given.items()}, **row.roles},
-        layouts={**{re.escape(path): "q, k, v" for path in unknown}, **row.layouts},
-    )
-
-
-def _projection(layer: Site, row: Row) -> Role:
-    """Return the role of an input projection of attention by its name; `other` for other layers."""
-    if layer.parameter == "in_proj_weight":
-        return "qkv"
-    path = layer.path
-    if layer.kind == "linear" and layer.parameter is not None:
-        path = f"{path}.{layer.parameter.removesuffix('.weight')}"
-    named = {**row.roles, **row.experts}
-    if special := [role for pattern, role in named.items() if re.fullmatch(pattern, path)]:
-        return special[0]
-    if layer.kind == "experts":
-        return EXPERTS.get(layer.parameter or "", "other")
-    if layer.kind == "embedding" or ASIDE.search(path):
-        return "other"
-    found = [role for role, names in ATTENTION_IN if names.search(path)]
-    return found[0] if found else "attention_out" if layer.parameter else "other"
-
-
-def _roles(branch: Branch, layers: list[Site]) -> dict[tuple[str, str | None], Role]:
-    """Return the role of each layer, by (path, parameter)."""
-    row = _row(branch)
-    roles = {(layer.path, layer.parameter): _projection(layer, row) for layer in layers}
-    linears = [s for s in layers if s.kind == "linear" and s.parameter is None]
-    cores = [parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
-    inner: set[str] = set()
-    for core in dict.fromkeys(cores):
-        root, outs = _way_out(core, linears, roles)
-        inner.add(root)
-        for out in outs:
-            roles[out, None] = "attention_out"
-    fixed = {s.path for s in linears if any(re.fullmatch(p, s.path) for p in row.roles)}
-    for layer in linears:
-        taken = roles[layer.path, None] != "other" or layer.path in fixed
-        attends = any(below(layer.path, root) for root in inner)
-        if not (taken or attends or ASIDE.search(layer.path)):
-            named = (role for role, names in MLP if names.search(layer.path))
-            roles[layer.path, None] = next(named, "other")
-    gated = {parent(path) for (path, _), role in roles.items() if role == "mlp_in"}
-    for key, role in roles.items():
-        if role == "mlp_gate" and parent(key[0]) not in gated:
-            # a feed-forward part without a gate whose layer is named like one (TimesFM)
-            roles[key] = "mlp_in"
-    return roles
-
-
-def _way_out(
-    core: str, linears: list[Site], roles: dict[tuple[str, str | None], Role]
-) -> tuple[str, list[str]]:
-    """Return the path of the whole attention and the paths of its output projections.
-
-    The core holds query, key and value. The output projection is below it or, as in BERT, in a
-    module next to it.
-    """
-    root = core
-    while True:
-        inside = [
-            s.path
-            for s in linears
-            if below(s.path, root)
-            and roles[s.path, None] in ("other", "attention_out")
-            and not ASIDE.search(s.path)
-        ]
-        named = [p for p in inside if roles[p, None] == "attention_out"]
-        if named:
-            return root, named
-        for names in ATTENTION_OUT:
-            if found := [path for path in inside if names.search(path.removeprefix(f"{root}."))]:
-                return root, found[:1] if len(found) > 1 and root != core else found
-        if not root or not parent(root):
-            return core, []
-        root = parent(root)
-
-
-def _d_model(sites: tuple[Site, ...]) -> int:
-    """Return the width of the residual stream: that of most output projections."""
-    widths = Counter(
-        s.d_out for s in sites if s.role in ("attention_out", "mlp_out") and s.kind == "linear"
-    )
-    widths.update(s.d_out for s in sites if s.role == "mlp_out" and s.kind == "experts")
-    return widths.most_common(1)[0][0] if widths else 0
-
-
 def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
     """Yield embeddings, language model heads and other layers outside of blocks."""
-    for layer in _layers(tree.branch(""), Row()):
+    for layer in layers_of(Branch(tree, ""), Row()):
         if layer.path in inside:
             continue
         role: Role = "other"
@@ -390,23 +193,6 @@ def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
 # convolutions; torch's recurrent layers, which compute with a list of their weights, taken once;
 # and parts from which a weight is computed
 _OPAQUE = _ConvNd, nn.RNNBase, ParametrizationList
-
-
-def other_layers_of(
-    tree: Tree, blocks: Sequence[Block], listed: Collection[str]
-) -> tuple[Site, ...]:
-    """Return the modules with parameters of their own that have no weight matrix, in model order.
-
-    Args:
-        tree: of the model.
-        blocks: its blocks.
-        listed: paths of the layers with a weight matrix.
-    """
-    found = []
-    for path, module in tree.modules.items():
-        if path not in listed and _own(module):
-            found.append(_site(path, "norm" if is_norm(module) else "layer", module, blocks))
-    return tuple(found)
 
 
 def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) -> tuple[Site, ...]:
@@ -465,13 +251,6 @@ def shared_tables_of(tree: Tree) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(paths) for paths in groups.values() if len(paths) > 1)
 
 
-def own_table_of(tree: Tree) -> str | None:
-    """Return the path of the input embeddings, if they are a table."""
-    own = input_embeddings_of(tree.modules[""])
-    paths = (path for path, module in tree.modules.items() if module is own)
-    return next(paths, None) if isinstance(own, nn.Embedding) else None
-
-
 def _declared(tree: Tree) -> Iterator[tuple[str, str]]:
     """Yield (path, path of the layer whose weight it will share) of a model that is being loaded.
 
@@ -508,31 +287,218 @@ def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> 
 
 def _place(path: str, blocks: Sequence[Block]) -> tuple[int, str]:
     """Return the number of the block around a path, −1 outside of blocks, and its stack."""
-    inside = next(_around(path, blocks), None)
-    return (-1, "") if inside is None else (inside.layer, inside.stack)
+    around = ((block.layer, block.stack) for block in blocks if below(path, block.path))
+    return next(around, (-1, ""))
 
 
-def _around(path: str, blocks: Sequence[Block]) -> Iterator[Block]:
-    for block in blocks:
-        if below(path, block.path):
-            yield block
+# what a module asks about a parameter without computing with it
+_FACTS = frozenset(
+    ("data", "device", "dim", "dtype", "element_size", "is_meta", "ndim", "numel", "requires_grad",
+     "shape", "size")
+)  # fmt: skip
+# methods that hand a table on, or tie it, and compute nothing
+_INPUT = "get_input_embeddings"
+_ASIDE = re.compile(r"__init__|_?tie_weights|_?(get|set|resize)_(input|output|token)_embeddings")
+# linear layers that return something else than a product
+_MORE = re.compile("Router|GroupedLinear")
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def experts_transposed(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a module stores its experts' weights as `[experts, d_in, d_out]`.
+class Handed(NamedTuple):
+    """An argument of another method of the module.
 
-    The shapes of the projections into and out of the inner width decide; if they fit both ways,
-    the module's `is_transposed` does, which some families lack (Llama 4).
+    Attributes:
+        method: its name.
+        parameter: the number of the argument, or its keyword.
+    """
+
+    method: str
+    parameter: int | str
+
+
+# an attribute of a layer that is computed with, None for the layer itself, which may be called, or
+# the argument of a method that gets the layer
+_Access = str | None | Handed
+
+
+def uses_of(tree: Tree) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """Return the layers that are read, or whose methods are called instead of them.
 
     Args:
-        module: the owner of the weights.
-        shapes: of its 3-D weights, by name; undecided without `down_proj`.
+        tree: of the model.
+
+    Returns:
+        Path of a layer → names of the parameters that are read, and whether the layer is called.
     """
-    if "down_proj" not in shapes:
-        return bool(getattr(module, "is_transposed", False))
-    down = shapes["down_proj"]
-    into = next((shape for name, shape in shapes.items() if name != "down_proj"), down)
-    # [experts, d_model, d_inner] and [experts, (2) d_inner, d_model], or the other way round
-    upright = into[2] == down[1] and into[1] in (down[2], 2 * down[2])
-    transposed = into[1] == down[2] and into[2] in (down[1], 2 * down[1])
-    return bool(getattr(module, "is_transposed", transposed)) if upright else transposed
+    found: dict[str, tuple[tuple[str, ...], bool]] = {}
+    for path, module in tree.modules.items():
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        around, _, child = path.rpartition(".")
+        while around and isinstance(tree.modules.get(around), _LISTS):
+            around, _, child = around.rpartition(".")
+        owner = tree.modules.get(around)
+        if not own or not path or owner is None:
+            continue
+        if _computes_more(module):
+            found[path] = ("weight",), False
+            continue
+        used = _used(cast("Any", type(owner)), child)
+        read = tuple(name for name in own if name in used)
+        if used - {None} <= set(own):
+            is_called = None in used or not read
+        elif around == path.rpartition(".")[0] and None not in used:
+            # methods of the layer other than its forward read its parameters
+            read, is_called = tuple(own), False
+        else:
+            is_called = True
+        if read:
+            found[path] = read, is_called
+    return found
+
+
+def unused_of(tree: Tree, tables: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the embeddings that only hold the table of others, as T5's `shared` does.
+
+    Args:
+        tree: of the model.
+        tables: paths of embeddings that share one weight, for each such weight.
+    """
+    for path in (path for group in tables for path in group):
+        owners = [type(owner) for owner in tree.owners(path)]
+        around, _, child = path.rpartition(".")
+        used = around not in tree.modules or _touches(owners[0], child)
+        if not used and not any(_touches(owner, _INPUT) for owner in owners):
+            yield path
+
+
+def marked(site: Site, uses: Mapping[str, tuple[tuple[str, ...], bool]]) -> Site:
+    """Return the site of a layer with how it is used."""
+    if site.parameter is not None or site.path not in uses:
+        return site
+    read, is_called = uses[site.path]
+    return dataclasses.replace(site, read=read, is_called=is_called)
+
+
+def _computes_more(layer: nn.Module) -> bool:
+    """Return whether a layer does more than look up rows, times `embed_scale`, or multiply.
+
+    Other linear layers with a forward of their own (Falcon's, quantized ones) only multiply.
+    """
+    cls = next((each for each in _classes(type(layer)) if "forward" in vars(each)), nn.Module)
+    if isinstance(layer, nn.Embedding):
+        takes = inspect.signature(cls.forward).parameters
+        return cls is not nn.Embedding and not (len(takes) == 2 and hasattr(layer, "embed_scale"))
+    return isinstance(layer, nn.Linear) and _MORE.search(cls.__name__) is not None
+
+
+def _touches(cls: type[Any], name: str) -> bool:
+    """Return whether the methods of a class use an attribute of the module, or of its children."""
+    return any(name in access for access in _all_accesses(cls, name))
+
+
+@functools.cache
+def _used(cls: Any, child: str) -> frozenset[str | None]:
+    """Return what the methods of a class use of a child, or of the elements of a list."""
+    return frozenset(access for name, access in _all_accesses(cls, child) if name == child)
+
+
+def _all_accesses(cls: type[Any], name: str) -> Iterator[tuple[str, str | None]]:
+    """Yield what the methods of a class that have a name use."""
+    methods = {method.__name__: method for method in reversed([*_methods(cls)])}
+    for method in _methods(cls):
+        if name not in _names(method.__code__):
+            continue
+        for child, access in _mentions(method):
+            if not child.startswith("self."):
+                continue
+            inside: list[_Access] = [access]
+            if isinstance(access, Handed) and (inner := methods.get(access.method)) is not None:
+                place, (_, *takes) = access.parameter, inner.__code__.co_varnames
+                argument = takes[place] if isinstance(place, int) else place
+                inside = [use for name, use in _mentions(inner) if name == argument]
+            for use in inside:
+                yield child.removeprefix("self."), None if isinstance(use, Handed) else use
+
+
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names in the code of a function, and in that of functions in it."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _classes(cls: type[Any]) -> list[type[Any]]:
+    """Return the classes that a module's class derives from, without those of adapters."""
+    return [each for each in cls.__mro__ if not each.__module__.startswith("adapterzoo.")]
+
+
+def _methods(cls: type[Any]) -> Iterator[FunctionType]:
+    """Yield the methods of a class and of those below `nn.Module`, without overridden ones."""
+    seen: set[str] = set()
+    for each in _classes(cls):
+        if each is nn.Module:
+            return
+        for name, value in vars(each).items():
+            method = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+            if method is None or name in seen or _ASIDE.fullmatch(name):
+                continue
+            if isinstance(method, FunctionType) and method.__code__.co_argcount:
+                # a method that calls the one it overrides uses what that uses
+                if "super" not in method.__code__.co_names:
+                    seen.add(name)
+                yield method
+
+
+@functools.cache
+def _mentions(method: FunctionType) -> tuple[tuple[str, _Access], ...]:
+    """Return each mention of a variable, or of an attribute `self.name`, with how it is used."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, SyntaxError):
+        # code without a file
+        return ()
+    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    me = method.__code__.co_varnames[0]
+    found: list[tuple[str, _Access]] = []
+    for node in around:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif _is_own(node, me) and not isinstance(node.ctx, ast.Store):
+            name = f"self.{node.attr}"
+        else:
+            continue
+        found += [(name, access) for access in _access(node, around, me)]
+    return tuple(found)
+
+
+def _is_own(node: ast.AST, me: str) -> TypeGuard[ast.Attribute]:
+    """Return whether an expression is an attribute of the module."""
+    return (
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me
+    )
+
+
+def _access(node: ast.expr, around: Mapping[ast.AST, Any], me: str) -> Iterator[_Access]:
+    """Yield how one mention of a layer uses it, unless it only looks at it."""
+    while isinstance(outer := around[node], ast.Subscript) and outer.value is node:
+        node = outer
+    keyword = outer.arg if isinstance(outer, ast.keyword) else None
+    call = around[outer] if keyword else outer
+    if isinstance(outer, ast.Attribute):
+        if _computes(outer, around):
+            yield outer.attr
+    elif isinstance(call, ast.Call) and call.func is not node and _is_own(call.func, me):
+        yield Handed(call.func.attr, keyword or call.args.index(node))
+    elif _computes(node, around):
+        yield None
+
+
+def _computes(node: ast.expr, around: Mapping[ast.AST, ast.AST]) -> bool:
+    """Return whether a value is computed with, and not only looked at."""
+    outer: Any = around[node]
+    if isinstance(outer, ast.Attribute):
+        return outer.attr not in _FACTS
+    if isinstance(outer, ast.Compare):
+        return not all(isinstance(op, (ast.Is, ast.IsNot)) for op in outer.ops)
+    is_question = isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name)
+    return not (is_question and outer.func.id in ("isinstance", "hasattr"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .sites import Role, SubLayerKind
-from .tree import Tree, tail
+from .tree import tail
 
 NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
 # norms of channels, `[batch, d, *places]`, beside those whose `data_format` says so
@@ -167,7 +167,7 @@ MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ),
 )  # fmt: skip
 
-# names of fused projections of attention → a layout of `layouts.LAYOUTS`
+# names of fused projections of attention → a layout of `blocks._slices`
 FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (tail("query_key_value", r"attention\.self\.in_proj"), "q, k, v per head"),
     (tail("in_proj_qkv"), "q, k, v of linear attention"),
@@ -201,7 +201,7 @@ class Row:
         functional: layers whose weights the model reads without calling the layer.
         overwritten: layers whose output the model changes in place.
         experts: module with a 3-D `weight` that holds all experts → role.
-        layouts: fused layer → name of a layout in `layouts.LAYOUTS`.
+        layouts: fused layer → name of a layout in `blocks._slices`.
         post_norm: whether ambiguous norms follow the addition, or the name of the config flag that
             says so, with `!` in front if the flag means the opposite.
         norms: norm → its place and its sub-layer; None: it is not on the stream.
@@ -299,7 +299,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         norms={r"layer_norm_latents": ("pre", "cross"), r"layer_norm_self": ("pre", "attention")}
     ),
     "EfficientLoFTRLocalFeatureTransformerLayer": Row(
-        norms={r".*\.mlp\.layer_norm": ("branch", "mlp"), r".*\.aggregation\.norm": None},
+        norms={r".*\.mlp\.layer_norm": ("branch", "mlp")},
         mixed=frozenset({"mlp"}),
         apart=frozenset({"attention", "cross"}),
         note="the feed-forward part reads the stream beside attention's output",
@@ -358,7 +358,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         post_norm="!pre_norm", mixed=_ATTENTION, note=_QUERIES.note
     ),
     "maskformer": _POST,
-    "megatron-bert": Row(norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}),
+    "megatron-bert": Row(norms={"ln": ("pre", "mlp")}),
     "minimax": Row(
         layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
         # the normalized stream becomes the stream
@@ -388,7 +388,6 @@ ARCHITECTURES: Mapping[str, Row] = {
         norms={
             r"norm_sublayer1": ("at", "attention"),
             r"norm_sublayer3": ("at", "mlp"),
-            r"norm_sublayer\d\.batchnorm": None,
         },
         post_norm="!pre_norm",
     ),
@@ -417,7 +416,6 @@ ARCHITECTURES: Mapping[str, Row] = {
     "rwkv": Row(
         roles={
             r"attention\.receptance": "query",
-            r"attention\.output": "attention_out",
             r"feed_forward\.key": "mlp_in",
             r"feed_forward\.value": "mlp_out",
             r"feed_forward\.receptance": "mlp_gate",
@@ -452,25 +450,17 @@ ARCHITECTURES: Mapping[str, Row] = {
     "wav2vec2": _STABLE,
     "wavlm": Row(
         functional=r"attention\.(q|k|v|out)_proj",
-        outs={r"attention": "attention"},
         post_norm="!do_stable_layer_norm",
     ),
     "VitDetLayer": Row(states="a feature map [rows, d_model, height, width]"),
     "XCLIPVisionEncoderLayer": Row(
         norms={
-            r"layer_norm1": ("pre", "attention"),
             r"layer_norm2": ("pre", "mlp"),
-            r"message_ln": None,
         },
         outs={r"message_attn\.out_proj": ""},
     ),
     "xlm": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm=True),
-    "xlm-roberta-xl": Row(
-        norms={
-            r"attention\.self_attn_layer_norm": ("pre", "attention"),
-            r"LayerNorm": ("pre", "mlp"),
-        }
-    ),
+    "xlm-roberta-xl": Row(norms={"LayerNorm": ("pre", "mlp")}),
     "xmod": Row(languages="output", post_norm="!pre_norm", norms=_XMOD_NORMS),
     "zaya": Row(
         roles={
@@ -519,9 +509,3 @@ NO_TOKENS: Mapping[str, str] = {
     "vitdet": _GRID,
     "yolos": "its blocks add positions to the patches",
 }
-
-
-def reason(table: Mapping[str, str], tree: Tree) -> str:
-    """Return why a model is closed; empty if it is not in the table."""
-    found = (table.get(model_type, "") for model_type in tree.branch("").model_types)
-    return next(filter(None, found), "")

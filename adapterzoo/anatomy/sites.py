@@ -374,9 +374,14 @@ class Anatomy:
                     raise SiteError(f"{call}: {self._missing(block, role)}")
                 chosen += found
         chosen += [site for site in self.outside if site.role in roles and wanted is None]
-        for role in roles:
-            if not any(site.role == role for site in chosen):
-                raise SiteError(f"{call}: {self._nowhere(role, blocks)}")
+        missing = [role for role in roles if not any(site.role == role for site in chosen)]
+        if missing:
+            known = {site.role for block in blocks for site in (*block.sites, *block.parts)}
+            raise SiteError(
+                f"{call}: no layer with the role {missing[0]!r}"
+                f"{': ' * bool(self.reason)}{self.reason}. "
+                f"Roles that are there: {', '.join(sorted(known)) or 'none'}. Write one of these."
+            )
         return tuple(chosen)
 
     @staticmethod
@@ -387,18 +392,9 @@ class Anatomy:
         )
         return (
             f"the block at {block.path!r} has no layer with the role {role!r}. Its layers:\n"
-            f"{lines}\n"
-            "If one of them has that role, its name is not known yet: add an entry such as\n"
+            f"{lines}\nIf one of them has it, add an entry such as\n"
             f"  ARCHITECTURES['<config.model_type>'] = Row(roles={{r'<layer>': {role!r}}})\n"
             "in adapterzoo/anatomy/patterns.py."
-        )
-
-    def _nowhere(self, role: Role, blocks: list[Block]) -> str:
-        searched = self.reason or f"none of the {len(blocks)} selected blocks has it"
-        known = sorted({site.role for block in blocks for site in (*block.sites, *block.parts)})
-        return (
-            f"no layer with the role {role!r}: {searched}. "
-            f"Roles that are there: {', '.join(known) or 'none'}. Write one of these."
         )
 
 

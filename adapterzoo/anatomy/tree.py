@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -93,24 +93,14 @@ class Tree:
     def __init__(self, model: nn.Module, given: Mapping[str, Role] | None = None) -> None:
         self.given = given or {}
         self.modules: dict[str, nn.Module] = dict(_plain(model, "", set()))
-        self.containers = [
-            path
-            for path, module in self.modules.items()
-            if isinstance(module, nn.ModuleList | nn.Sequential) and path
-        ]
         self._order = list(self.modules)
         self._place = {path: i for i, path in enumerate(self._order)}
-        self._known: dict[tuple[str, str], bool] = {}
 
     def children(self, path: str) -> list[str]:
         """Return the paths of a module's children that do not occur earlier in the model."""
         prefix = f"{path}." if path else ""
         names = (f"{prefix}{name}" for name, _ in self.modules[path].named_children())
         return [name for name in names if name in self.modules]
-
-    def branch(self, path: str, only: tuple[str, ...] = ()) -> Branch:
-        """Return the modules below a path; if `only` is given, those below some descendants."""
-        return Branch(self, path, only)
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield (path below `path`, module) in model order; the module itself has path ''."""
@@ -122,12 +112,6 @@ class Tree:
                 yield name[len(prefix) :], self.modules[name]
             else:
                 return
-
-    def known(self, path: str, question: str, answer: Callable[[], bool]) -> bool:
-        """Return the answer to a question about a path, which is computed once."""
-        if (path, question) not in self._known:
-            self._known[path, question] = answer()
-        return self._known[path, question]
 
     def owners(self, path: str) -> Iterator[nn.Module]:
         """Yield the modules that hold the one at `path`, nearest first."""

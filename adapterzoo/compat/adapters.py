@@ -13,7 +13,7 @@ from torch import nn
 from adapterzoo.config import AdapterConfig
 from adapterzoo.contracts import InvertibleAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.fusion import FuseArgument

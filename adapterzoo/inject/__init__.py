@@ -8,82 +8,438 @@ the same; no hook and no closure, so copies, pickles and replicas are independen
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.anatomy import ENTRY
+from adapterzoo.averaging import Combination
+from adapterzoo.call import RecordedCall
+from adapterzoo.composition.compile import evaluate, inverse_of
+from adapterzoo.composition.rows import RowMap
+from adapterzoo.contracts import (
+    Adapter,
+    AttentionAdapter,
+    BaseLayer,
+    Contained,
+    LanguageFreeAdapter,
+    LayerData,
+    PositionAdapter,
+    PromptAdapter,
+    widest,
+)
+from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
+from adapterzoo.runtime import ActiveState, Frame, Plan
+
 from .adapted import (
+    SHARED,
     Adapted,
     AdapterDict,
+    SharedDict,
+    Shown,
+    acting,
     adapters_of,
     base_of,
-    below_wrappers,
     container_of,
-    discard,
     plain_class,
-    positions_of,
-    set_class,
+    restore,
     shared_of,
+    swap,
 )
-from .layers import (
-    ExpertAdapters,
-    FusedAdapters,
-    changed,
-    is_additive,
-    matrix,
-    mergeable,
-    put_slice,
-    stores_transposed,
-    take_slice,
-)
-from .put import (
-    capture_input,
-    changes,
-    check_put,
-    close_entry,
-    combine,
-    init_from_layer,
-    leave,
-    place_at,
-    put,
-    put_shared,
-    record_calls,
-    release_input,
-    take,
-    take_shared,
-)
-from .tokens import recorded
+from .attention import AdaptedAttention
+from .building import layer_at
+from .layers import ExpertAdapters, FusedAdapters, LayerCall, matrix, mergeable, stores_transposed
+from .tokens import AdaptedEmbeddings, AdaptedPositions, AdaptedStack
 
-__all__ = [
-    "Adapted",
-    "AdapterDict",
-    "ExpertAdapters",
-    "FusedAdapters",
-    "adapters_of",
-    "base_of",
-    "below_wrappers",
-    "capture_input",
-    "changed",
-    "changes",
-    "check_put",
-    "close_entry",
-    "combine",
-    "container_of",
-    "discard",
-    "init_from_layer",
-    "is_additive",
-    "leave",
-    "matrix",
-    "mergeable",
-    "place_at",
-    "plain_class",
-    "positions_of",
-    "put",
-    "put_shared",
-    "put_slice",
-    "record_calls",
-    "recorded",
-    "release_input",
-    "set_class",
-    "shared_of",
-    "stores_transposed",
-    "take",
-    "take_shared",
-    "take_slice",
-]
+
+def put(
+    layer: nn.Module,
+    name: str,
+    adapter: nn.Module,
+    active: ActiveState,
+    path: str,
+    overwritten: bool = False,
+    read: tuple[str, ...] = (),
+    is_called: bool = True,
+) -> None:
+    """Add the adapter to the layer; it is inactive until activated.
+
+    Args:
+        layer: any module of the model; its class changes to a subclass of itself.
+        name: its key in `adapters_of(layer)`.
+        adapter: on its final device and in its dtype; or the module that adapters there share.
+        active: the model's.
+        path: of the layer, as plans name it.
+        overwritten: whether the model writes into the layer's output in place.
+        read: names of parameters that the model reads outside of calls of the layer.
+        is_called: whether the adapter acts in calls of the layer; otherwise in reads only.
+
+    Raises:
+        DuplicateNameError: the layer has an adapter of this name.
+        StateError: the layer already has an attribute with the name of the container.
+    """
+    container = container_of(adapter)
+    check_put(layer, path, container)
+    if isinstance(layer, Adapted) and name in adapters_of(layer):
+        raise DuplicateNameError(f"{path!r} has an adapter {name!r} already. Take it first.")
+    parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
+    shown = Shown(read, is_called)
+    swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
+    link, modules = cast("Adapted", layer)._link, layer._modules
+    link.overwritten |= overwritten
+    if container not in link.containers:
+        modules[container] = new = AdapterDict().train(layer.training)
+        if isinstance(adapter, Contained):
+            new.prefix = adapter.prefix
+        link.containers.append(container)
+    held = cast("AdapterDict", modules[container])
+    held[name.removeprefix(held.prefix)] = adapter.train(layer.training)
+
+
+def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
+    if isinstance(adapter, AttentionAdapter):
+        return AdaptedAttention
+    if isinstance(adapter, PositionAdapter):
+        return AdaptedPositions
+    if isinstance(adapter, LanguageFreeAdapter):
+        return AdaptedLanguages
+    prompts = (m for m in adapter.modules() if isinstance(m, PromptAdapter))
+    return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
+
+
+def check_put(layer: nn.Module, path: str, container: str) -> None:
+    """Check that an adapter can be added to the layer.
+
+    Args:
+        layer: any module of the model.
+        path: of the layer.
+        container: of the adapter.
+
+    Raises:
+        StateError: the layer already has an attribute with the name of the container.
+    """
+    # a model with adapters may have a property of this name, which returns a container too
+    if isinstance(getattr(layer, container, None), AdapterDict):
+        return
+    places = (
+        *map(vars, plain_class(layer).__mro__),
+        vars(layer),
+        layer._modules,
+        layer._parameters,
+    )
+    if any(container in place for place in places):
+        raise StateError(
+            f"the {type(layer).__name__} at {path!r} has an attribute {container!r}, which "
+            f"adapters need. Write exclude_modules=[{path!r}]."
+        )
+
+
+def take(layer: nn.Module, name: str) -> Adapter:
+    """Remove the adapter; without adapters the layer is as it was before the first `put`.
+
+    Raises:
+        KeyError: the layer has no adapter of this name.
+    """
+    adapter: Adapter = adapters_of(layer)[name]
+    container, link = container_of(adapter), cast("Adapted", layer)._link
+    held = cast("AdapterDict", layer._modules[container])
+    del held._modules[name.removeprefix(held.prefix)]
+    if not held:
+        del layer._modules[container]
+        link.containers.remove(container)
+    restore(cast("Adapted", layer))
+    return adapter
+
+
+def capture_input(
+    module: nn.Module, reader: str, name: str, active: ActiveState, path: str
+) -> None:
+    """Make a module pass its first input to a site when a plan requests it.
+
+    The same preparation lets layers of the module share results.
+
+    Args:
+        module: of the model.
+        reader: path of the site that reads the input.
+        name: of the adapter.
+        active: the model's.
+        path: of the module, as plans name it.
+    """
+    swap(module, active, path)
+    cast("Adapted", module)._link.helps.add((reader, name))
+
+
+def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -> None:
+    """Record the calls of an encoder or decoder for the adapter `name` when a plan requests it.
+
+    Args:
+        module: of the model.
+        name: of the adapter.
+        active: the model's.
+        path: of the module, as plans name it.
+    """
+    swap(module, active, path, kind=AdaptedStack)
+    cast("Adapted", module)._link.helps.add((path, name))
+
+
+def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveState) -> None:
+    """Add the module that the layers of an adapter share to the base model.
+
+    Args:
+        model: the base model.
+        name: of the adapter.
+        shared: modules by number of the config in a union.
+        active: the model's.
+
+    Raises:
+        StateError: the base model already has an attribute with the name of the container.
+    """
+    container = container_of(shared, SHARED)
+    check_put(model, "", container)
+    new = SharedDict().train(model.training)
+    held = cast("SharedDict", model._modules.setdefault(container, new))
+    held[name] = shared.train(model.training)
+    active.default.shared[name] = shared
+
+
+def take_shared(model: nn.Module, name: str, active: ActiveState) -> None:
+    """Undo `put_shared`; do nothing if the adapter shares nothing.
+
+    Args:
+        model: the base model.
+        name: of the adapter.
+        active: the model's.
+    """
+    shared = shared_of(model).get(name)
+    if shared is not None:
+        container = container_of(shared, SHARED)
+        held = cast("SharedDict", model._modules[container])
+        del held._modules[name], active.default.shared[name]
+        if not held:
+            del model._modules[container]
+
+
+def release_input(module: nn.Module, reader: str, name: str) -> None:
+    """Undo `capture_input`."""
+    if isinstance(module, Adapted):
+        module._link.helps.discard((reader, name))
+        restore(module)
+
+
+def init_from_layer(
+    layer: nn.Module,
+    adapter: Adapter,
+    originals: Mapping[str, Tensor],
+    data: LayerData | None = None,
+) -> None:
+    """Initialize a new adapter from the layer that it will be added to.
+
+    Args:
+        layer: the layer.
+        adapter: not yet added.
+        originals: parameters of the layer as they were before adapters were merged into it.
+        data: what its initial values take from `init_data` for the layer.
+    """
+    for (part,), base in _parts_with_base(layer, (adapter,), originals):
+        own = cast("Adapter", part)
+        own.init_from_layer(base)
+        if data is not None:
+            own.init_from_data(data, base)
+
+
+def combine(
+    layer: nn.Module,
+    adapter: Adapter,
+    others: Sequence[Adapter],
+    weights: Sequence[float],
+    strategy: Combination,
+    originals: Mapping[str, Tensor],
+) -> None:
+    """Set an uninitialized adapter to a combination of several others of the layer.
+
+    Args:
+        layer: the layer.
+        adapter: not yet added.
+        others: at least one.
+        weights: one for each.
+        strategy: how they are combined, with its options.
+        originals: parameters of the layer as they were before adapters were merged into it.
+
+    Raises:
+        CompositionError: the strategy makes no sense for the method.
+    """
+    if any(type(other) is not type(adapter) for other in others):
+        kinds = ", ".join(sorted({type(other).__name__ for other in others}))
+        raise CompositionError(
+            f"{kinds} at one layer have no parameters in common. Add the adapters with the same "
+            f"targets, or write set_active_adapters(Stack('a', 'b'))."
+        )
+    for (part, *parts), base in _parts_with_base(layer, (adapter, *others), originals):
+        # not all have an adapter of each parameter
+        there = [i for i, other in enumerate(parts) if other is not None]
+        own = [cast("Adapter", parts[i]) for i in there]
+        cast("Adapter", part).combine(own, [weights[i] for i in there], strategy, base)
+
+
+def changes(
+    layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]
+) -> Iterator[tuple[str | None, Tensor, tuple[Tensor, Tensor] | None]]:
+    """Yield the changes that an adapter makes to the weights of a layer, in the widest dtype.
+
+    Args:
+        layer: the layer.
+        adapter: of the layer.
+        originals: parameters of the layer as they were before adapters were merged into it.
+
+    Yields:
+        The parameter, None for the layer's weight; the change `[*experts, d_out, d_in]`; its
+        factors, where the method has them.
+
+    Raises:
+        StateError: the adapter is not a change of the weight alone.
+    """
+    parameters = [*adapter._modules] if isinstance(adapter, ExpertAdapters) else [None]
+    parts = _parts_with_base(layer, (adapter,), originals)
+    for parameter, ((part,), base) in zip(parameters, parts, strict=True):
+        own = mergeable(part)
+        w = base.weight.detach().to(widest(base.weight.device))
+        if parameter is None and w.dim() == 2:
+            b = w.new_zeros(w.shape[0]) if base.bias is None else base.bias.detach().to(w)
+            if not torch.equal(own.bias(b, base), b):
+                raise StateError(f"the {type(part).__name__} adapter changes the bias too")
+        yield parameter, own.weight(w, base) - w, own.low_rank_factors(w, base)
+
+
+def _parts_with_base(
+    layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
+) -> Iterator[tuple[tuple[Adapter | None, ...], BaseLayer]]:
+    """Yield the parts of adapters that belong together, each with the layer as they see it.
+
+    The parts are those of the first adapter; None where another one does not have it.
+    """
+
+    def shown(parameter: str) -> Tensor | None:
+        kept = originals.get(parameter)
+        return kept.mT if kept is not None and stores_transposed(layer, parameter) else kept
+
+    first = adapters[0]
+    if not isinstance(first, ExpertAdapters):
+        yield (
+            tuple(adapters),
+            base_of(layer, shown("weight"), originals.get("bias"), kept=originals),
+        )
+        return
+    for parameter in first._modules:
+        weight = shown(parameter)
+        own_weight = matrix(layer, parameter) if weight is None else weight
+        parts = tuple(cast("FusedAdapters", each._modules.get(parameter)) for each in adapters)
+        yield parts, base_of(layer, own_weight)
+
+
+class Entry(nn.Module):
+    """The identity; its adapters change the input of the first block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` `[rows, tokens, d_model]`."""
+        return x
+
+
+class AdaptedBlock(Adapted):
+    """Mixed into the class of the first block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block on its input as changed by the adapters of the entry."""
+        entry = self._modules.get(ENTRY)
+        if entry is None:
+            return super().forward(*args, **kwargs)
+        if args:
+            return super().forward(entry(args[0]), *args[1:], **kwargs)
+        first = next(iter(kwargs))
+        return super().forward(**{**kwargs, first: entry(kwargs[first])})
+
+
+def place_at(model: nn.Module, path: str, active: ActiveState) -> nn.Module:
+    """Return the module at a path; create an entry that does not exist yet.
+
+    Args:
+        model: the base model.
+        path: of the module.
+        active: the model's.
+    """
+    layer = layer_at(model, path)
+    owner, _, name = path.rpartition(".")
+    if name != ENTRY or ENTRY in layer_at(model, owner)._modules:
+        return layer
+    swap(layer, active, owner, kind=AdaptedBlock)
+    cast("Adapted", layer)._link.helps.add((path, ""))
+    # adapters take over its mode
+    layer._modules[ENTRY] = entry = Entry().train(layer.training)
+    return entry
+
+
+def close_entry(model: nn.Module, path: str) -> None:
+    """Remove the entry at a path if it has no adapters left; other paths do not change.
+
+    Args:
+        model: the base model.
+        path: from which an adapter was removed.
+    """
+    owner, _, name = path.rpartition(".")
+    if name != ENTRY:
+        return
+    block = layer_at(model, owner)
+    if isinstance(block, AdaptedBlock) and type(block._modules[ENTRY]) is Entry:
+        del block._modules[ENTRY]
+        block._link.helps.discard((path, ""))
+        restore(block)
+
+
+def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:
+    """Return the inverse of what the adapters at the entry of a model compute.
+
+    Args:
+        model: the base model.
+        plan: the active plan; it has an exit.
+        y: the input of the last layer of a head, `[rows, tokens, d_model]`.
+        rows: of the batch, those of `y`.
+    """
+    path = cast("str", plan.exit)
+    layer = cast("Adapted", layer_at(model, path))
+    call = layer._link.active.call
+    # the calls of the model are over: it holds the shared modules, those of this replica
+    call.stacks.append(
+        Frame(RecordedCall("", {}, None), functools.partial(shared_of, model), model)
+    )
+    try:
+        base = LayerCall(model, model.forward, context=call)
+        return inverse_of(*acting(layer, plan.sites[path]), y, base, rows)
+    finally:
+        call.stacks.pop()
+
+
+class AdaptedLanguages(Adapted):
+    """Mixed into the class of a module whose language adapters other adapters replace."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; adapters act in its last step."""
+        return super(Adapted, self).forward(*args, **kwargs)
+
+    def lang_adapter(self, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the stream after the active adapters, in rows without them after their language's.
+
+        Args:
+            lang_ids: number of each row's language.
+            hidden_states: the stream, `[rows, tokens, d_model]`.
+        """
+        link = self._link
+        active = link.active
+        plain = functools.partial(super().lang_adapter, lang_ids)  # type: ignore[misc]
+        site = active.plan.sites.get(link.path)
+        if site is None:
+            return cast("Tensor", plain(hidden_states))
+        residual = active.call.captures.pop(link.path, None)
+        base = LayerCall(self, plain, (hidden_states,), {}, residual, active.call)
+        return evaluate(*acting(self, site), hidden_states, base, active.plan.rows)

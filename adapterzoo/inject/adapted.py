@@ -24,8 +24,7 @@ from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fol
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
 from adapterzoo.runtime import ActiveState
 
-from .layers import ExpertAdapters, LayerCall, changed, matrix, own, stores_transposed
-from .quantized import is_quantized
+from .layers import ExpertAdapters, LayerCall, changed, is_quantized, matrix, own, stores_transposed
 
 SHARED = SharedModules.container
 """The container of modules that the layers of an adapter share, unless they name another."""
@@ -77,36 +76,6 @@ def adapters_of(layer: Any) -> dict[str, Any]:
         for key, module in held._modules.items():
             found[held.prefix + key] = module
     return found
-
-
-def hold(layer: Any, name: str, module: nn.Module) -> None:
-    """Put a module into its container, which is made when missing.
-
-    Args:
-        layer: an `Adapted` one.
-        name: of the module in compositions.
-        module: that has no place yet.
-    """
-    container = container_of(module)
-    if container not in layer._link.containers:
-        layer._modules[container] = held = AdapterDict().train(layer.training)
-        if isinstance(module, Contained):
-            held.prefix = module.prefix
-        layer._link.containers.append(container)
-    held = layer._modules[container]
-    held[name.removeprefix(held.prefix)] = module
-
-
-def release(layer: Any, name: str) -> nn.Module:
-    """Undo `hold`, and return the module."""
-    module: nn.Module = adapters_of(layer)[name]
-    container = container_of(module)
-    held = layer._modules[container]
-    del held._modules[name.removeprefix(held.prefix)]
-    if not held:
-        del layer._modules[container]
-        layer._link.containers.remove(container)
-    return module
 
 
 def shared_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -194,6 +163,9 @@ class Adapted(nn.Module):
     """Mixed into the class of a layer that has adapters, or of a module that helps such layers."""
 
     _link: _Link
+    # the class without adapters, and the mixin of the class with them, if not just this one
+    _plain: type[nn.Module]
+    _kind: type[Adapted] | None = None
     # names of the parameters that adapters change, if the layer computes with parameters
     _read: tuple[str, ...] = ()
     # names of those that the model reads outside of the layer's calls, if it does
@@ -257,8 +229,7 @@ class Adapted(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: loading creates the subclass again."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        kind = _kind_of(self)
-        return _blank, (plain_class(self), self._read, kind, self._shown), state
+        return _blank, (self._plain, self._read, self._kind, self._shown), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they need the active state of the replicating thread
@@ -266,11 +237,6 @@ class Adapted(nn.Module):
         link = self._link
         replica._link = replace(link, active=link.active.pinned())
         return replica
-
-
-def _kind_of(layer: Adapted) -> type[Adapted] | None:
-    first = type(layer).__mro__[1]
-    return None if first is Adapted else cast("type[Adapted]", first)
 
 
 def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
@@ -294,8 +260,7 @@ def below_wrappers(layer: Any) -> Adapted:
 
 def plain_class(layer: nn.Module) -> type[nn.Module]:
     """Return the layer's class without adapters."""
-    mro = [cls for cls in type(layer).__mro__ if cls is not _Untouched]
-    return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
+    return layer._plain if isinstance(layer, Adapted) else type(layer)
 
 
 class _Untouched(nn.Module):
@@ -362,22 +327,16 @@ def swap(
         set_class(layer, _adapted_class(type(layer), parameters, kind, shown))
         cast("Adapted", layer)._link = _Link(active, path)
         return
-    own = (*layer._read, *(p for p in parameters if p not in layer._read))
-    facts = own, kind or _kind_of(layer), shown if shown.names else layer._shown
-    if facts != (layer._read, _kind_of(layer), layer._shown):
-        set_class(layer, _adapted_class(plain_class(layer), *facts))
+    own = tuple(dict.fromkeys((*layer._read, *parameters)))
+    facts = own, kind or layer._kind, shown if shown.names else layer._shown
+    if facts != (layer._read, layer._kind, layer._shown):
+        set_class(layer, _adapted_class(layer._plain, *facts))
 
 
 def restore(layer: Adapted) -> None:
     """Restore a layer's own class, unless an adapter still needs the other."""
     if not layer._link.containers and not layer._link.helps:
-        del layer._link
-        set_class(layer, plain_class(layer))
-
-
-def without_kind(layer: Adapted) -> None:
-    """Take the mixin of a kind out of a layer's class; what `Adapted` does stays."""
-    set_class(layer, _adapted_class(plain_class(layer), layer._read, shown=layer._shown))
+        discard(layer)
 
 
 def discard(layer: Adapted) -> None:
@@ -389,7 +348,7 @@ def discard(layer: Adapted) -> None:
     for container in layer._link.containers:
         del layer._modules[container]
     del layer._link
-    set_class(layer, plain_class(layer))
+    set_class(layer, layer._plain)
 
 
 def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
@@ -436,6 +395,7 @@ def _adapted_class(
             "_read": parameters,
             "_shown": shown,
             "_plain": cls,
+            "_kind": kind,
             "_positions": positions_of(cls.forward),
             # libraries look for layers by the name of their class
             "__module__": cls.__module__,

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from adapterzoo.anatomy.attention import ALIBI, RELATIVE_BIAS, is_inline
+from adapterzoo.anatomy.inputs import ALIBI, RELATIVE_BIAS, is_inline
 from adapterzoo.composition.compile import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
@@ -173,8 +173,8 @@ class PrefixMode(TorchFunctionMode):
         elif name in _CHANGES | _CASTS:
             return cast("Tensor", func(*own, **kwargs))
         raise StateError(
-            f"{self._name}: its scores go through {name!r}, which does not support a prefix. Use a "
-            f"method at layers, such as LoRAConfig()."
+            f"{self._name}: its scores go through {name!r}, which does not support a prefix. Use "
+            f"a method at layers, such as LoRAConfig()."
         )
 
 
@@ -292,10 +292,7 @@ def with_prefix(
     """
     name = cls.__name__
     if torch.compiler.is_compiling():
-        raise StateError(
-            f"{name} computes its scores itself, and compiled code cannot add a "
-            f"prefix there. Call the uncompiled model."
-        )
+        raise StateError(f"compiled code cannot add a prefix to {name}. Call the uncompiled model.")
     alibi = None
     if name in ALIBI:
         alibi = inspect.signature(forward).bind(*args, **kwargs).arguments["alibi"]
@@ -304,9 +301,8 @@ def with_prefix(
         out = forward(*args, **kwargs)
     if not mode.has_acted:
         raise StateError(
-            f"{name}: no product of queries and keys of {prefix.keys.shape[-1]} features was seen "
-            f"in its forward, so it cannot have a prefix. Use a method at layers, such as "
-            f"LoRAConfig()."
+            f"{name}: no product of queries and keys of {prefix.keys.shape[-1]} features was seen, "
+            f"so it cannot have a prefix. Use a method at layers, such as LoRAConfig()."
         )
     return out
 
@@ -361,9 +357,8 @@ class AdaptedAttention(Adapted):
         implementation = vars(self)["config"]._attn_implementation
         if implementation not in _SUPPORTED:
             raise StateError(
-                f"attn_implementation={implementation!r}: its function does not accept a mask that "
-                f"shows a prefix. Load the model with attn_implementation='sdpa' or 'eager', or "
-                f"write model.set_attn_implementation('sdpa')."
+                f"attn_implementation={implementation!r} does not accept a mask that shows a "
+                f"prefix. Write model.set_attn_implementation('sdpa')."
             )
         active.call.prefixes.append((self, prefix_of(step, adapters, x, base, plan.rows)))
         try:
@@ -404,17 +399,11 @@ def _attend(
     own: Any = getattr(sys.modules[plain_class(module).__module__], "eager_attention_forward", None)
     run = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
     rows, queries, keys = key.shape[0], query.shape[2], key.shape[2]
-    if prefix.keys.shape[1] != key.shape[1] or prefix.keys.shape[3] != key.shape[3]:
-        raise StateError(
-            f"{plain_class(module).__name__}: its keys are {list(key.shape)}, but the prefix was "
-            f"made for {prefix.keys.shape[1]} heads of {prefix.keys.shape[3]} features."
-        )
     window, length = kwargs.get("sliding_window"), prefix.keys.shape[2]
     if prefix.in_window and window is not None and length + keys > window:
         raise StateError(
-            f"{keys} tokens after a prefix of {length}: with positions='shifted' a sliding window "
-            f"of {window} hides the prefix from the last of them: this is not supported. Give the "
-            f"model at most {max(window - length, 0)} tokens."
+            f"{keys} tokens after a prefix of {length} with positions='shifted' exceed the sliding "
+            f"window of {window}. Give the model at most {max(window - length, 0)} tokens."
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", name == "sdpa") if causal is None else causal
@@ -459,8 +448,8 @@ def _bias(
     if prefix.distances == "shifted":
         if prefix.mask is not None and not bool(prefix.mask.all()):
             raise CompositionError(
-                "rows of a batch: their prefixes have different lengths, which shift the distances "
-                "between tokens. Call the model with the rows of one prefix at a time."
+                "rows of a batch: their prefixes have different lengths, which shift distances. "
+                "Call the model with the rows of one prefix at a time."
             )
         return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
             bias

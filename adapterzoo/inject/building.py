@@ -18,8 +18,7 @@ from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
 
 from .adapted import SHARED, AdapterDict, container_of, plain_class
-from .layers import ExpertAdapters, FusedAdapters, mergeable
-from .quantized import is_quantized
+from .layers import ExpertAdapters, FusedAdapters, is_quantized, mergeable
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
@@ -75,12 +74,6 @@ def build(
             f"{placements[0].config!r} with {placements[1].config!r}: at {path!r} one replaces "
             f"values of the layer that the other changes. Train the layer in one way only."
         )
-    if sites[0].kind == "entry" and len(built) > 1:
-        raise ConfigError(
-            f"{placements[0].config!r} with {placements[1].config!r}: both change the input of the "
-            f"first block, under one name. Add them under two names and write "
-            f"set_active_adapters(Stack('a', 'b'))."
-        )
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
         return built[0]
     whole = [
@@ -88,11 +81,10 @@ def build(
     ]
     # first those that change the input
     whole.sort(key=lambda pair: pair[1].acts_on != "input")
-    if len(whole) > 1 and whole[0][1].acts_on == "input":
+    if len(whole) > 1 and (whole[0][1].acts_on == "input" or sites[0].kind == "entry"):
         raise ConfigError(
-            f"{whole[0][0]!r} with {whole[1][0]!r}: the former changes the input of {path!r}, so "
-            f"the same adapter cannot also have another config there. Use two names and write "
-            f"set_active_adapters(Stack('a', 'b'))."
+            f"{whole[0][0]!r} with {whole[1][0]!r}: one of them changes the input of {path!r}. Add "
+            f"them under two names and write set_active_adapters(Stack('a', 'b'))."
         )
     parts = list(zip(part_names(sites), [s.output_slice for s in sites], built, strict=True))
     if sites[0].parameter is None:

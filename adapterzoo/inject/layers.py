@@ -3,11 +3,16 @@
 Only this module knows the layout of weights: GPT-2's Conv1D and embeddings store theirs as `[d_in,
 d_out]`, fused experts keep one tensor for all, and quantized ones are packed. Fused layers, unions
 and experts have several adapters under one name.
+
+The libraries that quantize are optional and imported only for their own weights: the class of a
+weight shows that its library is installed.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -17,16 +22,21 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice
-from adapterzoo.anatomy.find import experts_transposed
+from adapterzoo.anatomy.blocks import experts_transposed
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
 from adapterzoo.call import StackCall, call_of
 from adapterzoo.composition.compile import LayerView, Nested
-from adapterzoo.contracts import Adapter, BaseLayer, CopyAdapter, WeightAdapter, can_batch
+from adapterzoo.contracts import (
+    Adapter,
+    BaseLayer,
+    CopyAdapter,
+    SharedKey,
+    WeightAdapter,
+    can_batch,
+)
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext
-
-from .quantized import packing_of
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
@@ -49,6 +59,8 @@ class LayerCall(BaseLayer):
     # the last input and its output: a later adapter may need the same one
     _x: Tensor | None = None
     _y: Any = None
+    # shape of an output with the tokens of all rows in one dimension
+    _flat: torch.Size | None = None
 
     def __init__(
         self,
@@ -67,7 +79,10 @@ class LayerCall(BaseLayer):
         self._context = context
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the untouched layer's output; keep its other return values for `pack`."""
+        """Return the untouched layer's output in the dimensions of `x`.
+
+        `pack` gives it its own again, and adds the layer's other return values.
+        """
         if self._x is not x:
             if not self._kwargs:
                 out = self._forward(x, *self._args[1:])
@@ -79,6 +94,10 @@ class LayerCall(BaseLayer):
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
                 out = out[0]
+            # the experts of Llama 4 give [rows · tokens, d] for [rows, tokens, d]
+            if x.dim() == 3 and out.dim() == 2 and len(out) == x.shape[0] * x.shape[1]:
+                self._flat = out.shape
+                out = out.view(*x.shape[:-1], -1)
             self._x, self._y = x, out
         return self._y  # type: ignore[no-any-return]
 
@@ -86,6 +105,8 @@ class LayerCall(BaseLayer):
 
     def pack(self, y: Tensor) -> Any:
         """Return the output in the form that the layer returned."""
+        if self._flat is not None:
+            y = y.reshape(self._flat)
         if self._rest is None:
             return y
         return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)
@@ -139,8 +160,8 @@ class LayerCall(BaseLayer):
         """
         if self._residual is None:
             raise StateError(
-                f"{type(self._module).__name__}: the adapter at this layer needs the input of "
-                f"another module of the block, which was not run before it. Run the whole block."
+                f"the adapter at this {type(self._module).__name__} needs the input of another "
+                f"module of the block, which has not run. Run the whole block."
             )
         return self._residual
 
@@ -153,7 +174,7 @@ class LayerCall(BaseLayer):
         """
         positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
         named = dict(zip(positions, self._args, strict=False))
-        return call_of(self._in_model().stack, {**named, **self._kwargs})
+        return call_of(self._in_model.stack, {**named, **self._kwargs})
 
     @property
     def is_in_call(self) -> bool:
@@ -162,30 +183,19 @@ class LayerCall(BaseLayer):
         return self._context is not None and len(self._context.stacks) > 0
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """Return the module that the adapter's layers share.
-
-        Raises:
-            StateError: the adapter shares nothing, or is not in a model.
-        """
-        key = adapter.shared_key
-        if key is None:
-            raise StateError(
-                f"{type(adapter).__name__}: its config shares no module between layers. "
-                f"Return one from shared(placements, device, dtype) of the config."
-            )
+        """Return the module that the adapter's layers share."""
+        key = cast("SharedKey", adapter.shared_key)
         own = None if adapter.is_replica else key.module
-        return self._in_model().shared(key) if own is None else own
+        return self._in_model.shared(key) if own is None else own
 
     def part(self, path: str) -> Any:
         """Return a module or parameter of the running model, of this replica."""
-        return self._in_model().part(path)
+        return self._in_model.part(path)
 
+    @property
     def _in_model(self) -> CallContext:
         if self._context is None:
-            raise StateError(
-                f"{type(self._module).__name__}: the layer is not in a model, so its adapter "
-                f"has neither a running call nor a shared module. Add the adapter to a model."
-            )
+            raise StateError(f"this {type(self._module).__name__} is not in a model with adapters")
         return self._context
 
 
@@ -271,11 +281,9 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     if weight is not None and (packing := packing_of(weight)) is not None:
         weight = packing.read(layer, weight)
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
-        held = "missing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         raise StateError(
-            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix ({held}), "
-            f"so it can be adapted by a function of its input or output only. Write "
-            f"exclude_modules=[…] with its name."
+            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as the "
+            f"adapter needs. Write exclude_modules=[…] with the layer's name."
         )
     return weight.mT if stores_transposed(layer, parameter) else weight
 
@@ -337,9 +345,8 @@ class FusedAdapters(WeightAdapter):
         """Set each child to a combination of the children with the same label."""
         if any(adapter.slices != self.slices for adapter in adapters):
             raise CompositionError(
-                f"the adapters have different parts at one layer: "
-                f"{', '.join(str([*adapter.slices]) for adapter in adapters)}. Add them with the "
-                f"same targets, or write set_active_adapters(Stack('a', 'b'))."
+                "the adapters have different parts at one layer. Add them with the same targets, "
+                "or write set_active_adapters(Stack('a', 'b'))."
             )
         for label, children in _by_label(adapters).items():
             features, own = self.slices[label], cast("Adapter", self._modules[label])
@@ -396,12 +403,9 @@ class FusedAdapters(WeightAdapter):
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
         for label, features in self.slices.items():
-            adapter = mergeable(self._modules[label])
-            if features is None:
-                w = adapter.weight(w, base)
-                continue
-            part = adapter.weight(take_slice(w, features, -2), SlicedLayer(base, features))
-            w = put_slice(w, part, features, -2)
+            adapter, whole = mergeable(self._modules[label]), features or _all_features(w, -2)
+            part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
+            w = put_slice(w, part, whole, -2)
         return w
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor] | None:
@@ -472,7 +476,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
         return adapter
     raise StateError(
         f"a {type(adapter).__name__} adapter is not a change of a weight and cannot be merged. "
-        f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
+        f"Keep it active instead."
     )
 
 
@@ -525,3 +529,159 @@ def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
 def _all_features(t: Tensor, dim: int = -1) -> OutputSlice:
     size = t.shape[dim]
     return OutputSlice(1, size, 0, size)
+
+
+class Packing:
+    """How to read one kind of packed weight; by default torchao's, which look like plain tensors.
+
+    These functions do not keep what they return.
+    """
+
+    def is_packed(self, weight: Any) -> bool:
+        """Return whether the weight is already quantized; some classes hold plain numbers first."""
+        return True
+
+    def read(self, layer: nn.Module, weight: Any) -> Tensor:
+        """Return the weight in floating point, in the shape that the layer stores.
+
+        Args:
+            layer: the owner of the weight, which may keep the scales.
+            weight: packed.
+        """
+        return cast("Tensor", weight.dequantize())
+
+    def count(self, weight: Any) -> int:
+        """Return how many numbers the weight has when unpacked."""
+        return cast("Tensor", weight).numel()
+
+    def unpack(self, layer: nn.Module, weight: Any) -> None:
+        """Let gradients pass through the layer, even after inference."""
+
+
+class FourBit(Packing):
+    """bitsandbytes' `Params4bit`: two numbers per byte, `[d_out · d_in / 2, 1]`, and block scales.
+
+    On a CPU with bfloat16 instructions, the first forward without gradients reorders the weight
+    permanently: `dequantize_4bit` misreads that order, and gradients do not pass.
+    """
+
+    def is_packed(self, weight: Any) -> bool:
+        """Return whether scales exist; the dtype can be bfloat16 for packed bytes too."""
+        return weight.quant_state is not None
+
+    def read(self, layer: nn.Module, weight: Any) -> Tensor:
+        """Return the weight `[d_out, d_in]`, in the dtype that it had before."""
+        from bitsandbytes import functional
+
+        data, state = _in_first_order(weight)
+        plain: Tensor = functional.dequantize_4bit(data, state)
+        return plain
+
+    def count(self, weight: Any) -> int:
+        """Return d_out · d_in."""
+        return math.prod(weight.quant_state.shape)
+
+    def unpack(self, layer: nn.Module, weight: Any) -> None:
+        """Restore the weight's first order, permanently."""
+        weight.data, weight.quant_state = _in_first_order(weight)
+        if "support_avx512bf16_for_cpu" in vars(layer):
+            cast("Any", layer).support_avx512bf16_for_cpu = False
+
+
+class EightBit(Packing):
+    """bitsandbytes' `Int8Params`: `[d_out, d_in]` in int8, with one scale per row."""
+
+    def is_packed(self, weight: Any) -> bool:
+        """Return whether the numbers are integers."""
+        return not cast("Tensor", weight).is_floating_point()
+
+    def read(self, layer: nn.Module, weight: Any) -> Tensor:
+        """Return the weight `[d_out, d_in]`, in float32."""
+        from bitsandbytes import functional
+
+        # the first forward moves the scales from the weight to the layer
+        scales = cast("Any", layer).state.SCB if weight.SCB is None else weight.SCB  # [d_out]
+        plain: Tensor = functional.int8_vectorwise_dequant(weight.data, scales)
+        return plain
+
+
+# by package and class of a weight, or a base of its class
+PACKINGS: Mapping[str, Packing] = {
+    "bitsandbytes.Int8Params": EightBit(),
+    "bitsandbytes.Params4bit": FourBit(),
+    "torchao.TorchAOBaseTensor": Packing(),
+}
+
+
+def packing_of(weight: Tensor | None) -> Packing | None:
+    """Return how to read a packed weight; None for one that is not packed.
+
+    Args:
+        weight: of a layer, None if it has none.
+    """
+    # torch.compile sees only the others
+    if weight is None or type(weight) in (Tensor, nn.Parameter):
+        return None
+    for cls in type(weight).__mro__:
+        found = PACKINGS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
+        if found is not None:
+            return found if found.is_packed(weight) else None
+    return None
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Return whether any parameter of the layer itself is packed.
+
+    Args:
+        layer: any module.
+    """
+    return any(packing_of(p) is not None for p in layer._parameters.values())
+
+
+def was_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer stored its weight `[d_in, d_out]` before it was quantized.
+
+    Args:
+        layer: quantized; for GPT-2's Conv1D, a linear layer that knows its former class.
+    """
+    return getattr(getattr(layer, "source_cls", None), "__name__", "") == "Conv1D"
+
+
+def unpacked_size(weight: Tensor) -> int:
+    """Return how many numbers a weight has, when unpacked.
+
+    Args:
+        weight: any tensor.
+    """
+    packing = packing_of(weight)
+    return weight.numel() if packing is None else packing.count(weight)
+
+
+def unpack_all(model: nn.Module) -> None:
+    """Let gradients pass through all quantized layers of a model.
+
+    Args:
+        model: the values of its weights do not change.
+    """
+    for layer in model.modules():
+        for weight in layer._parameters.values():
+            if (packing := packing_of(weight)) is not None:
+                packing.unpack(layer, weight)
+
+
+def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
+    """Return (bytes, state) of a `Params4bit` in its first order; it is not changed."""
+    data, state = weight.data, weight.quant_state
+    if not getattr(state, "packing_format_for_cpu", False):
+        return data, state
+    from bitsandbytes import functional
+
+    # the code below writes into the state
+    state = copy.copy(state)
+    # do not quantize the scales again: that would cost precision
+    state.original_nested = False
+    reordered, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+    if state.absmax.dim() == 2:
+        # bitsandbytes 0.50 leaves them in the other order, [d_in / block, d_out]
+        state.absmax = state.absmax.T.reshape(-1).float()  # [d_in / block · d_out]
+    return reordered, state

@@ -18,17 +18,16 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens
-from adapterzoo.call import NO_TOKEN, Generation, Places, RecordedCall, grid
+from adapterzoo.call import NO_TOKEN, Generation, RecordedCall, grid
 from adapterzoo.composition.compile import evaluate
 from adapterzoo.composition.prompts import Joined, Prompts
 from adapterzoo.composition.rows import RowMap
-from adapterzoo.contracts import PositionAdapter, PromptAdapter
+from adapterzoo.contracts import PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.masks import bounds_in, packed
-from adapterzoo.runtime import HEAD, ActiveState, CallContext, Frame, Plan
+from adapterzoo.runtime import ActiveState, CallContext, Frame
 
 from .adapted import Adapted, acting, adapters_of, shared_of
-from .building import layer_at
 from .layers import LayerCall
 
 _IGNORED = -100
@@ -81,25 +80,20 @@ def join(
     if not tokens.is_encoder:
         _check_past(given, t.shape[1], cached, generation)
     joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
-    mask = _mask(given, t)
+    mask = _mask(given)
     own = t.shape[1] + max(cached - joined.count, 0)
     first_filler = generates and not tokens.is_encoder
     if mask is not None and mask.shape[1] != own:
-        has = f"the cache has {cached}, {joined.count} of them added by adapters, and " * bool(
-            cached
-        )
         raise StateError(
-            f"attention_mask={list(mask.shape)}: {has}the call brings {t.shape[1]} tokens. Pass a "
-            f"mask [batch, {own}] of the model's own tokens; those that {_names(prompts)} adds "
-            f"get their columns automatically."
+            f"attention_mask={list(mask.shape)}: pass a mask [batch, {own}] of the model's own "
+            f"tokens, without the {joined.count} that {_names(prompts)} adds."
         )
     if cached and cached < joined.count:
         raise StateError(
-            f"past_key_values has {cached} tokens, and {_names(prompts)} adds {joined.count}: the "
-            f"cache was made without it. Start with an empty cache."
+            f"past_key_values was made without the {joined.count} tokens that {_names(prompts)} "
+            f"adds. Start with an empty cache."
         )
     joined.lay_out(t.shape[0], own, mask, t.device, first_filler)
-    _check_length(joined)
     if not joined.is_even:
         _check_uneven(joined, given, generates)
     changed = dict(given)
@@ -134,8 +128,8 @@ def _check_past(
         again = again or count <= generation.new
     if again:
         raise StateError(
-            "an adapter adds tokens at the start of a sequence, but this model keeps earlier "
-            "tokens in a state that does not count them. Write use_cache=False."
+            "an adapter adds tokens at the start of a sequence, and this model does not count the "
+            "earlier tokens in its cache. Write use_cache=False."
         )
 
 
@@ -148,34 +142,21 @@ def _names(prompts: Prompts) -> str:
     return ", ".join(map(repr, names))
 
 
-def _mask(given: Mapping[str, Any], t: Tensor) -> Tensor | None:
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
     mask = given.get("attention_mask")
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return mask
-    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise StateError(
-        f"attention_mask={shown}: an active adapter adds tokens to each row, and this mask does "
-        f"not say which of the {t.shape[1]} tokens of a row are real. Pass a mask [batch, tokens] "
-        f"of 0 and 1; in generate, leave cache_implementation out."
+        "an active adapter adds tokens to each row: pass attention_mask [batch, tokens] of 0 and "
+        "1; in generate, leave cache_implementation out."
     )
-
-
-def _check_length(joined: Joined) -> None:
-    prompts = joined.prompts
-    legal = prompts.tokens.positions
-    if prompts.joins == "inputs" and legal is not None and joined.length > legal:
-        raise StateError(
-            f"{_names(prompts)} adds {joined.count} tokens to the {joined.length - joined.count} "
-            f"of a row, and the model has positions for {legal}. Give it at most "
-            f"{max(legal - joined.count, 0)} tokens."
-        )
 
 
 def _check_even(joined: Joined, why: str) -> None:
     if len({joined.prompts.length(part) for part in range(len(joined.prompts.parts))}) > 1:
         raise CompositionError(
-            f"rows of a batch: the prompts of {_names(joined.prompts)} have different lengths, and "
-            f"the inputs of this model {why}. Call it with the rows of one prompt at a time."
+            f"the prompts of {_names(joined.prompts)} have different lengths, and the inputs of "
+            f"this model {why}. Call it with the rows of one prompt at a time."
         )
 
 
@@ -212,23 +193,13 @@ def _after_encoder(
     prompts: Prompts, rows: RowMap | None, given: Mapping[str, Any], hidden: Tensor
 ) -> tuple[Joined | None, dict[str, Any]]:
     """Return the arguments of a decoder with the mask of the encoder's output extended."""
-    mask = _mask(given, hidden)
+    mask = _mask(given)
     joined = Joined(prompts, _index(rows, hidden.shape[0]), adds=False)
     tokens = hidden.shape[1] - joined.count
     if tokens < 0 or (mask is not None and mask.shape[1] != tokens):
         return None, {}
     joined.lay_out(hidden.shape[0], tokens, mask, hidden.device)
     return joined, {**given, "attention_mask": joined.mask()}
-
-
-def places_in(joined: Joined, path: str) -> Places | None:
-    """Return a function for the places of added tokens in the call of an inner model, or None.
-
-    Args:
-        joined: the longer sequences.
-        path: of the inner model.
-    """
-    return joined.at if joined.adds and below(joined.prompts.tokens.stack, path) else None
 
 
 def ids_in(given: Mapping[str, Any], joined: Joined | None, context: CallContext) -> Tensor | None:
@@ -271,31 +242,13 @@ def entered(
         return given
     layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
     adapters = adapters_of(layer)
-    base = LayerCall(layer, functools.partial(_as_it_is), context=context)
+    base = LayerCall(layer, lambda x: x, context=context)
     embeds = given["inputs_embeds"]
     for key in dict.fromkeys(added.key for part in prompts.parts for added in part):
         parts = (m for m in adapters[key.name].modules() if isinstance(m, PromptAdapter))
         adapter = next(m for m in parts if m.shared_key == key)
         embeds = joined.entered(embeds, key, adapter.prompt(base))
     return {**given, "inputs_embeds": embeds}
-
-
-def check_called(joined: Joined) -> None:
-    """Check that the tokens have joined the others.
-
-    Raises:
-        StateError: the model has not called the layer that they join.
-    """
-    if joined.adds and not joined.is_called:
-        raise StateError(
-            f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
-            f"calling {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
-            f"Activate an adapter of another method."
-        )
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 class AdaptedEmbeddings(Adapted):
@@ -333,18 +286,14 @@ def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -
     else:
         out = plain(*args, **kwargs)
     y = out[0] if isinstance(out, tuple) else out
-    if not isinstance(y, Tensor) or y.dim() != 3:
+    known = joined.length - joined.count if joined.is_laid_out else None
+    if not isinstance(y, Tensor) or y.dim() != 3 or known not in (None, y.shape[1]):
         raise StateError(
-            f"the module that embeds returned {list(getattr(y, 'shape', ())) or type(y).__name__}, "
-            f"and tokens join [rows, tokens, d]. Write joins='inputs', or another method."
+            f"the module that embeds returned {list(getattr(y, 'shape', ()))}, and tokens join "
+            f"[rows, {known or 'tokens'}, d]. Write joins='inputs', or use another method."
         )
-    if not joined.is_laid_out:
+    if known is None:
         joined.lay_out(y.shape[0], y.shape[1], None, y.device)
-    elif y.shape[1] != joined.length - joined.count:
-        raise StateError(
-            f"the module that embeds returned {list(y.shape)} for {joined.length - joined.count} "
-            f"tokens, so that the places of others are not known. Write joins='inputs'."
-        )
     wide = joined.extended(y, 0.0)
     return (wide, *out[1:]) if isinstance(out, tuple) else wide
 
@@ -373,26 +322,22 @@ class AdaptedPositions(Adapted):
 
         def read(numbers: Tensor) -> Any:
             # a table gives embeddings, to which other adapters may add; a rotation has none
-            return plain(self._checked(numbers)) if is_table else numbers
+            if not is_table:
+                return numbers
+            size = cast("nn.Embedding", self).num_embeddings
+            # on a GPU the look-up raises
+            if numbers.is_cpu and not torch.compiler.is_compiling() and numbers.max() >= size:
+                last = int(numbers.max())
+                raise StateError(
+                    f"position {last}: the model has {size} positions for the prefix and the "
+                    f"tokens. Give it {last - size + 1} tokens less."
+                )
+            return plain(numbers)
 
         is_table = isinstance(self, nn.Embedding)
         base = LayerCall(self, read, context=active.call)
         found = evaluate(*acting(self, site), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
-
-    def _checked(self, numbers: Tensor) -> Tensor:
-        """Check that the table has the numbers, and return them; on a GPU the look-up raises."""
-        if numbers.is_cpu and not torch.compiler.is_compiling():
-            self._check(int(numbers.max()))
-        return numbers
-
-    def _check(self, last: int) -> None:
-        size = cast("nn.Embedding", self).num_embeddings
-        if last >= size:
-            raise StateError(
-                f"position {last}: the prefix comes before the tokens, and the model has {size} "
-                f"positions for both. Give it {last - size + 1} tokens less."
-            )
 
 
 def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -427,38 +372,6 @@ def counted(given: Mapping[str, Any], around: Mapping[str, Any]) -> Mapping[str,
     return {**given, NUMBERS: numbers}
 
 
-def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:
-    """Check that the tables of positions have a number for each token, as adapters change it.
-
-    Args:
-        model: the base model.
-        plan: the active plan.
-        tokens: of the longest row.
-        legal: how many tokens the tables are for.
-
-    Raises:
-        StateError: there are too many.
-    """
-    for path, site in plan.sites.items():
-        if path.startswith(HEAD):
-            continue
-        table = layer_at(model, path)
-        if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
-            continue
-        # a table may begin with numbers that no token has
-        last = table.num_embeddings - legal + tokens - 1
-        rows = 1 if plan.rows is None else len(plan.rows.index)
-        numbers = torch.full((rows, 1), last, device=table.weight.device)
-
-        def read(numbers: Tensor, table: Any = table) -> Any:
-            table._check(int(numbers.max()))
-            return torch.zeros_like(numbers)
-
-        base = LayerCall(table, read, context=table._link.active.call)
-        if all(isinstance(adapter, PositionAdapter) for adapter in adapters_of(table).values()):
-            evaluate(*acting(table, site), numbers, base, plan.rows)
-
-
 class AdaptedStack(Adapted):
     """Mixed into the class of an encoder or decoder whose calls adapters read."""
 
@@ -477,13 +390,13 @@ class AdaptedStack(Adapted):
         link = self._link
         if link.path not in link.active.plan.stacks:
             return super().forward(*args, **kwargs)
-        call = recorded(self, self._positions, link.active, link.path, args, kwargs)
+        call = recorded_call(self, self._positions, link.active, link.path, args, kwargs)
         with call as (values, named):
             return super().forward(*values, **named)
 
 
 @contextmanager
-def recorded(
+def recorded_call(
     module: nn.Module,
     positions: tuple[str, ...],
     active: ActiveState,
@@ -512,12 +425,14 @@ def recorded(
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
     joined = context.joined
     is_first = plan.prompts is not None and joined is None
-    if plan.prompts is not None and joined is None:
+    if is_first and plan.prompts is not None:
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
     shared = None if path else functools.partial(shared_of, module)
-    places = None if joined is None else places_in(joined, path)
+    places = None
+    if joined is not None and joined.adds and below(joined.prompts.tokens.stack, path):
+        places = joined.at
     ids = ids_in(given, joined, context)
     outer = context.stacks[-1].call if context.stacks else None
     call = RecordedCall(path, given, context.generation, places, ids, outer)
@@ -529,8 +444,12 @@ def recorded(
         if path in plan.counted and not with_head and NUMBERS in positions:
             args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
-        if is_first and joined is not None:
-            check_called(joined)
+        if is_first and joined is not None and joined.adds and not joined.is_called:
+            at = joined.prompts.tokens.table or joined.prompts.tokens.embeddings
+            raise StateError(
+                f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
+                f"calling {at!r}. Activate an adapter of another method."
+            )
     finally:
         context.stacks.pop()
         if call.generation is not None:

@@ -79,7 +79,7 @@ def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
     """
     differentiated = torch.is_grad_enabled() and any(v.requires_grad for v in (w, a, b))
-    if differentiated or ops.is_reference() or not ops.asks_triton(w):
+    if differentiated or not ops.asks_triton(w) or ops.is_reference():
         return row_norm_reference(w, a, b, scaling)
     norm: Tensor = _row_norm(w, a, b, scaling)
     return norm
@@ -100,7 +100,7 @@ def row_gain(w: Tensor, a: Tensor, b: Tensor, m: Tensor, scaling: float) -> Tens
     Returns:
         `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
     """
-    if ops.is_reference() or not ops.asks_triton(w):
+    if not ops.asks_triton(w) or ops.is_reference():
         with torch.no_grad():
             norm = row_norm_reference(w, a, b, scaling)  # [*experts, d_out]
         return divided(m, norm)

@@ -1,4 +1,4 @@
-"""Parts of adapters: gates, linear functions, and the values of each row of a mixed batch.
+"""Parts of adapters: gates and linear functions.
 
 The gate is UniPELT's (Mao et al. 2022, arXiv:2110.07577, §3.2): how strongly an adapter acts on a
 sequence, g = σ(W x + b), one number for a sequence; two in prefix tuning if keys and values have
@@ -9,20 +9,14 @@ all tokens of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, cast
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.call import StackCall
-from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import StateError
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
 
 from ._init import constant, drawn, normal
 
@@ -77,31 +71,23 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the gate `[batch, 1, …, count]`, with x's dimensions `[batch, *tokens, d_in]`."""
-        score = partial(linear, x.to(self.weight.dtype), self.weight, self.bias)
-        mean: Tensor = self.decided(self.mean(score, x, base, self))
-        return mean
-
-    def mean(
-        self, score: Callable[[], Tensor], x: Tensor, base: BaseLayer, owner: object
-    ) -> Tensor:
-        """Return the mean of σ over the tokens, `[batch, 1, …, count]`.
-
-        Args:
-            score: returns W x + b `[batch, *tokens, count]`.
-            x: `[batch, *tokens, d_in]`.
-            base: the layer.
-            owner: identifies the mean in later steps of `generate`.
-        """
         if not self.reads_call or x.dim() != 3:
-            opened = torch.sigmoid(score())
-            if x.dim() < 3:
-                return opened  # [*batch, count]
-            # [batch, 1, …, count]
-            return opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True)
-        call = base.call
-        if self.is_cross:
-            call = call.of_encoder() if self.reads_encoder else call.of_queries()
-        return call.remembered(owner, lambda: prompt_mean(torch.sigmoid(score()), x, call))
+            opened = self._opened(x)
+            # [batch, 1, …, count]; without tokens [*batch, count]
+            mean = (
+                opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True) if x.dim() > 2 else opened
+            )
+        else:
+            call = base.call
+            if self.is_cross:
+                call = call.of_encoder() if self.reads_encoder else call.of_queries()
+            mean = call.remembered(self, lambda: prompt_mean(self._opened(x), x, call))
+        decided: Tensor = self.decided(mean)
+        return decided
+
+    def _opened(self, x: Tensor) -> Tensor:
+        """Return σ(W x + b) `[*batch, count]`."""
+        return torch.sigmoid(linear(x.to(self.weight.dtype), self.weight, self.bias))
 
 
 def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
@@ -122,145 +108,6 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
         )
     real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]
     return (values * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
-
-
-# --- values for each row of a mixed batch: its adapter's, or those without an adapter ---
-
-
-def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
-    """Return the tensor of each row's adapter, `[rows, …]`; zeros for rows without an adapter.
-
-    Rows without an adapter, which may hold inf or NaN, send no gradient to any adapter.
-
-    Args:
-        tensors: one for each adapter, of one shape; or vectors, padded with zeros to the longest.
-        groups: which adapter each row takes.
-    """
-    alike = len({t.shape for t in tensors}) == 1
-    # [n, …]
-    stack = torch.stack([*tensors]) if alike else pad_sequence([*tensors], batch_first=True)
-    rows = stack.index_select(0, groups.numbers("of_all", stack.device))
-    return rows.index_fill_(0, groups.numbers("base", rows.device), 0.0) if groups.base else rows
-
-
-def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
-    """Return `taken` for vectors, as `[rows, 1, …, width]` with `dim` dimensions."""
-    rows = taken(vectors, groups)  # [rows, width]
-    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])  # [rows, 1, …, width]
-
-
-def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
-    """Return `out` with the rows of `plain` where no adapter acts; both `[rows, …]`."""
-    if not groups.base:
-        return out
-    places = groups.numbers("base", out.device)
-    return out.index_copy(0, places, plain.index_select(0, places).to(out.dtype))
-
-
-def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
-    """Normalize each row by its adapter's norm. `x` `[rows, *tokens, d_model]`, same shape."""
-    one = norms[0]
-    wide = x.to(compute_dtype(x.dtype))
-    core = layer_norm(wide, one.normalized_shape, eps=one.eps)
-    weight = features([norm.weight for norm in norms], groups, x.dim())
-    bias = features([norm.bias for norm in norms], groups, x.dim())
-    return torch.addcmul(bias.to(core.dtype), core, weight.to(core.dtype)).to(x.dtype)
-
-
-def gated(gates: Sequence[Gate], groups: Groups, x: Tensor, base: BaseLayer) -> Tensor:
-    """Return each row's gate; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
-
-    It is 1/2 for rows without an adapter. Each gate's `decided` gets the results of its rows.
-    """
-
-    def score() -> Tensor:
-        weights = torch.stack([gate.weight for gate in gates])  # [n, 1, d_in]
-        products = grouped_shrink(x, weights, groups)  # [rows, *tokens, 1]
-        return products + features([g.bias for g in gates], groups, x.dim()).to(products.dtype)
-
-    whole = gates[0].mean(score, x, base, tuple(gates))
-    parts = whole.index_select(0, groups.numbers("order", x.device)).split(groups.lengths)
-    for i, part in zip(groups.adapters, parts, strict=True):
-        gates[i].decided(part)
-    return whole
-
-
-# --- linear functions: one matrix, or a product of several ---
-
-
-class MatrixProduct(NamedTuple):
-    """x Mᵀ + b with M a product of matrices, some of which are repeated along a block diagonal.
-
-    Attributes:
-        matrices: `[out, in]` each; the first is applied first.
-        blocks: how many equal parts of the features each is applied to; 1: to all features.
-        bias: `[d_out]`, or None.
-    """
-
-    matrices: tuple[Tensor, ...]
-    blocks: tuple[int, ...]
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` `[*batch, d_in]`, in the dtype of the matrices → `[*batch, d_out]`."""
-        if len(self.matrices) == 1:
-            return linear(x, self.matrices[0], self.bias)
-        for matrix, blocks in zip(self.matrices, self.blocks, strict=True):
-            if blocks == 1:
-                x = linear(x, matrix)
-            else:
-                x = linear(x.unflatten(-1, (blocks, -1)), matrix).flatten(-2)  # [*batch, out]
-        return x if self.bias is None else x + self.bias
-
-
-def by_rows(products: Sequence[MatrixProduct], groups: Groups, x: Tensor) -> Tensor:
-    """Return each row by the product of its adapter.
-
-    Args:
-        products: of equal shapes.
-        groups: which of them each row takes.
-        x: `[rows, *tokens, d_in]`.
-
-    Returns:
-        `[rows, *tokens, d_out]`, in the dtype of the matrices.
-    """
-    dim = x.dim()
-    for i, blocks in enumerate(products[0].blocks):
-        stack = torch.stack([product.matrices[i] for product in products])  # [n, out, in]
-        if blocks == 1:
-            x = grouped_shrink(x, stack, groups)
-        else:
-            parts = x.unflatten(-1, (blocks, -1))  # [rows, *tokens, blocks, in]
-            x = grouped_shrink(parts, stack, groups).flatten(-2)  # [rows, *tokens, blocks · out]
-    biases = [product.bias for product in products if product.bias is not None]
-    return x + features(biases, groups, dim).to(x.dtype) if biases else x
-
-
-def dense_by_rows(
-    downs: Sequence[MatrixProduct],
-    ups: Sequence[MatrixProduct],
-    act: Callable[[Tensor], Tensor],
-    groups: Groups,
-    x: Tensor,
-) -> Tensor:
-    """Return W_up φ(W_down x + b_down) + b_up of each row's adapter, with one matrix for each W.
-
-    Args:
-        downs: W_down and b_down of each adapter; their widths may differ.
-        ups: W_up and b_up.
-        act: φ.
-        groups: which adapter each row takes.
-        x: `[rows, *tokens, d_model]`; the result is of the same shape.
-    """
-    dim, ones = x.dim(), [1.0] * len(downs)
-    stack = stacked([down.matrices[0] for down in downs], [up.matrices[0] for up in ups], ones)
-    inner = grouped_shrink(x, stack.a, groups)  # [rows, *tokens, width]
-    down_bias, up_bias = (
-        features([cast("Tensor", one.bias) for one in each], groups, dim).to(inner.dtype)
-        for each in (downs, ups)
-    )
-    bias = up_bias.expand(x.shape)  # [rows, *tokens, d_model]
-    return grouped_expand(bias, act(inner + down_bias), stack.b, ones, groups)
 
 
 class Affine(nn.Module):

@@ -25,6 +25,7 @@ from adapterzoo.config import (
     Placement,
     Range,
     StackLayers,
+    checks,
     config_class,
     field,
 )
@@ -34,6 +35,7 @@ from adapterzoo.patterns import (
     ALL_LINEAR,
     Excluded,
     Parameters,
+    Patterns,
     Saved,
     Targets,
     TokenIds,
@@ -49,7 +51,7 @@ TARGETS = frozenset(
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 COPIES = frozenset({"modules_to_save", "trainable_token_indices", "bias"})
-"""Those that choose copies of parts of the base model, see `copies.config`."""
+"""Those that choose copies of parts of the base model, see `copies`."""
 PLACES = TARGETS | COPIES
 """Those that choose all that is trained."""
 RANK = Range(1, MAX_WIDTH)
@@ -142,16 +144,11 @@ class TargetedConfig(AdapterConfig):
             ConfigError: a value is not legal.
         """
         super().__post_init__()
-        if self.target_modules == () and not self.target_parameters:
+        by_role = self._roles() if self.target_modules is None else ()
+        if not (self.target_modules or self.target_parameters or by_role):
             raise ConfigError(
-                f"{self._name}(target_modules=[]): nothing is left to adapt, without "
-                f"target_parameters. Write target_modules=['query', 'value']."
-            )
-        names = self.target_modules or self.target_parameters
-        if not names and not self._roles():
-            raise ConfigError(
-                f"{self._name}: nothing is left to adapt, without attn_matrices of selfattn_lora, "
-                f"intermediate_lora and output_lora. Write target_modules='all-linear'."
+                f"{self._name}: nothing is left to adapt, by target_modules, target_parameters, "
+                f"attn_matrices and the like. Write target_modules='all-linear'."
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
@@ -165,18 +162,16 @@ class TargetedConfig(AdapterConfig):
             whole = [site for site in anatomy if f"{prefix}{site.name}" in wanted]
             if other := [site for site in whole if not self._in_layers(site)]:
                 raise ConfigError(
-                    f"{self._name}(target_modules={[*wanted]!r}, layers_to_transform="
-                    f"{[*self.layers_to_transform]!r}): PEFT adapts a layer at a whole path, such "
-                    f"as {f'{prefix}{other[0].path}'!r}, in any case. Write one of the two fields."
+                    f"{self._name}: PEFT adapts {f'{prefix}{other[0].path}'!r} in any case, as a "
+                    f"whole path. Write target_modules or layers_to_transform, not both."
                 )
         found = super().below(prefix, anatomy)
         weights = anatomy.weights().items()
         named = [site for name, site in weights if matches(f"{prefix}{name}", parameters)]
         if other := [s for s in named if s.layer not in self.leave_out and not found._wants(s)]:
             raise ConfigError(
-                f"{self._name}(target_parameters={[*parameters]!r}): in PEFT no other field leaves "
-                f"out parameters, such as {other[0].name!r}. Write whole names in "
-                f"target_parameters."
+                f"{self._name}: in PEFT no other field leaves out parameters, such as "
+                f"{other[0].name!r}. Write whole names in target_parameters."
             )
         return found
 
@@ -207,12 +202,23 @@ class TargetedConfig(AdapterConfig):
         kept = [site for site in sites if self._wants(site)]
         if not kept:
             raise SiteError(
-                f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
-                f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): these "
-                f"exclude every layer that matches in blocks 0 to {len(anatomy.blocks) - 1}. Write "
-                f"fewer of them."
+                f"{self._name}: leave_out, layers_to_transform and exclude_modules exclude every "
+                f"layer that matches in {len(anatomy.blocks)} blocks. Write fewer of them."
             )
-        self._warn_of_idle(anatomy)
+        # a key may match a layer of a block that is left out
+        by_layer = self.leave_out or self.layers_to_transform is not None
+        paths = [s.name for s in ([*anatomy, *anatomy.parameters] if by_layer else kept)]
+        for name, (check, _) in checks(type(self)).items():
+            if isinstance(check, Patterns):
+                check_keys(self._name, name, getattr(self, name), paths)
+        excluded = self.exclude_modules or ()
+        if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
+            # PEFT saves such configs, with a warning
+            warnings.warn(
+                f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}. "
+                f"Write some of these names, or leave it out: {names_of(anatomy)}.",
+                stacklevel=2,
+            )
         return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
 
     def _roles(self) -> list[Role]:
@@ -235,17 +241,6 @@ class TargetedConfig(AdapterConfig):
         )
         return self._in_layers(site) and not excluded
 
-    def _warn_of_idle(self, anatomy: Anatomy) -> None:
-        """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
-        excluded = self.exclude_modules or ()
-        if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
-            warnings.warn(
-                f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}. "
-                f"Write "
-                f"some of these names, or leave it out: {names_of(anatomy)}.",
-                stacklevel=2,
-            )
-
     def _in_layers(self, site: Site) -> bool:
         only = self.layers_to_transform
         return site.layer not in self.leave_out and (only is None or _number(site) in only)
@@ -257,8 +252,7 @@ class TargetedConfig(AdapterConfig):
             kept = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
             raise ConfigError(
                 f"{self._name}(layers_to_transform={[*asked]}): there is no block "
-                f"{listing(missing)}; they are numbered from 0 in each stack. Write "
-                f"layers_to_transform={kept}."
+                f"{listing(missing)} in any stack. Write layers_to_transform={kept}."
             )
 
     @property
@@ -292,11 +286,9 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:
-        idle = [site.path for site in anatomy if not site.is_used and matches(site.path, wanted)]
-        why = f" ({listing(idle)} only holds the table of others)" if idle else ""
         raise SiteError(
             f"{config}(target_modules={wanted!r}): no layer matches "
-            f"{listing(missing) if matching else repr(wanted)}{why}. Write target_modules="
+            f"{listing(missing) if matching else repr(wanted)}. Write target_modules="
             f"'all-linear', or some of these names: {names_of(sites)}."
         )
     return matching
@@ -323,14 +315,11 @@ def parameters_named(
         known = {".".join(n.split(".")[-2:]) for n, site in weights.items() if site.parameter}
         raise SiteError(
             f"{call}: no parameter with two or three dimensions matches {listing(missing)}. Write "
-            f"target_modules=[…] for layers, or some of these: {listing(sorted(known)) or 'none'}."
+            f"target_modules=[…] for layers, or some of {listing(sorted(known))}."
         )
     found = [site for name, site in weights.items() if matches(name, wanted)]
     if twice := [site.path for site in found if site in layers]:
-        raise SiteError(
-            f"{call}: target_modules has the layer at {twice[0]!r} too. Leave it out of one of "
-            f"them."
-        )
+        raise SiteError(f"{call}: target_modules has {twice[0]!r} too. Leave it out of one.")
     return found
 
 
@@ -375,29 +364,12 @@ def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bo
     is_embedding = site.kind == "embedding"
     if is_embedding and not embeddings:
         raise ConfigError(
-            f"{call}: the method cannot adapt an embedding, which reads token numbers. Write "
+            f"{call}: it cannot adapt an embedding, which reads token numbers. Write "
             f"exclude_modules=[{site.path!r}]."
         )
-    if any(config[name] for name in dropouts) and (is_embedding or site.is_only_read):
-        what = "reads token numbers" if is_embedding else "computes with its parameters"
+    if (is_embedding or site.is_only_read) and any(config[name] for name in dropouts):
         zeros = ", ".join(f"{name}=0.0" for name in dropouts)
-        raise ConfigError(f"{call}: the module {what}, so nothing can be dropped. Write {zeros}.")
-
-
-def check_size_keys(
-    config: TargetedConfig, placements: Sequence[Placement], anatomy: Anatomy
-) -> None:
-    """Check that each key of `rank_pattern` and `alpha_pattern` matches a layer.
-
-    Raises:
-        SiteError: one matches none.
-    """
-    # a key may match a layer of a block that is left out
-    by_layer = config.leave_out or config.layers_to_transform is not None
-    sites = [*anatomy, *anatomy.parameters] if by_layer else [p.site for p in placements]
-    names = [site.name for site in sites]
-    for field_name in ("rank_pattern", "alpha_pattern"):
-        check_keys(type(config).__name__, field_name, config[field_name], names)
+        raise ConfigError(f"{call}: there are no features to drop. Write {zeros}.")
 
 
 def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:
@@ -413,8 +385,8 @@ def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:
     """
     if (most := max(ranks)) > rank:
         raise ConfigError(
-            f"{type(config).__name__}(r={most}) has a larger rank than the slot, which has {rank}. "
-            f"Write enable_peft_hotswap(target_rank={most})."
+            f"{type(config).__name__}(r={most}): the slot has the rank {rank}. Write "
+            f"enable_peft_hotswap(target_rank={most})."
         )
 
 
@@ -436,8 +408,7 @@ def rescaled(
         return dict(tensors)
     if slot == 0:
         raise ConfigError(
-            f"the slot has the scaling 0 and the values need {scaling:g}, so that no tensors give "
-            f"the same update. Add the slot with another alpha."
+            f"the slot has the scaling 0, not {scaling:g}. Write another alpha there."
         )
     ratio = scaling / slot
     return {

@@ -13,7 +13,7 @@ Cost per site: d_out parameters, or d_in if the input is scaled; one product per
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from adapterzoo.config import (
 )
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, argument
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
@@ -46,7 +45,6 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
-from ._parts import features, restored
 from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
 from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 
@@ -93,8 +91,7 @@ class IA3Config(TargetedConfig):
         if self.output_lora and self.convention == "paper":
             raise ConfigError(
                 f"{type(self).__name__}(output_lora=True, convention='paper'): the paper scales "
-                f"the input of that layer. Write intermediate_lora=True, or "
-                f"convention='adapterhub'."
+                f"the input of that layer. Write convention='adapterhub'."
             )
 
     @property
@@ -149,8 +146,8 @@ class IA3(WeightAdapter):
         self.scales_input = config.scales_input(site)
         if self.scales_input and site.kind == "embedding":
             raise ConfigError(
-                f"IA3Config(feedforward_modules={config.feedforward_modules!r}) at {site.path!r}: "
-                f"an embedding reads token numbers, which cannot be scaled. Leave it out there."
+                f"IA3Config(feedforward_modules=…): {site.path!r} reads token numbers, which "
+                f"cannot be scaled. Leave it out there."
             )
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
         lead = (site.experts,) if site.experts else ()
@@ -174,25 +171,6 @@ class IA3(WeightAdapter):
             return base(x * self.scale(x.dtype))
         y = base(x)
         return y * self.scale(y.dtype)
-
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether all scale the same side, of features."""
-        return len({(a.scales_input, a.ia3_l.dtype, a.ia3_l.dim()) for a in adapters}) == 1 and (
-            adapters[0].ia3_l.dim() == 1
-        )
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Return each row of the batch with its own scale. `x` `[rows, *tokens, d_in]`."""
-        if not groups.rows:
-            return base(x)
-        to = x if adapters[0].scales_input else base(x)
-        scales = features([a.scale(to.dtype) for a in adapters], groups, to.dim())
-        scaled = restored(to * scales, to, groups)  # [rows, *tokens, width]
-        return base(scaled) if adapters[0].scales_input else scaled
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight diag(ℓ · alpha) w, or w diag(ℓ · alpha), `[d_out, d_in]`."""
@@ -310,8 +288,8 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     inputs = [cast("IA3Config", part.placement.config).scales_input(site) for part in parts]
     if len({*inputs}) > 1:
         raise CheckpointError(
-            f"at {site.path!r} one adapter scales the input and another the output, but PEFT has "
-            f"one vector per layer. Write {argument('format', 'native')}."
+            f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
+            f"one vector. Write {argument('format', 'native')}."
         )
     d_out = whole_width(site)
     vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else d_out)

@@ -16,7 +16,6 @@ Cannot do: embeddings; "bat" at layers without a floating-point weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config import MAX_WIDTH, SEED, Choice, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.grouped import Groups, grouped_expand
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.peft_arguments import PeftArguments
@@ -75,18 +73,13 @@ class MissConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect.
+            ConfigError: a value is not legal.
         """
         super().__post_init__()
-        if self.mini_r != 1 and self.init_weights != "mini":
-            raise ConfigError(
-                f"{type(self).__name__}(mini_r={self.mini_r}, init_weights={self.init_weights!r}): "
-                f"mini_r has an effect only with init_weights='mini'. Write mini_r=1."
-            )
         if self.miss_dropout and self.init_weights == "bat":
             raise ConfigError(
-                f"{type(self).__name__}(miss_dropout={self.miss_dropout}, init_weights='bat'): D "
-                f"multiplies the weight, so there are no features to drop. Write miss_dropout=0.0."
+                f"{type(self).__name__}(miss_dropout={self.miss_dropout}, init_weights='bat'): it "
+                f"drops no features of the weight. Write miss_dropout=0.0."
             )
 
     @property
@@ -118,17 +111,10 @@ class MissConfig(TargetedConfig):
         if value in fits:
             return
         near = sorted(sorted(fits, key=lambda n: abs(n - value))[:2])
-        form = f", init_weights={self.init_weights!r}" if widths else ""
-        rule = f"divide {' and '.join(map(str, widths))}" if widths else "be at most d_in"
         raise ConfigError(
-            f"{type(self).__name__}({name}={value}{form}) at {site.path!r}, with d_in={site.d_in} "
-            f"and d_out={site.d_out}: {name} must {rule}; legal near it: {near}. Write "
-            f"{name}={near[-1]}."
+            f"{type(self).__name__}({name}={value}) at {site.path!r}: not legal for d_in="
+            f"{site.d_in} and d_out={site.d_out}; near it are {near}. Write {name}={near[-1]}."
         )
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Miss:
-        """Return a fresh adapter for the site."""
-        return Miss(self, site, device, dtype)
 
 
 class Miss(WeightAdapter):
@@ -174,21 +160,6 @@ class Miss(WeightAdapter):
             return expand(y, self.summed(x), self.columns(), 1.0)
         change = self.change(base.weight, self.miss_block.dtype)  # [d_out, d_in]
         return y + linear(x.to(change.dtype), change).to(y.dtype)
-
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they share one sum over the shards, and D has columns and no experts."""
-        kinds = {(a.miss_block.dtype, a.is_bat, a.rank, a.dropout) for a in adapters}
-        return len(kinds) == 1 and adapters[0].miss_block.dim() == 2 and not adapters[0].is_bat
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
-        b = torch.stack([a.columns() for a in adapters])  # [adapters, d_out, r]
-        t = adapters[0].summed(x)  # [rows, *tokens, r]
-        return grouped_expand(base(x), t, b, [1.0] * len(adapters), groups)
 
     def summed(self, x: Tensor) -> Tensor:
         """Return Σ_k dropout(x)_k, `[*batch, d_in]` → `[*batch, r]`."""
@@ -240,7 +211,7 @@ class Miss(WeightAdapter):
         return f"d_in={self.d_in}, d_out={self.d_out}, r={self.rank}"
 
 
-FORMS = Choice(True, False, "mini", "bat")
+MissConfig.adapter_class = Miss
 
 
 _ARGUMENTS = PeftArguments(

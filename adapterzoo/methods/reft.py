@@ -15,7 +15,7 @@ Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Can
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ClassVar, Self, TypeAlias, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, pad
 
 from adapterzoo.activations import ActivationName, activation
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Anatomy, Kind, Site
 from adapterzoo.call import StackCall
 from adapterzoo.config import (
     MAX_WIDTH,
@@ -43,7 +43,7 @@ from adapterzoo.config import (
     field,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype, widest
-from adapterzoo.errors import CheckpointError, ConfigError, SiteError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, SiteError
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -100,12 +100,9 @@ class ReftConfig(ConfigWithCopies):
     def __post_init__(self) -> None:
         """Check every field, and that some position is edited."""
         super().__post_init__()
-        name = type(self).__name__
-        if not self.layers:
-            raise ConfigError(f"{name}(layers=[]): no block is left to edit. Write layers='all'.")
-        if not self.prefix_positions + self.suffix_positions:
-            name = f"{name}(prefix_positions=0, suffix_positions=0)"
-            raise ConfigError(f"{name}: no position is left to edit. Write prefix_positions=3.")
+        if not self.layers or not self.prefix_positions + self.suffix_positions:
+            hint = "prefix_positions=3" if self.layers else "layers='all'"
+            raise ConfigError(f"{type(self).__name__}: nothing is left to edit. Write {hint}.")
 
     @property
     def starts_as_identity(self) -> bool:
@@ -119,14 +116,28 @@ class ReftConfig(ConfigWithCopies):
         return frozenset({"r"}) if identity or not self.orthogonality else frozenset()
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for the output of each block in `layers`."""
-        wanted = None if isinstance(self.layers, str) else self.layers
-        sites = _block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
-        return [Placement(site, self, "reft_layer") for site in sites]
+        """Return one placement for the output of each block in `layers`.
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Reft:
-        """Return a new adapter for the site."""
-        return Reft(self, site, device, dtype)
+        Raises:
+            SiteError: the model has no blocks, or one whose output is not one state of known width
+                for each token.
+        """
+        check_blocks(anatomy, type(self).__name__)
+        found = []
+        for block in anatomy.blocks:
+            if not isinstance(self.layers, str) and block.layer not in self.layers:
+                continue
+            path, d = block.output or "", block.d_model
+            if block.states or not (path and d):
+                why = block.states or "not known, or of unknown width"
+                raise SiteError(
+                    f"{type(self).__name__}(layers={self.layers!r}): the output of {block.path!r} "
+                    f"is {why}. Write layers=[…] with other blocks, if any differ."
+                )
+            kind: Kind = "block" if path == block.path else "norm"
+            site = Site(path, "other", block.layer, block.stack, kind, d, d)
+            found.append(Placement(site, self, "reft_layer"))
+        return found
 
 
 @config_strings.register("loreft")
@@ -200,6 +211,9 @@ class Reft(Adapter):
         return tuple(call.prompt_ends(x, *sizes).split(sizes, 1))
 
 
+ReftConfig.adapter_class = Reft
+
+
 class ReftUnit(nn.Module):
     """One intervention: drop(h + (φ(A h + a) − R h) R), with A and a in `source`."""
 
@@ -250,49 +264,6 @@ class ReftUnit(nn.Module):
         for key in ("projection", "source.weight"):
             tensors[key] = torch.cat([tensors[key], more])  # [rank, d_model]
         return tensors
-
-
-def _block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:
-    """Return the outputs of blocks.
-
-    Args:
-        anatomy: of the model.
-        layers: numbers of blocks; None for all.
-        config: its name, for messages.
-
-    Raises:
-        SiteError: the model has no blocks, none of a number, or one whose output is not one state
-            of known width for each token.
-    """
-    check_blocks(anatomy, config)
-    numbers = [block.layer for block in anatomy.blocks]
-    if unknown := sorted(set(layers or ()) - set(numbers)):
-        raise SiteError(
-            f"{config}: there are no blocks {listing(unknown)}; the model's are 0 to "
-            f"{numbers[-1]}. Write layers='all' or numbers of these."
-        )
-    asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
-    for block in asked:
-        output = block.output
-        why = f"the output of {block.path!r} is {block.states}" if block.states else ""
-        if not output:
-            why = f"the output of block {block.layer} cannot be reached"
-        elif not block.d_model:
-            why = f"the width of the states of {block.path!r} is unknown"
-        if why:
-            raise SiteError(f"{config}: {why}. Write layers=[…] with other blocks, if any differ.")
-    return [
-        Site(
-            path=block.output or "",
-            role="other",
-            layer=block.layer,
-            stack=block.stack,
-            kind="block" if block.output == block.path else "norm",
-            d_in=block.d_model,
-            d_out=block.d_model,
-        )
-        for block in asked
-    ]
 
 
 # --- in AdapterHub's files ---
@@ -381,8 +352,8 @@ def _rows(original: Tensor, base: Tensor) -> Tensor:
     """
     if original.dim() != 2 or base.shape != (original.shape[1],) * 2:
         raise CheckpointError(
-            f"the file has a projection {list(original.shape)} and its base {list(base.shape)}; "
-            f"they are [r, d] and [d, d]. Copy the file again from where it was saved."
+            f"the file has a projection {[*original.shape]} and its base {[*base.shape]}, not "
+            f"[r, d] and [d, d]. Copy the file again."
         )
     below = original.T.tril(-1)  # [d, r]
     scale = original.T.diagonal().int().to(below)  # [r]

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, cast
 
-from adapterzoo import inject
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
@@ -47,7 +46,9 @@ from adapterzoo.errors import (
     unknown_name,
 )
 from adapterzoo.heads import token_places
+from adapterzoo.inject.adapted import adapters_of
 from adapterzoo.inject.building import layer_at
+from adapterzoo.inject.layers import ExpertAdapters, is_additive
 from adapterzoo.runtime import HEAD, Plan, current_task
 
 from .heads import copies
@@ -174,7 +175,7 @@ def _fusion_layers(model: AdaptedModel, setup: Composition) -> dict[str, dict[st
     for fuse in fusions_of(setup):
         key = fusion_key(fuse.name)
         for path in model._adapter_state.fusions[fuse.name].paths:
-            layers = inject.adapters_of(layer_at(model._backbone, path))
+            layers = adapters_of(layer_at(model._backbone, path))
             if key in layers:
                 found.setdefault(path, {})[key] = layers[key]
     return found
@@ -371,8 +372,8 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
     for name in acting if inside else ():
         for path, module in modules_of(model, name):
             together = [*inside.get(path, ()), module]
-            changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
-            if len(together) > 1 and changes_weight and not all(map(inject.is_additive, together)):
+            changes_weight = isinstance(module, (WeightAdapter, ExpertAdapters))
+            if len(together) > 1 and changes_weight and not all(map(is_additive, together)):
                 raise StateError(
                     f"at {path!r} {name!r} would act on weights that hold {listing(merged)}. Write "
                     "set_active_adapters(None) and merge all of them, or reset_adapter()."

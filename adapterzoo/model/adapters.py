@@ -18,6 +18,7 @@ from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, SiteError, StateError
+from adapterzoo.inject.adapted import container_of
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -284,7 +285,7 @@ def make(
         for path, placements in by_path.items()
     }
     for path, module in modules.items():
-        inject.check_put(layers[path], path, inject.container_of(module))
+        inject.check_put(layers[path], path, container_of(module))
     modules |= copies.shared_rows(by_path, modules)
     if shared is not None:
         modules[""], by_path[""] = shared, []

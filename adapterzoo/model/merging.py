@@ -9,12 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.composition import Stack, parse, refuse_merged_part
 from adapterzoo.contracts import Adapter, CopyAdapter, compute_dtype
 from adapterzoo.errors import StateError, listing
+from adapterzoo.inject.adapted import adapters_of, base_of
 from adapterzoo.inject.building import layer_at
-from adapterzoo.inject.quantized import is_quantized
+from adapterzoo.inject.layers import (
+    ExpertAdapters,
+    changed,
+    is_quantized,
+    matrix,
+    mergeable,
+    stores_transposed,
+)
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
 from .heads import copies, plain
@@ -60,8 +67,8 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     # check all that can be checked before the first write
     for path, own in modules.items():
         for module in own:
-            if not isinstance(module, inject.ExpertAdapters):
-                inject.mergeable(module)
+            if not isinstance(module, ExpertAdapters):
+                mergeable(module)
         _refuse_unwritable(model, path)
     # rows that act in all modules with a table may change it
     rows = [p for p in modules if any(copies.act_on_all(model, name, p) for name in added)]
@@ -261,7 +268,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         StateError: a merged value is not finite.
     """
     layer = layer_at(model._backbone, path)
-    there = inject.adapters_of(layer)
+    there = adapters_of(layer)
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]
     # the model may have been moved after copying
@@ -271,12 +278,12 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         # written with the weight
         own.pop("bias", None)
     for parameter, stored in own.items():
-        transposed = inject.stores_transposed(layer, parameter)
+        transposed = stores_transposed(layer, parameter)
         original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
-        base = inject.base_of(layer, original, bias, kept=kept)
+        base = base_of(layer, original, bias, kept=kept)
         w = stored.to(compute_dtype(stored.dtype))
         for adapter in adapters:
-            w = inject.changed(adapter, parameter, w, base, transposed)
+            w = changed(adapter, parameter, w, base, transposed)
         target = cast("Tensor", layer._parameters[parameter])
         _fill(target, w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and (original.dim() == 2 or bias is not None):
@@ -284,8 +291,8 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
             b = torch.zeros_like(original[:, 0]) if bias is None else bias
             b = b.to(w.dtype)
             for adapter in adapters:
-                if not isinstance(adapter, inject.ExpertAdapters):
-                    b = inject.mergeable(adapter).bias(b, base)
+                if not isinstance(adapter, ExpertAdapters):
+                    b = mergeable(adapter).bias(b, base)
             if bias is not None:
                 own_bias = cast("Tensor", layer._parameters["bias"])
                 _fill(own_bias, b, f"the merged bias at {path!r}")
@@ -313,14 +320,14 @@ def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:
     """Return the parameters that merging the adapters writes, bit for bit."""
     names: dict[str, None] = {}
     for adapter in adapters:
-        if isinstance(adapter, inject.ExpertAdapters):
+        if isinstance(adapter, ExpertAdapters):
             names.update(dict.fromkeys(adapter._modules))
         else:
             names.update(weight=None, bias=None)
             if isinstance(adapter, CopyAdapter):
                 names.update(dict.fromkeys(layer._parameters))
-            elif not inject.mergeable(adapter).keeps_weight:
-                inject.matrix(layer)
+            elif not mergeable(adapter).keeps_weight:
+                matrix(layer)
     stored = {name: layer._parameters.get(name) for name in names}
     return {name: t.detach().clone() for name, t in stored.items() if t is not None}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.inject import quantized
+from adapterzoo.inject.layers import unpacked_size
 
 
 def reshard(model: Any) -> None:
@@ -108,7 +108,7 @@ def size_of(parameter: Tensor) -> int:
     """Return how many numbers a parameter has over all processes, when unpacked."""
     if _is_partitioned(parameter):
         return int(cast("Any", parameter).ds_numel)
-    return quantized.count(parameter)
+    return unpacked_size(parameter)
 
 
 @contextlib.contextmanager

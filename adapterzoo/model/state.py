@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adapterzoo import inject
 from adapterzoo.anatomy import Anatomy, find, input_embeddings_of, unwrapped, without_wrappers
 from adapterzoo.composition import Composition, fusion_key
 from adapterzoo.config import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, in_python, listing, unknown_name
+from adapterzoo.inject.adapted import adapters_of, below_wrappers, container_of, shared_of
 from adapterzoo.inject.building import layer_at
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
@@ -365,8 +365,8 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     def held(path: str) -> Mapping[str, Any]:
         # the path of the base model stands for the modules that its layers share
         if not path:
-            return inject.shared_of(backbone)
-        return inject.adapters_of(inject.below_wrappers(layer_at(backbone, path)))
+            return shared_of(backbone)
+        return adapters_of(below_wrappers(layer_at(backbone, path)))
 
     return ((path, cast("Adapter", held(path)[name])) for path in record.places)
 
@@ -401,7 +401,7 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
 def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:
     """Return what precedes the keys of an adapter's tensors below the base model, by path."""
     return {
-        path: f"{path}.{inject.container_of(module)}.{name}.".removeprefix(".")
+        path: f"{path}.{container_of(module)}.{name}.".removeprefix(".")
         for path, module in modules_of(model, name)
     }
 
@@ -448,7 +448,7 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
     backbone, paths = backbone_of(model), model._adapter_state.find_fusion(name).paths
     layers = ((path, layer_at(backbone, path)) for path in paths)
     key = fusion_key(name)
-    return ((path, cast("Fusion", inject.adapters_of(layer)[key])) for path, layer in layers)
+    return ((path, cast("Fusion", adapters_of(layer)[key])) for path, layer in layers)
 
 
 def own_parameters_of(model: AdaptedModel) -> Iterator[nn.Parameter]:

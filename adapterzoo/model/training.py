@@ -15,8 +15,7 @@ from adapterzoo.caches import values_kept
 from adapterzoo.composition import Composition, Stack, fusions_of, parse
 from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
-from adapterzoo.inject import quantized
-from adapterzoo.inject.quantized import packing_of
+from adapterzoo.inject.layers import is_quantized, packing_of, unpack_all
 from adapterzoo.methods.copies import Table
 
 from . import adapters
@@ -107,7 +106,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
 def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embeddings: bool) -> None:
     """Set training mode; train only these parameters and the active heads."""
     module: Any = model
-    quantized.unpack(module)
+    unpack_all(module)
     freeze(model, True)
     model._adapter_state.trains = True
     for parameter in trained:
@@ -243,9 +242,9 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
     """
     module: Any = model
     # transformers would misread weights that were reordered for inference
-    quantized.unpack(module)
+    unpack_all(module)
     modes = {path: each.training for path, each in module.named_modules()}
-    packed = [path for path, each in module.named_modules() if quantized.is_quantized(each)]
+    packed = [path for path, each in module.named_modules() if is_quantized(each)]
     records = {
         name: dataclasses.replace(record, coming=dict(modules_of(model, name)))
         for name, record in model._adapter_state.records.items()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from adapterzoo.inject import recorded
+from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.model import AdapterModelMixin
 
 WIDTH = 32
@@ -208,7 +208,7 @@ class Host(AdapterModelMixin, nn.Module):
             return self._run(x, attention_mask)
         name = "inputs_embeds" if x.is_floating_point() else "input_ids"
         given = {name: x, "attention_mask": attention_mask}
-        with recorded(self, (), self._active, "", (), given) as (_, wide):
+        with recorded_call(self, (), self._active, "", (), given) as (_, wide):
             y = self._run(wide[name], wide["attention_mask"])
             joined = self._active.call.joined
             return y if joined is None else joined.own(y)

@@ -75,15 +75,9 @@ def test_patterns_are_read_as_peft_reads_them(patterns):
     assert found == {p: numbers[key] for p, key in expected.items() if key in numbers}
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["(a*)*", "(.*a){20}", "(x+x+)+y", r"(a)\1", "(?P<a>b)", "a?" * 30 + "a" * 30, ".*" * 8 + "x",
-     "(a|a)(a|a)" * 12, "((ab)*c)*", "[a-z]*" * 9, r"\w+" * 9, ".{0,99}" * 9, "(a|b|ab)*c"],
-)  # fmt: skip
-def test_expressions_that_could_search_for_hours_do_not_run(pattern):
-    with pytest.raises(CheckpointError, match=r"alpha_pattern has .*search for hours") as raised:
-        values_at("alpha_pattern", {"q_proj": 1, pattern: 2}, ["a" * 40] * 9)
-    assert pattern[:80] in str(raised.value).replace("\\\\", "\\")
+def test_a_key_that_does_not_compile_is_refused():
+    with pytest.raises(CheckpointError, match=r"alpha_pattern has the key '\(': not a regular"):
+        values_at("alpha_pattern", {"q_proj": 1, "(": 2}, ["a"])
 
 
 @pytest.mark.parametrize(

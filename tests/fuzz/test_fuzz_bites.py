@@ -16,7 +16,7 @@ from adapterzoo import AdapterSetup
 from adapterzoo.auto import AdapterModel
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.formats import fit
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model import AdapterModelMixin, batches, checkpointing
 
 # of 25 steps each; most bugs are found within the first seed

@@ -12,7 +12,7 @@ from rounded import Rounded, right
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from adapterzoo.contracts import adapter
+from adapterzoo import contracts
 from adapterzoo.kernels import use
 from adapterzoo.kernels.cayley import cayley, cayley_reference
 
@@ -75,7 +75,7 @@ def test_float32_is_orthogonal_to_a_millionth_at_every_angle(b, degrees):
     near = 64 * torch.finfo(torch.float64).eps * condition
     torch.testing.assert_close(Q, formula(R), rtol=2**-24, atol=near)
     # without float64 it is what a solve in float32 can give
-    with mock.patch.dict(adapter._HAVE_FLOAT64, cpu=False):
+    with mock.patch.dict(contracts._HAVE_FLOAT64, cpu=False):
         rough = cayley_reference(R).double()
     error = (rough @ rough.mT - torch.eye(b)).abs().max()
     assert error <= 16 * torch.finfo(torch.float32).eps * condition

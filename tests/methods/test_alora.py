@@ -506,7 +506,7 @@ def test_the_language_model_of_a_model_with_images():
     text = {**GREEDY, "suppress_tokens": [98], "attention_mask": torch.ones_like(ids)}
     want = plain.generate(**given, **text, use_cache=False)
     assert torch.equal(model.generate(**given, **text), want)
-    with pytest.raises(SiteError, match=r"vision_tower.* outside of the model that reads"):
+    with pytest.raises(SiteError, match=r"vision_tower.* unknown which inputs"):
         model.add_adapter("b", ALORA.replace(target_modules=("q_proj",)))
 
 
@@ -571,27 +571,17 @@ def test_embeddings_with_their_ids_are_read():
         model.generate(ids[:, :3], inputs_embeds=embeds, **GREEDY)
 
 
-@pytest.mark.parametrize("tokens", [[], (), "[/INST]", [-1], [1.0], [True], ["5"], 5, {5: 6}])
+@pytest.mark.parametrize("tokens", [[], (), "[/INST]", [-1], [1.0], [True], ["5"], {5: 6}])
 def test_wrong_tokens_are_refused(tokens):
     with pytest.raises(ConfigError, match=r"a list of token ids, as tokenizer\.encode"):
         LoRAConfig(alora_invocation_tokens=tokens)
 
 
-WRONG_MODELS = {
-    "bert": r"see those after them in the encoder",
-    "modernbert": r"see those after them in the encoder",
-    "t5": r"see those after them in the encoder",
-    "bart": r"see those after them in the encoder",
-    "vit": r"this model reads no tokens",
-    "whisper": r"this model reads no tokens",
-}
-
-
-@pytest.mark.parametrize("family", WRONG_MODELS)
+@pytest.mark.parametrize("family", ["bert", "modernbert", "t5", "bart", "vit", "whisper"])
 def test_models_in_which_it_has_no_meaning_are_refused(family):
     model = made(family, torch.float32)
     before = snapshot(model)
-    with pytest.raises(SiteError, match=WRONG_MODELS[family]):
+    with pytest.raises(SiteError, match="this model reads no tokens, or reads"):
         model.add_adapter("a", LoRAConfig(alora_invocation_tokens=CALL))
     assert not model.adapters_config
     after = snapshot(model)
@@ -602,7 +592,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
     model = model_of()
     before = snapshot(model)
     config = ALORA.replace(alora_invocation_tokens=[98, 99, 120])
-    with pytest.raises(SiteError, match=r"tokens 0 to 98, not 99, 120.*embeddings\(121\)"):
+    with pytest.raises(SiteError, match=r"has 99 tokens, without 99, 120.*embeddings\(121\)"):
         model.add_adapter("b", config)
     assert snapshot(model) == before
     model.resize_token_embeddings(121)
@@ -610,7 +600,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
 
 
 def test_experts_are_refused():
-    with pytest.raises(SiteError, match=r"experts.*tokens of several rows.*exclude_modules"):
+    with pytest.raises(SiteError, match=r"experts.*unknown which inputs.*exclude_modules"):
         model_of("mixtral", a=ALORA.replace(intermediate_lora=True))
 
 

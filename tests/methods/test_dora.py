@@ -17,7 +17,7 @@ import adapterzoo
 from adapterzoo import DoRAConfig, Stack
 from adapterzoo.composition.compile import evaluate
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import adapters_of, base_of
+from adapterzoo.inject.adapted import adapters_of, base_of
 from adapterzoo.kernels import use
 from adapterzoo.methods.low_rank import dora
 from adapterzoo.testing import report

@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from adapterzoo import BOFTConfig, LoRAConfig, OFTConfig, Stack
 from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import base_of
+from adapterzoo.inject.adapted import base_of
 from adapterzoo.kernels.cayley import cayley, cayley_neumann
 from adapterzoo.methods.rotation.oft import skew
 from adapterzoo.testing import report
@@ -328,9 +328,6 @@ def test_two_sizes_on_one_layer(tiny):
         ({"oft_block_size": 0}, ["r=0, oft_block_size=0", "Write OFTConfig(oft_block_size=32)."]),
         ({"oft_block_size": -1}, ["oft_block_size=-1", "Write oft_block_size=0."]),
         ({"num_cayley_neumann_terms": 1}, ["terms=1", "from 2 to 64", "Write", "terms=2."]),
-        ({"num_cayley_neumann_terms": 7, "use_cayley_neumann": False},
-         ["terms=7", "only with use_cayley_neumann=True", "Write num_cayley_neumann_terms=5."]),
-        ({"eps": 1e-3}, ["eps=0.001", "only with coft=True", "Write eps=6e-05."]),
         ({"eps": 0.0, "coft": True}, ["eps=0.0", "above 0"]),
         ({"module_dropout": 1.0}, ["module_dropout=1.0", "from 0 to below 1"]),
         ({"init_weights": "gaussian"}, ["init_weights='gaussian'", "Write init_weights=True."]),
@@ -358,7 +355,7 @@ def test_blocks_that_do_not_fit_say_which_do(d_in, fields, hint):
     with pytest.raises(ConfigError) as raised:
         OFTConfig(**fields).build(site(d_in), CPU, torch.float32)
     shown = ", ".join(f"{name}={value}" for name, value in hint.items())
-    assert f"the {d_in} features at 'block.0.query'" in str(raised.value)
+    assert f"{d_in} features at 'block.0.query'" in str(raised.value)
     assert f"Write OFTConfig({shown})." in str(raised.value)
     blocks = OFTConfig(**hint).build(site(d_in), CPU, torch.float32).blocks
     assert blocks.size * blocks.number == d_in
@@ -366,7 +363,7 @@ def test_blocks_that_do_not_fit_say_which_do(d_in, fields, hint):
 
 def test_one_feature_has_nothing_to_rotate():
     with pytest.raises(
-        ConfigError, match=r"1 features .* Write exclude_modules=\['block.0.query'\]"
+        ConfigError, match=r"1 features .* Write OFTConfig\(exclude_modules=\['block.0.query'\]"
     ):
         OFTConfig().build(site(1), CPU, torch.float32)
 

@@ -223,7 +223,7 @@ def test_a_row_without_real_tokens_is_named():
         ({"r": 0}, r"r=0.*from 1"),
         ({"prefix_positions": -1}, r"prefix_positions=-1.*from 0"),
         ({"suffix_positions": 65_537}, r"suffix_positions=65537.*65,?536"),
-        ({"prefix_positions": 0}, r"no position is left to edit. Write prefix_positions=3"),
+        ({"prefix_positions": 0}, r"nothing is left to edit. Write prefix_positions=3"),
         ({"dropout": 1.0}, r"dropout=1.0.*below 1"),
         ({"non_linearity": "gulp"}, r"'gulp'.*'gelu'"),
         ({"layers": "some"}, r"layers='some'.*'all'"),

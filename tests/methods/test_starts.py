@@ -191,11 +191,10 @@ def test_factors_in_float64():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"r": 33}, ("[32, ", "r=32")),
-        ({"alpha": 0}, ("scaling is 0", "alpha=8")),
-        ({"target_modules": ["embed_tokens"]}, ("embedding", "init_weights='lora'")),
-        ({"init_weights": "orthogonal", "r": 3}, ("even", "r=4")),
-        ({"use_gating": True}, ("use_gating=True", "init_weights='lora'")),
+        ({"r": 33}, ("rank 33", "r=32")),
+        ({"alpha": 0}, ("scaling above 0", "alpha=8")),
+        ({"target_modules": ["embed_tokens"]}, ("embed_tokens", "init_weights='lora'")),
+        ({"init_weights": "orthogonal", "r": 3}, ("odd", "r=4")),
         ({"init_weights": "pissa_niter_0"}, ("'pissa_niter_0'", "pissa_niter_4")),
     ],
 )

@@ -299,8 +299,6 @@ def test_refused(saved, tmp_path):
         model.add_adapter("a", asked.replace(r=65))
     with unchanged(model, "embed_tokens", "linear"):
         model.add_adapter("a", asked.replace(target_modules=["embed_tokens"]))
-    with pytest.raises(ConfigError, match="gate"):
-        asked.replace(use_gating=True)
     with pytest.raises(ConfigError, match="loftq_iter=1"):
         model.add_adapter(
             "a",

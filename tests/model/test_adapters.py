@@ -19,7 +19,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.contracts import Adapter
-from adapterzoo.inject import adapters_of
+from adapterzoo.inject.adapted import adapters_of
 
 
 @pytest.fixture

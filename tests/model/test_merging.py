@@ -11,7 +11,7 @@ from snapshots import adapter_bits, bits, changes, output, refused, same_bits, s
 
 from adapterzoo import AutoAdapterModel, LoRAConfig, Stack, init
 from adapterzoo.errors import StateError
-from adapterzoo.inject import adapters_of
+from adapterzoo.inject.adapted import adapters_of
 from adapterzoo.model import merging
 
 QKV = ("q", "k", "v")

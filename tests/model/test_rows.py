@@ -31,7 +31,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
-from adapterzoo.inject import Adapted
+from adapterzoo.inject.adapted import Adapted
 from adapterzoo.model import batches
 
 CONFIGS = {"a": "lora", "b": "lora[r=4,alpha=16]", "c": "double_seq_bn", "d": "boft", "e": "dora",
@@ -98,6 +98,18 @@ def test_rows_of_every_method_are_the_rows_alone(variant):
     inputs = tiny_inputs("bert", batch=5)
     check_rows(model, inputs, ["b", None, "a", "b", "b"])
     check_rows(model, inputs, ["b", "a", Stack("a", "b"), "a", Stack("b", "a")])
+
+
+def test_rows_at_experts_that_return_all_tokens_in_one_dimension():
+    # Llama 4
+    text = {**tiny_config("llama").to_dict(), "model_type": "llama4_text", "num_local_experts": 2}
+    config = AutoConfig.for_model(**text, intermediate_size_mlp=32, moe_layers=[0, 1])
+    model = init(AutoModel.from_config(config).double().eval())
+    for name, kind in (("a", "seq_bn"), ("b", "double_seq_bn"), ("c", "lora[r=2]")):
+        model.add_adapter(name, kind)
+        stir(model, name)
+    check_rows(model, tiny_inputs("llama", batch=3), ["a", None, "b"])
+    check_rows(model, tiny_inputs("llama", batch=3), ["b", "a", "c"])
 
 
 def test_one_adapter_for_all_rows_is_that_adapter_active():

@@ -22,7 +22,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
-from adapterzoo.inject import Adapted
+from adapterzoo.inject.adapted import Adapted
 from adapterzoo.model.heads.named import own_tensors
 from adapterzoo.model.hf.task_classes import head_tensors
 

@@ -22,7 +22,8 @@ from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
-from adapterzoo.inject import quantized, set_class
+from adapterzoo.inject.adapted import set_class
+from adapterzoo.inject.layers import packing_of
 from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, sharding, training
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.hf import adapter_folders
@@ -550,7 +551,7 @@ def cast_mixed_precision_params(model: Any, dtype: torch.dtype) -> None:
         dtype: float16 or bfloat16.
     """
     for parameter in model.parameters():
-        if parameter.is_floating_point() and quantized.packing_of(parameter) is None:
+        if parameter.is_floating_point() and packing_of(parameter) is None:
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
 
 
@@ -618,7 +619,7 @@ def prepare_model_for_kbit_training(
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        is_plain = quantized.packing_of(parameter) is None
+        is_plain = packing_of(parameter) is None
         if is_plain and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     if use_gradient_checkpointing and getattr(model, "is_quantized", False):

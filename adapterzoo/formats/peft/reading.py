@@ -212,13 +212,13 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
         paths: of layers.
 
     Raises:
-        CheckpointError: a key is not a regular expression, or one that may search for hours.
+        CheckpointError: a key is not a regular expression.
     """
     whole = {rf"(.*\.)?({pattern})$": pattern for pattern in patterns}
-    if (found_fault := fault(whole, max(map(len, paths), default=0), len(paths))) is not None:
-        expression, reason = found_fault
+    if (wrong := fault(whole)) is not None:
         raise CheckpointError(
-            f"{field} has the key {whole[expression][:80]!r}: {reason}. Write names of layers."
+            f"{field} has the key {whole[wrong[0]]!r}: {wrong[1]}. Write names of layers as its "
+            f"keys: {{'q_proj': …}}."
         )
     compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
     # most keys are names, whose last part excludes most paths without a search

@@ -26,14 +26,39 @@ Cannot do: merging; init_weights="houlsby".
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError
 from adapterzoo.methods._init import constant, drawn, normal, uniform
-from adapterzoo.methods._parts import MatrixProduct
+
+
+class MatrixProduct(NamedTuple):
+    """x Mᵀ + b with M a product of matrices, some of which are repeated along a block diagonal.
+
+    Attributes:
+        matrices: `[out, in]` each; the first is applied first.
+        blocks: how many equal parts of the features each is applied to; 1: to all features.
+        bias: `[d_out]`, or None.
+    """
+
+    matrices: tuple[Tensor, ...]
+    blocks: tuple[int, ...]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` `[*batch, d_in]`, in the dtype of the matrices → `[*batch, d_out]`."""
+        if len(self.matrices) == 1:
+            return linear(x, self.matrices[0], self.bias)
+        for matrix, blocks in zip(self.matrices, self.blocks, strict=True):
+            if blocks == 1:
+                x = linear(x, matrix)
+            else:
+                x = linear(x.unflatten(-1, (blocks, -1)), matrix).flatten(-2)  # [*batch, out]
+        return x if self.bias is None else x + self.bias
 
 
 class HypercomplexProjection(nn.Module):
@@ -117,10 +142,9 @@ class HypercomplexProjection(nn.Module):
             put.rule(made, config.phm_init_range, 1.0)
         if config.shared_W_phm:
             if len(widths) > 1:
-                shown = listing(f"{d_model} → {width}" for d_model, width in sorted(widths))
                 raise ConfigError(
-                    f"{type(config).__name__}(shared_W_phm=True): bottlenecks of widths {shown} "
-                    f"cannot share one W. Write shared_W_phm=False, or one reduction_factor."
+                    f"{type(config).__name__}(shared_W_phm=True): bottlenecks of the widths "
+                    f"{sorted(widths)} cannot share W. Write shared_W_phm=False."
                 )
             ((d_model, width),) = widths
             check_widths(config, d_model, width)
@@ -128,13 +152,6 @@ class HypercomplexProjection(nn.Module):
                 own = names(f"W_{part}", config.factorized_phm_W)
                 put.w(made, own, *sizes, is_up=part == "up")
         return made
-
-    @property
-    def batch_key(self) -> tuple[object, ...]:
-        """Shapes and dtype: projections that agree in it can be applied in one call."""
-        own = next((t.dtype for t in self.state_dict().values()), None)
-        forms = self.rule_names, self.w_names, self.phm_rank, self.b is None
-        return self.d_in, self.d_out, self.n, own, *forms
 
     def product(self, shared: nn.Module | None, device: torch.device) -> MatrixProduct:
         """Return H as two matrices, or one, each `[out, in]`.
@@ -241,7 +258,6 @@ def check_widths(config: Any, d_in: int, d_out: int) -> None:
             d_model = max(d_in, d_out)
             legal = [k for k in range(1, d_model + 1) if not (d_in % k or d_out % k)]
             raise ConfigError(
-                f"{type(config).__name__}(phm_dim={n}, "
-                f"reduction_factor={config.reduction_factor!r}): {n} does not divide {width} in "
-                f"{d_in} → {d_out}. Write phm_dim={legal[-1]}, or another reduction_factor."
+                f"{type(config).__name__}(phm_dim={n}): it does not divide {width} in {d_in} → "
+                f"{d_out}. Write phm_dim={legal[-1]}, or another reduction_factor."
             )

@@ -6,8 +6,7 @@ The fields are those of AdapterHub's `adapters` 1.3, `convention`, `site_convent
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -60,12 +59,7 @@ from .places import (
     sublayers,
 )
 
-HYPERCOMPLEX = (
-    "phm_layer", "phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule",
-    "factorized_phm_rule", "phm_c_init", "phm_init_range", "learn_phm",
-    "hypercomplex_nonlinearity", "phm_rank", "phm_bias",
-)  # fmt: skip
-"""The fields of Compacter's matrices."""
+_PHM = "phm_layer=True"
 
 
 class Reduction(Check):
@@ -166,11 +160,15 @@ class BnConfig(ConfigWithCopies):
     is_parallel: bool = False
     scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
     use_gating: bool = False
-    convention: str = field("paper", Choice("paper", "adapterhub"))
-    residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
-    adapter_residual_before_ln: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"), needs="use_gating=True")
+    residual_before_ln: bool | str = field(
+        True, Choice(True, False, "post_add"), needs="original_ln_before=True"
+    )
+    adapter_residual_before_ln: bool = field(False, needs="ln_after=True")
     inv_adapter: str | None = field(None, Choice(None, "nice"))
-    inv_adapter_reduction_factor: float | None = field(None, Maybe(Positive(), "none"))
+    inv_adapter_reduction_factor: float | None = field(
+        None, Maybe(Positive(), "none"), needs="inv_adapter='nice'"
+    )
     cross_adapter: bool = False
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
@@ -178,34 +176,43 @@ class BnConfig(ConfigWithCopies):
     site_convention: str = field("paper", SITE_CONVENTION)
     dtype: str | None = field(None, DTYPE)
     phm_layer: bool = False
-    phm_dim: int = field(4, Range(1, MAX_WIDTH))
-    factorized_phm_W: bool = True  # noqa: N815
-    shared_W_phm: bool = False  # noqa: N815
-    shared_phm_rule: bool = True
-    factorized_phm_rule: bool = False
-    phm_c_init: str = field("normal", Choice("normal", "uniform"))
-    phm_init_range: float = field(0.0001, Positive())
-    learn_phm: bool = True
+    phm_dim: int = field(4, Range(1, MAX_WIDTH), needs=_PHM)
+    factorized_phm_W: bool = field(True, needs=_PHM)  # noqa: N815
+    shared_W_phm: bool = field(False, needs=_PHM)  # noqa: N815
+    shared_phm_rule: bool = field(True, needs=_PHM)
+    factorized_phm_rule: bool = field(False, needs=_PHM)
+    phm_c_init: str = field("normal", Choice("normal", "uniform"), needs=_PHM)
+    phm_init_range: float = field(0.0001, Positive(), needs=_PHM)
+    learn_phm: bool = field(True, needs=_PHM)
     hypercomplex_nonlinearity: str = field(
-        "glorot-uniform", Choice("glorot-uniform", "glorot-normal", "normal")
+        "glorot-uniform", Choice("glorot-uniform", "glorot-normal", "normal"), needs=_PHM
     )
-    phm_rank: int = field(1, Range(1, MAX_WIDTH))
-    phm_bias: bool = True
+    phm_rank: int = field(1, Range(1, MAX_WIDTH), needs=_PHM)
+    phm_bias: bool = field(True, needs=_PHM)
 
     def __post_init__(self) -> None:
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect together with the others.
+            ConfigError: a value is not legal, or not together with the others.
         """
         super().__post_init__()
-        for asked, wrong, hint in self._conflicts():
-            raise ConfigError(f"{type(self).__name__}({asked}): {wrong}. Write {hint}.")
-        if not self.phm_layer:
-            for asked, wrong, hint in self._idle(dict.fromkeys(HYPERCOMPLEX, "phm_layer=True")):
-                # configs written for adapters give these to any bottleneck
-                name = type(self).__name__
-                warnings.warn(f"{name}({asked}): {wrong}. Write {hint}.", stacklevel=4)
+        parallel, reads_sum = self.is_parallel, self.original_ln_before
+        keeps_stream = self.original_ln_after or (reads_sum and self.residual_before_ln is False)
+        checks = {
+            "phm_layer=False": self.phm_layer and self.init_weights == "houlsby",
+            "output_adapter=True": not (
+                self.mh_adapter or self.output_adapter or self.cross_adapter
+            ),
+            "original_ln_before=False": parallel and reads_sum,
+            "adapter_residual_before_ln=False": parallel and self.adapter_residual_before_ln,
+            "original_ln_after=True": not keeps_stream,
+        }
+        if hint := next((hint for hint, is_wrong in checks.items() if is_wrong), None):
+            raise ConfigError(
+                f"{self!r}: there is no such bottleneck; {hint.partition('=')[0]} does not go with "
+                f"the other fields. Write {hint}."
+            )
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -240,7 +247,6 @@ class BnConfig(ConfigWithCopies):
         """Return one placement for each sub-layer that the config names."""
         wanted = {kind: name for kind, name in LOCATIONS.items() if getattr(self, name)}
         found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
-        self._warn_of_idle_factors(len(anatomy.blocks))
         entry = [] if self.inv_adapter is None else [entry_placement(self, anatomy)]
         return entry + [
             Placement(
@@ -281,8 +287,8 @@ class BnConfig(ConfigWithCopies):
             factors, factor = factor, factor.get(str(layer), factor.get("default", 0))
             if not factor:
                 raise MissingEntryError(
-                    f"{type(self).__name__}(reduction_factor={dict(factors)!r}): block {layer} has "
-                    f"no number. Write reduction_factor={ {**factors, 'default': 16}!r}."
+                    f"{type(self).__name__}: block {layer} has no number. Write "
+                    f"reduction_factor={ {**factors, 'default': 16}!r}."
                 )
         width = d_model // factor
         if width > MAX_WIDTH:
@@ -291,20 +297,6 @@ class BnConfig(ConfigWithCopies):
                 f"exceeds {MAX_WIDTH}. Write reduction_factor=16."
             )
         return max(self.phm_dim if self.phm_layer else 1, int(width))
-
-    def _warn_of_idle_factors(self, blocks: int) -> None:
-        """Warn of layer numbers in the mapping that the model lacks; adapters accepts them."""
-        factors = self.reduction_factor
-        if not isinstance(factors, Mapping):
-            return
-        here = {k: v for k, v in factors.items() if k == "default" or int(k) < blocks}
-        if idle := [k for k in factors if k not in here]:
-            hint = here if len(here) > 1 else here.get("default", 16)
-            warnings.warn(
-                f"{type(self).__name__}(reduction_factor={dict(factors)!r}): there are no blocks "
-                f"{', '.join(idle)} in a model with {blocks}. Write reduction_factor={hint!r}.",
-                stacklevel=2,
-            )
 
     # --- modules ---
 
@@ -341,83 +333,3 @@ class BnConfig(ConfigWithCopies):
                 dtype=DTYPES[self.dtype] if self.dtype else dtype,
             )
         return parts if len(parts) else None
-
-    # --- checks ---
-
-    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the fields that do not go together, what is wrong, and what to write."""
-        if self.inv_adapter is not None and self.inv_adapter_reduction_factor is None:
-            yield (
-                f"inv_adapter={self.inv_adapter!r}, inv_adapter_reduction_factor=None",
-                "nothing says how wide its layers are",
-                "inv_adapter_reduction_factor=2",
-            )
-        row = PLACES.get(self.site_convention)
-        names = [LOCATIONS[kind] for kind in row.sublayers] if row else []
-        moves = row is not None and row.moves_entry and self.inv_adapter
-        if row is not None and not moves and not any(getattr(self, name) for name in names):
-            needs = " or ".join(f"{name}=True" for name in names) or "inv_adapter='nice'"
-            yield (
-                f"site_convention={self.site_convention!r}",
-                f"has an effect only with {needs}",
-                "site_convention='paper'",
-            )
-        if self.phm_rank != 1 and not self.factorized_phm_W:
-            yield (
-                f"phm_rank={self.phm_rank}, factorized_phm_W=False",
-                "the rank is that of a factorized W",
-                "factorized_phm_W=True, or phm_rank=1",
-            )
-        if self.phm_layer and self.init_weights == "houlsby":
-            yield (
-                "phm_layer=True, init_weights='houlsby'",
-                "the numbers of hypercomplex matrices are drawn as hypercomplex_nonlinearity says",
-                "hypercomplex_nonlinearity='normal', init_weights='bert'",
-            )
-        needs_ln = {} if self.ln_after else {"adapter_residual_before_ln": "ln_after=True"}
-        needs_gate = {} if self.use_gating else {"convention": "use_gating=True"}
-        needs_inverse = {"inv_adapter_reduction_factor": "inv_adapter='nice'"}
-        needs_inverse = {} if self.inv_adapter else needs_inverse
-        yield from self._idle({**needs_ln, **needs_gate, **needs_inverse})
-        if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
-            yield (
-                "mh_adapter=False, output_adapter=False, cross_adapter=False",
-                "nothing is left to adapt",
-                "output_adapter=True",
-            )
-        if self.is_parallel and self.original_ln_before:
-            yield (
-                "is_parallel=True, original_ln_before=True",
-                "a parallel bottleneck reads the stream before the sub-layer, without a norm",
-                "original_ln_before=False",
-            )
-        if self.is_parallel and self.stochastic_depth:
-            yield (
-                f"is_parallel=True, stochastic_depth={self.stochastic_depth}",
-                "stochastic depth drops what a sub-layer adds; adapters ignores it there",
-                "stochastic_depth=0.0",
-            )
-        if self.is_parallel and self.adapter_residual_before_ln:
-            yield (
-                "is_parallel=True, adapter_residual_before_ln=True",
-                "a parallel bottleneck has no residual connection of its own",
-                "adapter_residual_before_ln=False",
-            )
-        if not self.original_ln_before:
-            yield from self._idle({"residual_before_ln": "original_ln_before=True"})
-        keeps = self.original_ln_before and self.residual_before_ln is False
-        if not self.original_ln_after and not keeps:
-            given = f"original_ln_before={self.original_ln_before}"
-            yield (
-                f"original_ln_after=False, {given}, residual_before_ln={self.residual_before_ln!r}",
-                "the model's own residual connection or norm would be lost",
-                "original_ln_after=False, original_ln_before=True, residual_before_ln=False",
-            )
-
-    def _idle(self, needs: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-        """Yield fields with another value than the default of `BnConfig`."""
-        defaults = {f.name: f.default for f in dataclasses.fields(BnConfig)}
-        for name, need in needs.items():
-            value, default = getattr(self, name), defaults[name]
-            if value != default:
-                yield f"{name}={value!r}", f"has an effect only with {need}", f"{name}={default!r}"

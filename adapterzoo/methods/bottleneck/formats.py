@@ -8,15 +8,14 @@ from typing import cast
 
 import torch
 
-from adapterzoo.config import AdapterConfig
+from adapterzoo.config import AdapterConfig, without_idle
 from adapterzoo.errors import CheckpointError
 from adapterzoo.methods._parts import UNSAYABLE
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
-from .config import HYPERCOMPLEX, BnConfig
+from .config import BnConfig
 from .places import LOCATIONS, PLACES, site_convention_in
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BnConfig)}
 _OURS = ("dtype", "convention", "site_convention")
 _FIELDS = same(
     *(
@@ -43,19 +42,10 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     # in old files task adapters name invertible adapters that they do not have
     if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
         fields |= dict.fromkeys(_NESTED)
-    without_effect: list[str] = []
-    if not fields.get("phm_layer"):
-        without_effect += HYPERCOMPLEX
-    elif not fields.get("factorized_phm_W"):
-        without_effect.append("phm_rank")
-    if fields.get("is_parallel"):
+    if fields.get("is_parallel") and "stochastic_depth" in fields:
         # adapters ignores it there
-        without_effect.append("stochastic_depth")
-    if not fields.get("ln_after"):
-        without_effect.append("adapter_residual_before_ln")
-    if not fields.get("original_ln_before"):
-        without_effect.append("residual_before_ln")
-    fields |= {k: _DEFAULTS[k] for k in without_effect if k in fields and k in _DEFAULTS}
+        fields["stochastic_depth"] = 0.0
+    fields = without_idle(BnConfig, fields)
     activation = fields.get("non_linearity")
     if file.version is None and isinstance(activation, str):
         fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)

@@ -60,16 +60,11 @@ class NiceBlock(nn.Module):
         super().__init__()
         half, factor = d // 2, config.inv_adapter_reduction_factor or 1
         width = int(half // factor)
-        asked = f"{type(config).__name__}(inv_adapter='nice'"
-        if d % 2:
+        if d % 2 or not width:
             raise ConfigError(
-                f"{asked}): the model has {d} features, which have no halves. Write "
-                f"inv_adapter=None."
-            )
-        if not width:
-            raise ConfigError(
-                f"{asked}, inv_adapter_reduction_factor={factor!r}): nothing is left of half of "
-                f"{d} features; the factor is at most {half}. Write inv_adapter_reduction_factor=2."
+                f"{type(config).__name__}(inv_adapter_reduction_factor={factor!r}): the layers "
+                f"would have {half / factor:g} features, of a half of {d / 2:g}. Write "
+                f"{'inv_adapter=None' if d % 2 else 'inv_adapter_reduction_factor=2'}."
             )
         dtype = DTYPES[config.dtype] if config.dtype else dtype
         self.activation = activation(config.non_linearity)
@@ -165,7 +160,7 @@ class NiceAdapter(InvertibleAdapter, FusibleAdapter):
         width = 2 * cast("Affine", cast("nn.ModuleDict", block.F)["0"]).weight.shape[1]
         if x.shape[-1] != width:
             raise StateError(
-                f"an invertible adapter of {width} features got {list(x.shape)}: in this model "
-                f"embeddings or heads have another width than the blocks. Use 'seq_bn'."
+                f"an invertible adapter of {width} features got {list(x.shape)}: this model has "
+                f"embeddings or heads of another width. Write 'seq_bn'."
             )
         return function

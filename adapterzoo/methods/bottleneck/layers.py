@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,48 +14,17 @@ from torch.nn.functional import dropout
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
-from adapterzoo.errors import StateError
 from adapterzoo.kernels.bottleneck import bottleneck
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
-from adapterzoo.methods._parts import (
-    Affine,
-    Gate,
-    MatrixProduct,
-    by_rows,
-    dense_by_rows,
-    features,
-    gated,
-    normed,
-    restored,
-)
+from adapterzoo.methods._parts import Affine, Gate
 
-from .compacter import HypercomplexProjection
+from .compacter import HypercomplexProjection, MatrixProduct
 from .languages import JOINING, norm_of
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 """A function that replaces a bottleneck's f; None: f itself."""
 
 Norm: TypeAlias = Callable[[Tensor], Tensor] | None
-
-Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""The sum of a bottleneck, from its input and the tensor that its result is added to."""
-
-
-class Finish(NamedTuple):
-    """The operations between the up projection and the sum, of a bottleneck or of each row's.
-
-    Attributes:
-        scaling: a tensor; or a number, equal to `factor`.
-        factor: of the sum.
-        gate: of `use_gating`, or None.
-        norm: of `ln_after`, or None.
-    """
-
-    scaling: Tensor | float
-    factor: float
-    gate: Callable[[Tensor], Tensor] | None
-    norm: Callable[[Tensor], Tensor] | None
 
 
 class BottleneckLayer(FusibleAdapter):
@@ -127,99 +96,28 @@ class BottleneckLayer(FusibleAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        add: Added = self.added
-        if instead is not None or self.gate is not None or self.shares:
-            add = partial(self.added, instead=instead, base=base)
         if self.acts_on == "input":
-            return base(self.changed(x, base.original(x), base, add))
-        y = base(x)
-        if y.dim() == x.dim():
-            return self.changed(x, y, base, add)
-        # the experts of Llama 4 return the tokens of all rows in one dimension
-        like_x = y.view(*x.shape[:-1], y.shape[-1])
-        return self.changed(x, like_x, base, add).view_as(y)
+            return base(self.changed(x, base.original(x), base, instead))
+        return self.changed(x, base(x), base, instead)
 
     @abstractmethod
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the module's output, or its input if the bottleneck acts on the input.
 
         Args:
             x: the module's input.
             y: its output `[*batch, d_model]`; untouched if the bottleneck acts on the input.
             base: the module.
-            add: `added` without its last argument.
+            instead: replaces f.
         """
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they differ only in widths, factors and values."""
-        kinds = set()
-        for a in adapters:
-            scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
-            norms = (
-                a.reads_normed,
-                a.adapter_norm_after is None,
-                a.gate is None,
-                a.reads_call,
-                a.original_ln_after,
-            )
-            up = a.adapter_up
-            key = (up.weight.dtype,) if isinstance(up, Affine) else up.batch_key
-            drops = a.dropout, a.stochastic_depth, a.non_linearity, *key
-            sums = a.residual_before_ln, a.adapter_residual_before_ln
-            kinds.add((scaling, *norms, *drops, *sums))
-        return len(kinds) == 1
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Return the adapted module, each row of the batch with its own bottleneck."""
-        if not groups.rows:
-            return base(x)
-        add = partial(cls._added_by_rows, adapters, groups, base)
-        if cls.acts_on == "input":
-            return base(restored(adapters[0].changed(x, base.original(x), base, add), x, groups))
-        y = base(x)
-        return restored(adapters[0].changed(x, y, base, add), y, groups)
-
-    @staticmethod
-    def _added_by_rows(
-        adapters: Sequence[BottleneckLayer],
-        groups: Groups,
-        base: BaseLayer,
-        x: Tensor,
-        to: Tensor,
-    ) -> Tensor:
-        """Return `added` for each row with its own bottleneck; rows without one are undefined."""
-        one, dim = adapters[0], x.dim()
-        downs, ups = zip(*(a.products(base, x.device) for a in adapters), strict=True)
-        x = x.to(ups[0].matrices[0].dtype)
-        inner = x
-        if one.reads_normed:
-            inner = normed([cast("nn.LayerNorm", a.adapter_down[0]) for a in adapters], groups, x)
-        if isinstance(one.adapter_up, Affine):
-            update = dense_by_rows(downs, ups, one.activation, groups, inner)
-        else:
-            update = by_rows(ups, groups, one.activation(by_rows(downs, groups, inner)))
-        scaling, factor = one.scaling, one.factor
-        learned = [a.scaling for a in adapters if isinstance(a.scaling, Tensor)]
-        if learned or any(a.factor != factor for a in adapters):
-            factors = learned or [update.new_tensor([a.factor]) for a in adapters]
-            scaling, factor = features(factors, groups, dim), 1.0
-        gates = [a.gate for a in adapters if a.gate is not None]
-        norms = [a.adapter_norm_after for a in adapters if a.adapter_norm_after is not None]
-        gate = partial(gated, gates, groups, base=base) if gates else None
-        norm = partial(normed, norms, groups) if norms else None
-        return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
-
     def products(
-        self, base: BaseLayer | None, device: torch.device
+        self, base: BaseLayer, device: torch.device
     ) -> tuple[MatrixProduct, MatrixProduct]:
         """Return the down and the up projection.
 
         Args:
-            base: the module; needed if layers share.
+            base: the module.
             device: of the bottleneck's input.
         """
         down: Affine | HypercomplexProjection = getattr(self.adapter_down, self.down_name)
@@ -230,15 +128,15 @@ class BottleneckLayer(FusibleAdapter):
             return first, last
         shared = None
         if self.shares:
-            shared = cast("nn.ModuleDict", cast("BaseLayer", base).shared(self))["phm"]
+            shared = cast("nn.ModuleDict", base.shared(self))["phm"]
         return down.product(shared, device), up.product(shared, device)
 
-    def transformed(self, x: Tensor, base: BaseLayer | None) -> tuple[Tensor, Tensor]:
+    def transformed(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
 
         Args:
             x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
-            base: the module; needed if layers share.
+            base: the module.
         """
         down, up = self.products(base, x.device)
         # the parameters may have another dtype than the model
@@ -250,16 +148,14 @@ class BottleneckLayer(FusibleAdapter):
         """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
         return self.transformed(x, base)[1] * self.scaling
 
-    def added(
-        self, x: Tensor, to: Tensor, instead: Instead = None, base: BaseLayer | None = None
-    ) -> Tensor:
+    def added(self, x: Tensor, to: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
 
         Args:
             x: the bottleneck's input, `[*batch, d_model]`.
             to: the tensor that the result is added to, same shape; determines the dtype.
+            base: the module.
             instead: replaces f.
-            base: the module; needed by a gate, and if layers share.
         """
         if instead is not None:
             return to + instead(x).to(to.dtype)
@@ -274,27 +170,22 @@ class BottleneckLayer(FusibleAdapter):
                 self.non_linearity,
             )  # fmt: skip
         x, update = self.transformed(x, base)
-        gate = None if self.gate is None else partial(self.gate, base=cast("BaseLayer", base))
-        parts = Finish(self.scaling, self.factor, gate, self.adapter_norm_after)
-        return self._finished(update, x, to, parts)
-
-    def _finished(self, update: Tensor, x: Tensor, to: Tensor, parts: Finish) -> Tensor:
-        """Return the sum with the update after its options; all `[*batch, d_model]`."""
         if self.training and self.stochastic_depth:
             update = drop_rows(update, self.stochastic_depth)
-        if isinstance(parts.scaling, Tensor):
-            update = update * parts.scaling
+        if isinstance(self.scaling, Tensor):
+            update = update * self.scaling
         if self.training and self.dropout:
             update = dropout(update, self.dropout)
-        if parts.gate is not None:
-            update = update * parts.gate(x)
-        if parts.norm is None:
-            return torch.add(to, update.to(to.dtype), alpha=parts.factor)
-        if parts.factor != 1.0:
-            update = update * parts.factor
+        if self.gate is not None:
+            update = update * self.gate(x, base)
+        norm = self.adapter_norm_after
+        if norm is None:
+            return torch.add(to, update.to(to.dtype), alpha=self.factor)
+        if self.factor != 1.0:
+            update = update * self.factor
         if self.adapter_residual_before_ln:
-            return parts.norm(to.to(x.dtype) + update).to(to.dtype)
-        return to + parts.norm(update).to(to.dtype)
+            return norm(to.to(x.dtype) + update).to(to.dtype)  # type: ignore[no-any-return]
+        return to + norm(update).to(to.dtype)
 
     def extra_repr(self) -> str:
         """Return the activation and the scaling."""
@@ -352,17 +243,17 @@ def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[T
 class Bottleneck(BottleneckLayer):
     """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
-        return add(y, y)
+        return self.added(y, y, base, instead)
 
 
 class ParallelBottleneck(BottleneckLayer):
     """h ← h + f(inp)."""
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
-        return add(base.residual, y)
+        return self.added(base.residual, y, base, instead)
 
 
 class StreamBottleneck(BottleneckLayer):
@@ -372,19 +263,19 @@ class StreamBottleneck(BottleneckLayer):
     `original_ln_after` inp is not added to it again.
     """
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
         inp = base.residual
         s = y + inp
         if self.residual_before_ln is True:
-            return add(s, y)
+            return self.added(s, y, base, instead)
         # under autocast h may be narrower than the stream
         if self.original_ln_after:
-            return add(s, s).to(y.dtype)
+            return self.added(s, s, base, instead).to(y.dtype)
         if self.adapter_residual_before_ln:
-            return (add(s, s) - inp).to(y.dtype)
+            return (self.added(s, s, base, instead) - inp).to(y.dtype)
         # (s + f(s)) − inp without its rounding
-        return add(s, y)
+        return self.added(s, y, base, instead)
 
 
 class NormBottleneck(BottleneckLayer):
@@ -392,16 +283,16 @@ class NormBottleneck(BottleneckLayer):
 
     acts_on: ClassVar[str] = "input"
 
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
         if self.residual_before_ln is True and not self.adapter_residual_before_ln:
-            return add(y, x)
+            return self.added(y, x, base, instead)
         inp = base.residual
         if self.residual_before_ln is True:
             to = x - inp
         else:
             to = x if self.residual_before_ln == "post_add" else y
-        return add(y, to) + inp
+        return self.added(y, to, base, instead) + inp
 
 
 # --- the places of `adapters` ---
@@ -419,13 +310,7 @@ class PlacedBottleneck(BottleneckLayer):
         self.factor_path, self.is_swapped = site.factor, site.is_swapped
         self.reads_call |= self.norm is not None or site.factor is not None
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they read the same modules too."""
-        places = {(a.norm, a.factor_path, a.reads_sum, a.is_parallel) for a in adapters}
-        return len(places) == 1 and super().supports_batching(adapters)
-
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, instead: Instead) -> Tensor:
         """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
         # 1.0 where a config of the model has no such parameter
         factor = 1.0 if self.factor_path is None else base.part(self.factor_path)
@@ -433,7 +318,7 @@ class PlacedBottleneck(BottleneckLayer):
         if self.is_swapped:
             h, inp = inp, h
         norm = None if self.norm is None else base.part(self.norm)
-        r = self.result(h, inp, h + inp, norm, add)
+        r = self.result(h, inp, h + inp, norm, base, instead)
         if not self.original_ln_after:
             r = r - inp
         if self.is_swapped:
@@ -441,28 +326,12 @@ class PlacedBottleneck(BottleneckLayer):
             r = r + (inp - h)
         if isinstance(factor, Tensor):
             # nothing that a layer returns reaches a feature that the model multiplies by 0
-            r = self._divided(r, torch.where(factor == 0, 1.0, factor), y.dtype)
+            r = r / torch.where(factor == 0, 1.0, factor)
         return r.to(y.dtype)
 
-    def _divided(self, r: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return r over the factor by which the model multiplies it again.
-
-        Raises:
-            StateError: a value exceeds float16.
-        """
-        found = (r / factor).to(dtype)
-        # a compiled model cannot look at values
-        if dtype is not torch.float16 or torch.compiler.is_compiling():
-            return found
-        if r.isfinite().all() and not found.isfinite().all():
-            raise StateError(
-                f"site_convention={self.config.site_convention!r}: the bottleneck's result over "
-                f"{self.factor_path!r}, at least {factor.abs().min():.2g}, exceeds float16. Write "
-                f"model.to(torch.bfloat16), or torch.float32."
-            )
-        return found
-
-    def result(self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, add: Added) -> Tensor:
+    def result(
+        self, h: Tensor, inp: Tensor, s: Tensor, norm: Norm, base: BaseLayer, instead: Instead
+    ) -> Tensor:
         """Return R; all tensors `[*batch, d_model]`.
 
         Args:
@@ -470,14 +339,15 @@ class PlacedBottleneck(BottleneckLayer):
             inp: see there.
             s: h + inp.
             norm: LN; None for none.
-            add: see `changed`.
+            base: the module.
+            instead: replaces f.
         """
         n = inp if self.is_parallel else h
         to = h
         if self.reads_sum:
             n = s if norm is None else norm(s)
             to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
-        return add(n, to)
+        return self.added(n, to, base, instead)
 
 
 class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
@@ -494,16 +364,10 @@ class LanguageBottleneck(PlacedBottleneck, LanguageFreeAdapter):
         super().__init__(config, site, device, dtype)
         self.path, self.reads_call = site.path, True
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return False: rows are computed one adapter after the other."""
-        return False
-
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """Return the stream after the block's language adapters. `x` is s `[*batch, d_model]`."""
         inp, norm = base.residual, norm_of(self.path, base)
-        add = partial(self.added, instead=instead, base=base)
-        r = self.result(x - inp, inp, x, norm, add)
+        r = self.result(x - inp, inp, x, norm, base, instead)
         if not base.is_original:
             return base(r + inp)
         return norm(r + inp) if self.original_ln_after else r

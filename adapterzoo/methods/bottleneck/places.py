@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.config import AdapterConfig, Choice, Placement, check_blocks
-from adapterzoo.errors import SiteError, listing
+from adapterzoo.errors import SiteError
 
 from .languages import check_languages
 
@@ -28,11 +28,6 @@ LOCATIONS: Mapping[SubLayerKind, str] = {
 }
 """The kind of a sub-layer to the field of a bottleneck's config."""
 
-_SHOWN: Mapping[SubLayerKind, str] = {
-    "attention": "self-attention",
-    "cross": "cross-attention",
-    "mlp": "feed-forward part",
-}
 # sub-layer → the role of a layer that shows that a block has it, and whether in cross-attention
 _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
     "attention": ("attention_out", False),
@@ -67,20 +62,16 @@ def sublayers(
         here = {sub.kind for sub in block.sublayers}
         for kind, name in wanted.items():
             if kind not in here and block.has(*_SIGN[kind]):
-                layers = listing(site.path.removeprefix(f"{block.path}.") for site in block.sites)
                 raise SiteError(
-                    f"{config}, {name}=True: where the {_SHOWN[kind]} of {block.path!r} meets the "
-                    f"residual stream is not known{f' ({block.note})' if block.note else ''}: "
-                    f"{layers}. Write leave_out=[{block.layer}], or add it to "
-                    f"adapterzoo/anatomy/patterns.py."
+                    f"{config}, {name}=True: where that part of {block.path!r} meets the residual "
+                    f"stream is not known ({block.note}). Write leave_out=[{block.layer}]."
                 )
         found += [(block, sub) for sub in block.sublayers if sub.kind in wanted]
     for kind, name in wanted.items():
         if not any(sub.kind == kind for _, sub in found):
             raise SiteError(
-                f"{config}, {name}=True: none of the {len(blocks)} blocks left by leave_out="
-                f"{sorted(leave_out)} has a {_SHOWN[kind]}. Write {name}=False, or a shorter "
-                f"leave_out."
+                f"{config}, {name}=True: none of the {len(blocks)} blocks left by leave_out has "
+                f"such a part. Write {name}=False, or a shorter leave_out."
             )
     return found
 
@@ -133,9 +124,8 @@ def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
         return Placement(site, config, "invertible")
     if anatomy.entry is None:
         raise SiteError(
-            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): the first block "
-            f"cannot have an adapter at its input ({anatomy.no_entry}). Write inv_adapter=None, "
-            f"inv_adapter_reduction_factor=None."
+            f"{type(config).__name__}: the first block cannot have an adapter at its input "
+            f"({anatomy.no_entry}). Write inv_adapter=None."
         )
     return Placement(anatomy.entry, config, "invertible")
 

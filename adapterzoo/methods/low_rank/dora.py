@@ -41,7 +41,6 @@ from adapterzoo.kernels.grouped import (
     stacked_up,
 )
 from adapterzoo.methods._init import constant, drawn
-from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._targets import PLACES
 
 from .factors import LowRank, LowRankConfig, LowRankUpdate
@@ -72,10 +71,6 @@ class DoRAConfig(LowRankConfig):
     def gradients_are_exact(self) -> bool:
         """The paper's treat the norm as a constant (§4.3)."""
         return self.convention == "adapterhub"
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DoRA:
-        """Return a fresh adapter for the site; `init_from_layer` gives it its magnitudes."""
-        return DoRA(self, site, device, dtype)
 
 
 class Magnitudes(LowRankUpdate):
@@ -243,3 +238,34 @@ class DoRA(Magnitudes, LowRank):
         self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
+
+
+DoRAConfig.adapter_class = DoRA
+
+
+# --- values for each row of a mixed batch ---
+
+
+def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
+    """Return the vector of each row's adapter, `[rows, 1, …, width]` with `dim` dimensions.
+
+    They are zeros for rows without an adapter, which may hold inf or NaN, and send no gradient.
+
+    Args:
+        vectors: one for each adapter, of one width.
+        groups: which adapter each row takes.
+        dim: of the result.
+    """
+    stack = torch.stack([*vectors])  # [n, width]
+    rows = stack.index_select(0, groups.numbers("of_all", stack.device))  # [rows, width]
+    if groups.base:
+        rows = rows.index_fill_(0, groups.numbers("base", rows.device), 0.0)
+    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])  # [rows, 1, …, width]
+
+
+def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
+    """Return `out` with the rows of `plain` where no adapter acts; both `[rows, …]`."""
+    if not groups.base:
+        return out
+    places = groups.numbers("base", out.device)
+    return out.index_copy(0, places, plain.index_select(0, places).to(out.dtype))

@@ -37,6 +37,7 @@ from adapterzoo.config import (
     AdapterConfig,
     Check,
     Choice,
+    Layers,
     Maybe,
     Placement,
     change_forms,
@@ -52,17 +53,10 @@ from adapterzoo.contracts import (
     compute_dtype,
 )
 from adapterzoo.errors import ConfigError, SiteError, StateError, listing
-from adapterzoo.kernels.grouped import (
-    Groups,
-    grouped_expand,
-    grouped_low_rank,
-    grouped_shrink,
-    stacked_down,
-    stacked_up,
-)
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, generator
-from adapterzoo.methods._parts import Gate, features, gated, restored
+from adapterzoo.methods._parts import Gate
 from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
 
 from .factors import LowRank, LowRankConfig
@@ -94,23 +88,14 @@ class Options(Check):
         return {}
 
 
-class Invocation(Check):
+class Invocation(Layers):
     """The token ids of an invocation."""
 
     legal = "a list of token ids, as tokenizer.encode(text, add_special_tokens=False) returns it"
 
-    def convert(self, value: object) -> object:
-        """Return a list as a tuple."""
-        return tuple(value) if isinstance(value, list) else value
-
     def fits(self, value: object) -> bool:
-        """Return whether the value is legal."""
-        ids = value if isinstance(value, list | tuple) else ()
-        return bool(ids) and all(type(n) is int and n >= 0 for n in ids)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return some tokens."""
-        return [5, 6]
+        """Return whether there are any, each a whole number from 0."""
+        return bool(value) and super().fits(value)
 
 
 @change_forms.register("lora")
@@ -140,14 +125,14 @@ class LoRAConfig(LowRankConfig):
         None, Maybe(Invocation(), "an adapter that acts at all tokens"), ours=True
     )
     use_gating: bool = False
-    convention: str = field("paper", Choice("paper", "adapterhub"))
+    convention: str = field("paper", Choice("paper", "adapterhub"), needs="use_gating=True")
     lora_bias: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect.
+            ConfigError: a value is not legal.
         """
         super().__post_init__()
         name = type(self).__name__
@@ -155,22 +140,11 @@ class LoRAConfig(LowRankConfig):
         for option, value in self.init_options.items():
             if option not in legal:
                 raise ConfigError(
-                    f"{name}(init_weights={self.init_weights!r}, init_options="
-                    f"{{{option!r}: …}}): there is no such option. Its options: "
-                    f"{listing(legal) if legal else 'none'}. Write one of these."
+                    f"{name}(init_weights={self.init_weights!r}, init_options={{{option!r}: …}}): "
+                    f"there is no such option. Write one of {listing(legal)}."
                 )
             default, check = legal[option]
             check(name, f"init_options[{option!r}]", value, default)
-        if self.convention != "paper" and not self.use_gating:
-            raise ConfigError(
-                f"{name}(convention={self.convention!r}): has an effect only with "
-                f"use_gating=True. Write convention='paper'."
-            )
-        if self.use_gating and starts_from_weight(self.init_weights):
-            raise ConfigError(
-                f"{name}(use_gating=True, init_weights={self.init_weights!r}): the "
-                f"gate would scale a part of the weight. Write init_weights='lora'."
-            )
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each layer that the config names.
@@ -180,16 +154,8 @@ class LoRAConfig(LowRankConfig):
         """
         placements = super().placements(anatomy)
         if self.alora_invocation_tokens:
-            tokens = list(self.alora_invocation_tokens)
-            shown = f"{type(self).__name__}(alora_invocation_tokens={tokens})"
-            _check_model(shown, tokens, anatomy)
-            for placement in placements:
-                _check_invoked_site(shown, placement.site, anatomy)
+            _check_invocation(self, [placement.site for placement in placements], anatomy)
         return placements
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
-        """Return a fresh adapter for the site."""
-        return LoRA(self, site, device, dtype)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -254,40 +220,37 @@ class LoRAConfig(LowRankConfig):
         return cls(target_modules=tuple(paths))
 
 
-def _check_model(shown: str, tokens: Sequence[int], anatomy: Anatomy) -> None:
+def _check_invocation(config: LoRAConfig, sites: Sequence[Site], anatomy: Anatomy) -> None:
+    """Check that a model has the tokens of the invocation, and that layers know where they are.
+
+    Raises:
+        SiteError: it does not read tokens, or none of these, or a layer does not read their states.
+    """
+    tokens = config.alora_invocation_tokens or ()
+    shown = f"{type(config).__name__}(alora_invocation_tokens={[*tokens]})"
     found = anatomy.tokens
     # blocks show where tokens come in; without them the model's own table of tokens must do
     table = found.table if found is not None else None if anatomy.blocks else anatomy.own_table
-    why = ""
-    if table is None:
-        why = "this model reads no tokens"
-    elif found is not None and (found.is_encoder or found.looks_ahead):
-        why = "tokens before them see those after them in the encoder of this model"
-    if why:
+    if table is None or (found is not None and (found.is_encoder or found.looks_ahead)):
         raise SiteError(
-            f"{shown}: the adapter acts only after these tokens, and {why}. Write "
+            f"{shown}: this model reads no tokens, or reads those that follow them first. Write "
             f"alora_invocation_tokens=None, or use a decoder-only model."
         )
     size = next(s.d_in for s in anatomy if s.path == table and s.kind == "embedding")
     if outside := [token for token in tokens if token >= size]:
         raise SiteError(
-            f"{shown}: the model has the tokens 0 to {size - 1}, not {listing(outside)}. Write "
-            f"ids of its tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
+            f"{shown}: the model has {size} tokens, without {listing(outside)}. Write ids of its "
+            f"tokenizer, or model.resize_token_embeddings({max(outside) + 1}) first."
         )
-
-
-def _check_invoked_site(shown: str, site: Site, anatomy: Anatomy) -> None:
-    stack = "" if anatomy.tokens is None else anatomy.tokens.stack
-    if site.is_only_read or site.is_routed or site.experts:
-        why = "gets tokens of several rows, as experts do"
-    elif site.role == "lm_head" or not below(site.path, stack):
-        why = f"is outside of the model that reads the tokens, {stack or 'the base model'!r}"
-    else:
-        return
-    raise SiteError(
-        f"{shown} at {site.path!r}: the layer {why}, so it is unknown which of its inputs follow "
-        f"these tokens. Write target_modules=[…] or exclude_modules=[{site.path!r}] without it."
-    )
+    stack = "" if found is None else found.stack
+    for site in sites:
+        # experts get tokens of several rows
+        by_expert = site.is_only_read or site.is_routed or site.experts
+        if by_expert or site.role == "lm_head" or not below(site.path, stack):
+            raise SiteError(
+                f"{shown} at {site.path!r}: it is unknown which inputs of the layer follow these "
+                f"tokens. Write exclude_modules=[{site.path!r}]."
+            )
 
 
 class Start(nn.Module):
@@ -348,8 +311,8 @@ class LoRA(LowRank):
         super().__init__(config, site, device, dtype)
         if (site.is_only_read or self.at_embedding) and (config.use_gating or config.lora_bias):
             raise ConfigError(
-                f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
-                f"{site.path!r}: only its weight can be adapted. Write False for both."
+                f"LoRAConfig at {site.path!r}: only its weight can be adapted. Write "
+                f"use_gating=False, lora_bias=False."
             )
         self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
         self._options = config.options if config.init_weights in OPTIONS else {}
@@ -383,41 +346,28 @@ class LoRA(LowRank):
         update = linear(self.down(x, a, base), b, self.lora_B_bias)  # [*batch, d_out]
         if self.start is not None:
             update = update - self.start(x)
-        update = invoked(update * self.scaling, [self.invocation], x, base)
+        update = update * self.scaling
+        if self.invocation is not None:
+            after = base.call.after(self.invocation, x)  # [*batch]
+            update = torch.where(after.unsqueeze(-1), update, 0.0)
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtype, dropout and options, on features."""
-        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
-        options = {(a.gate is None, a.lora_B_bias is None, a.invocation is None) for a in adapters}
-        return len(kinds) == len(options) == 1 and not any(
-            a.at_embedding or a.start for a in adapters
-        )
+        """Return whether they are of the same dtype and dropout, without options, on features."""
+        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout) for a in adapters}
+        return len(kinds) == 1 and all(a._is_plain for a in adapters)
 
     @classmethod
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
-        one, y = adapters[0], base(x)  # [rows, *tokens, d_out]
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
-        scaling = tuple(each.scaling for each in adapters)
-        if one._is_plain or not groups.rows:
-            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
-        t = grouped_shrink(x, stacked_down(a), groups, one.dropout, one.training)
-        biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
-        bias = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
-        # s scales the bias too, so it comes after the sum
-        update = grouped_expand(bias.expand(y.shape), t, stacked_up(b), [1.0] * len(a), groups)
-        scales = groups.row_scales(scaling, t.device, t.dtype)  # [rows]
-        update = update * scales.view(-1, *(1 for _ in y.shape[1:]))
-        update = invoked(update, [each.invocation for each in adapters], x, base, groups)
-        if gates := [each.gate for each in adapters if each.gate is not None]:
-            update = update * gated(gates, groups, x, base)
-        return restored(y + update.to(y.dtype), y, groups)
+        scaling, one = tuple(each.scaling for each in adapters), adapters[0]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.
@@ -439,9 +389,7 @@ class LoRA(LowRank):
         if self.start is None:
             return super().whole_factors(like)
         both = joined(self.state_dict(keep_vars=True))
-        return both["lora_A"].to(like.device, like.dtype), both["lora_B"].to(
-            like.device, like.dtype
-        )
+        return both["lora_A"].to(like), both["lora_B"].to(like)
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the initial values that replace a part of the weight."""
@@ -512,6 +460,9 @@ class LoRA(LowRank):
             self.combine_linearly(["lora_B_bias"], adapters, weights, strategy, base)
 
 
+LoRAConfig.adapter_class = LoRA
+
+
 def _weight(base: BaseLayer) -> Tensor:
     w = base.weight.detach()
     return w.to(compute_dtype(w.dtype))
@@ -521,43 +472,9 @@ def _check_start(config: LoRAConfig, site: Site) -> None:
     """Check that a site can have initial values which are computed from its weight."""
     rank, s = config.rank_at(site.name), config.scaling_at(site.name)
     width = min(site.d_in, site.d_out)
-    hint, why = "init_weights='lora'", ""
-    if site.kind == "embedding":
-        why = "an embedding has no such initial values"
-    elif rank > width:
-        why, hint = f"a weight [{site.d_out}, {site.d_in}] has no rank {rank}", f"r={width}"
-    elif not s > 0:
-        why, hint = f"the scaling is {s:g}, and singular values are divided by it", "alpha=8"
-    if why:
+    if site.kind == "embedding" or rank > width or not s > 0:
+        hint = f"r={width}" if rank > width else "init_weights='lora'" if s > 0 else "alpha=8"
         raise ConfigError(
-            f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: "
-            f"{why}. Write {hint}."
+            f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: it "
+            f"needs a layer of at least rank {rank}, and a scaling above 0. Write {hint}."
         )
-
-
-def invoked(
-    update: Tensor,
-    invocations: Sequence[tuple[int, ...] | None],
-    x: Tensor,
-    base: BaseLayer,
-    groups: Groups | None = None,
-) -> Tensor:
-    """Return the update `[*batch, d_out]`, zero at tokens before the invocation.
-
-    Args:
-        update: of the layer.
-        invocations: the invocation of each adapter, None if it acts at all tokens.
-        x: the input of the layer, `[*batch, d_in]`, or tokens `[*batch]`.
-        base: the layer.
-        groups: in a mixed batch, which adapter each row takes.
-    """
-    own = [tokens for tokens in invocations if tokens is not None]
-    if not own:
-        return update
-    if groups is None or len(set(own)) < 2:
-        after = base.call.after(own[0], x)  # [*batch]
-    else:
-        each = torch.stack([base.call.after(tokens, x) for tokens in own])  # [n, rows, *tokens]
-        numbers = groups.numbers("of_all", x.device)  # [rows]
-        after = each[numbers, torch.arange(len(numbers), device=x.device)]  # [rows, *tokens]
-    return torch.where(after.unsqueeze(-1), update, 0.0)

@@ -34,7 +34,6 @@ from adapterzoo.config import (
     method_config,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
-from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.methods._init import constant, drawn
 
@@ -65,10 +64,6 @@ class MTLLoRAConfig(LowRankConfig, MultiTaskConfig):
         """Return the config of the combination, which is the same for all."""
         # the combination cannot have other ranks
         return cast("LowRankConfig", super(LowRankConfig, cls).combined(configs, strategy, anatomy))
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> MTLLoRA:
-        """Return a fresh adapter for the site."""
-        return MTLLoRA(self, site, device, dtype)
 
 
 class TaskMatrix(nn.Module):
@@ -167,23 +162,6 @@ class MTLLoRA(LowRank):
         y, t = base(x), self.task_specific(self.down(x, self.lora_A, base))  # [*batch, rank]
         return expand(y, t, self.up(self.lora_B.dtype), self.scaling)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtype and dropout, on features."""
-        kinds = {(a.lora_A.dtype, a.dropout) for a in adapters}
-        return len(kinds) == 1 and not any(a.at_embedding for a in adapters)
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
-        one = adapters[0]
-        a = [each.lora_A for each in adapters]
-        b = [each.task_specific.after(each.up(each.lora_B.dtype)) for each in adapters]
-        scaling = [each.scaling for each in adapters]
-        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
-
     def whole_factors(self, like: Tensor) -> Factors:
         """Return A and Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ, on the device and in the dtype of `like`."""
         b = self.task_specific.after(self.up(like.dtype))
@@ -210,3 +188,6 @@ class MTLLoRA(LowRank):
     def extra_repr(self) -> str:
         """Return widths, rank and scaling."""
         return f"{super().extra_repr()}, n_up_projection={self.lora_B.shape[0]}"
+
+
+MTLLoRAConfig.adapter_class = MTLLoRA

@@ -110,8 +110,8 @@ def drawing(
         return kaiming(source), constant(0.0)
     if rank % 2:
         raise ConfigError(
-            f"init_weights='orthogonal' with rank {rank}: A and B get one half of the ranks each, "
-            f"so the rank must be even. Write r={rank + 1}."
+            f"init_weights='orthogonal' with the odd rank {rank}: A and B get one half of the "
+            f"ranks each. Write r={rank + 1}."
         )
     basis = torch.linalg.qr(torch.randn(rank, rank, generator=source, device="cpu"))[0]  # [r, r]
     halves = basis[0::2], basis[1::2]  # [r / 2, r] each
@@ -127,19 +127,6 @@ def drawing(
     return fill_a, fill_b
 
 
-def check_finite(what: str, t: Tensor) -> None:
-    """Check that initial values can be computed from a tensor; `what`: is not finite.
-
-    Raises:
-        ConfigError: it has values that are NaN or infinite.
-    """
-    if not bool(t.isfinite().all()):
-        raise ConfigError(
-            f"{what} not finite. Load the base model again, in float32, or write "
-            f"init_weights='lora'."
-        )
-
-
 def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator | None) -> Factors:
     """Return A₀ and B₀ of initial values that replace a part of the weight.
 
@@ -149,11 +136,7 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
         rank: r, at most the smaller width.
         s: the scaling.
         source: of random numbers, for `pissa_niter_<number>`.
-
-    Raises:
-        ConfigError: the weight is not finite.
     """
-    check_finite(f"init_weights={name!r}: the weight is", w)
     if name == "olora":
         q, r = torch.linalg.qr(w)
         return r[..., :rank, :].contiguous(), q[..., :rank].contiguous()
@@ -216,7 +199,6 @@ class Components(InputStatistics):
         n = len(x)
         if n < self.count:
             return
-        check_finite("with init_data the inputs of a layer are", x)
         x = x.to(compute_dtype(x.dtype))
         mean, total = x.mean(0), self._seen + n
         centered = x - mean
@@ -254,8 +236,8 @@ class Components(InputStatistics):
         least = values[0] * torch.finfo(values.dtype).eps * found.shape[-1]
         if (varying := int((values > least).sum())) < rank:
             raise ConfigError(
-                f"init_options={{'whiten': True}}: only {varying} of {rank} principal components "
-                f"vary. Write more batches, r={max(varying, 1)}, or 'whiten': False."
+                f"init_options={{'whiten': True}}: only {varying} of {rank} components vary. Write "
+                f"more batches, r={max(varying, 1)}, or 'whiten': False."
             )
         return found / values.sqrt().unsqueeze(-1)
 
@@ -282,7 +264,6 @@ class Covariance(InputStatistics):
         """Add a batch."""
         if not len(x):
             return
-        check_finite("with init_data the inputs of a layer are", x)
         x = x.to(compute_dtype(x.dtype))
         x = x / x.max().abs()
         own = x.mT @ x  # [d_in, d_in]
@@ -299,9 +280,8 @@ class Covariance(InputStatistics):
             keeps_knowledge: whether they are of the last components.
 
         Raises:
-            ConfigError: there was no batch, or its values or the weight are not finite.
+            ConfigError: there was no batch, or its values are not finite.
         """
-        check_finite("init_weights='corda': the weight is", w)
         if self.matrix is None or not bool(self.matrix.isfinite().all()):
             raise ConfigError(
                 "init_weights='corda': the inputs of a layer are missing or not finite. Write "
@@ -330,12 +310,9 @@ def sites_of(config: LowRankConfig, anatomy: Anatomy) -> list[Site]:
     sites = [placement.site for placement in config.placements(anatomy)]
     for site in sites:
         if site.output_slice is not None or site.is_only_read or site.kind == "embedding":
-            instead = f"target_modules={[site.path.rpartition('.')[2]]!r}, or leave the layer out"
-            if site.is_only_read:
-                instead = "init_weights='lora', or leave the parameter out"
             raise ConfigError(
                 f"init_weights={config.init_weights!r} at {site.name!r}: it is for whole linear "
-                f"layers. Write {instead}."
+                f"layers. Write target_modules=[…] with names of such, or init_weights='lora'."
             )
     return sites
 
@@ -383,8 +360,8 @@ class EvaPlan(InputPlan):
         for path, own in self._components.items():
             if own.components is None:
                 raise ConfigError(
-                    f"init_weights='eva' at {path!r}: no batch brought it {own.count} tokens, as "
-                    f"many as components are needed. Write larger batches in init_data."
+                    f"init_weights='eva' at {path!r}: no batch brought it {own.count} tokens, one "
+                    f"for each component. Write larger batches in init_data."
                 )
 
     def changes(self) -> dict[str, Any]:

@@ -121,10 +121,6 @@ class VeraConfig(ProjectedConfig):
 
     save_projection: bool = field(True, ours=True)
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
-        """Return a new adapter for the site."""
-        return Vera(self, site, device, dtype)
-
 
 @method_config("dvora")
 class DvoRAConfig(ProjectedConfig):
@@ -138,10 +134,6 @@ class DvoRAConfig(ProjectedConfig):
     def gradients_are_exact(self) -> bool:
         """The paper's treat the norm as a constant (§4.3)."""
         return self.convention == "adapterhub"
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DvoRA:
-        """Return a new adapter for the site; `init_from_layer` gives it its magnitudes."""
-        return DvoRA(self, site, device, dtype)
 
 
 class Projections(nn.Module):
@@ -212,8 +204,8 @@ class Projected(WeightAdapter):
         check_site(config, site, "dropout")
         if self.dense and site.is_only_read:
             raise ConfigError(
-                f"{type(config).__name__}(convention='adapterhub') at {site.path!r}: the module "
-                f"computes with its parameters. Write convention='paper'."
+                f"{type(config).__name__}(convention='adapterhub') at {site.path!r}: it is only "
+                f"for layers that are called. Write convention='paper'."
             )
         dtype = dtype_named(config.dtype, dtype)
         lead = (site.experts,) if site.experts else ()
@@ -293,6 +285,9 @@ class Vera(Projected):
         return a, self.scaling * b
 
 
+VeraConfig.adapter_class = Vera
+
+
 class DvoRA(Magnitudes, Projected):
     """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
 
@@ -328,3 +323,6 @@ class DvoRA(Magnitudes, Projected):
         """Return whether they are of the same dtypes, dropout and convention, without experts."""
         kinds = {(a.lambda_d.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.m.dim() > 1 for a in adapters)
+
+
+DvoRAConfig.adapter_class = DvoRA

@@ -19,7 +19,7 @@ Cannot do: embeddings and convolutions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Site
 from adapterzoo.config import method_config
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
 from adapterzoo.methods._peft import only_native, row_numbers
@@ -52,10 +51,6 @@ class LoHaConfig(LycorisConfig):
     def starts_as_identity(self) -> bool:
         """Whether w2_b starts as zero."""
         return self.init_weights
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoHa:
-        """Return a new adapter for the site."""
-        return LoHa(self, site, device, dtype)
 
 
 class LoHa(Lycoris):
@@ -129,25 +124,13 @@ class LoHa(Lycoris):
         update = linear(x.to(w.dtype), w if kept is None else w * kept[:, None])  # [*batch, d_out]
         return torch.add(y, update.to(y.dtype), alpha=self.scaling)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of one dtype, and all act as updates of rank r²."""
-        dtypes = {a.hada_w1_a.dtype for a in adapters}
-        return len(dtypes) == 1 and all(a.is_low_rank and a.hada_w1_a.dim() == 2 for a in adapters)
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
-        factors = [adapter.factors() for adapter in adapters]
-        a, b = [a for a, _ in factors], [b for _, b in factors]
-        return grouped_low_rank(base(x), x, a, b, [each.scaling for each in adapters], groups)
-
     def extra_repr(self) -> str:
         """Return widths, rank and scaling."""
         rank = self.hada_w1_a.shape[-1]
         return f"d_in={self.d_in}, d_out={self.d_out}, rank={rank}, scaling={self.scaling:g}"
+
+
+LoHaConfig.adapter_class = LoHa
 
 
 def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:

@@ -26,13 +26,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import FLAG, MAX_WIDTH, Choice, Either, Range, field, method_config
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._parts import features, restored, taken
 from adapterzoo.methods._peft import ours
 from adapterzoo.spelling import spelled
 
@@ -63,10 +62,6 @@ class LoKrConfig(LycorisConfig):
     def starts_as_identity(self) -> bool:
         """Whether a matrix starts as zero."""
         return self.init_weights is not False
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoKr:
-        """Return a new adapter for the site."""
-        return LoKr(self, site, device, dtype)
 
 
 class LoKr(Lycoris):
@@ -149,44 +144,20 @@ class LoKr(Lycoris):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
-        w1, w2 = ([t.unsqueeze(0) for t in side] for side in self.sides())
-        wide = x.to(w1[0].dtype).reshape(1, -1, self.d_in)  # [1, tokens, d_in]
+        w1, w2 = self.sides()
+        wide = x.to(w1[0].dtype).reshape(-1, self.d_in)  # [tokens, d_in]
         update = times_kronecker(wide, w1, w2).reshape(y.shape)  # [*batch, d_out]
         kept = self.kept_rows(update)
         update = update if kept is None else update * kept
         return torch.add(y, update.to(y.dtype), alpha=self.scaling)
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether their parameters have the same names, shapes and dtype, and no experts."""
-        tensors = [(a.names, [t for side in a.sides() for t in side]) for a in adapters]
-        kinds = {(names, tuple((t.shape, t.dtype) for t in own)) for names, own in tensors}
-        return len(kinds) == 1 and all(t.dim() == 2 for t in tensors[0][1])
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
-        y = base(x)  # [rows, *tokens, d_out]
-        sides = zip(*(adapter.sides() for adapter in adapters), strict=True)
-        w1, w2 = ([taken(own, groups) for own in zip(*side, strict=True)] for side in sides)
-        wide = x.to(w1[0].dtype).reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
-        update = times_kronecker(wide, w1, w2).reshape(y.shape)  # [rows, *tokens, d_out]
-        scaling = tuple(adapter.scaling for adapter in adapters)
-        scales = groups.row_scales(scaling, y.device, update.dtype)  # [rows]
-        update = update * scales.view(-1, *(1 for _ in y.shape[1:]))
-        kept = [adapter.kept_rows(update) for adapter in adapters]
-        if any(rows is not None for rows in kept):
-            ones = update.new_ones(y.shape[-1])
-            masks = [ones if rows is None else rows for rows in kept]
-            update = update * features(masks, groups, y.dim())
-        return restored(y + update.to(y.dtype), y, groups)
-
     def extra_repr(self) -> str:
         """Return widths, shapes of the matrices, and scaling."""
         shapes = ", ".join(f"{n[5:]}={list(getattr(self, n).shape)}" for n in self.names)
         return f"d_in={self.d_in}, d_out={self.d_out}, {shapes}, scaling={self.scaling:g}"
+
+
+LoKrConfig.adapter_class = LoKr
 
 
 def divided(width: int, factor: int) -> tuple[int, int]:
@@ -218,33 +189,30 @@ def times_kronecker(x: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor]) -> Te
     """Return (w1 ⊗ w2) x, by the cheaper of the two orders.
 
     Args:
-        x: `[rows, tokens, m n]`.
-        w1: `[rows, p, m]`, or two matrices with that product.
-        w2: `[rows, q, n]`, or two matrices with that product.
+        x: `[tokens, m n]`.
+        w1: `[p, m]`, or two matrices with that product.
+        w2: `[q, n]`, or two matrices with that product.
 
     Returns:
-        `[rows, tokens, p q]`.
+        `[tokens, p q]`.
     """
-    rows, tokens = x.shape[:2]
-    p, q, m, n = w1[0].shape[1], w2[0].shape[1], w1[-1].shape[2], w2[-1].shape[2]
-    left, right = (sum(math.prod(t.shape[1:]) for t in matrices) for matrices in (w1, w2))
-    parts = x.reshape(rows, tokens, m, n)
+    p, q, m, n = w1[0].shape[0], w2[0].shape[0], w1[-1].shape[1], w2[-1].shape[1]
+    left, right = (sum(t.numel() for t in matrices) for matrices in (w1, w2))
+    parts = x.reshape(-1, m, n)
     if m * right + q * left <= n * left + p * right:
-        parts = _times(parts, w2)  # [rows, tokens, m, q]
-        parts = _times(parts.mT, w1).mT  # [rows, tokens, p, q]
+        parts = _times(parts, w2)  # [tokens, m, q]
+        parts = _times(parts.mT, w1).mT  # [tokens, p, q]
     else:
-        parts = _times(parts.mT, w1).mT  # [rows, tokens, p, n]
-        parts = _times(parts, w2)  # [rows, tokens, p, q]
-    return parts.reshape(rows, tokens, p * q)
+        parts = _times(parts.mT, w1).mT  # [tokens, p, n]
+        parts = _times(parts, w2)  # [tokens, p, q]
+    return parts.reshape(-1, p * q)
 
 
 def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return parts wᵀ, `[rows, tokens, count, d]` → `[rows, tokens, count, e]`."""
-    rows, tokens, count, d = parts.shape
-    flat = parts.reshape(rows, tokens * count, d)
+    """Return parts wᵀ, `[tokens, count, d]` → `[tokens, count, e]`."""
     for matrix in reversed(matrices):
-        flat = flat @ matrix.mT  # [rows, tokens · count, r or e]
-    return flat.reshape(rows, tokens, count, flat.shape[-1])
+        parts = linear(parts, matrix)  # [tokens, count, r or e]
+    return parts
 
 
 # each of w1 and w2 is one matrix or two

@@ -14,13 +14,12 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Site
 from adapterzoo.config import (
     FACTOR,
     SEED,
     AdapterConfig,
     Check,
-    Placement,
     Share,
     config_class,
     field,
@@ -34,7 +33,6 @@ from adapterzoo.methods._targets import (
     SIZES,
     TargetedConfig,
     check_site,
-    check_size_keys,
     refuse_larger,
     rescaled,
 )
@@ -82,16 +80,6 @@ class LycorisConfig(TargetedConfig):
     rank_dropout: float = field(0.0, Share())
     module_dropout: float = field(0.0, Share())
     use_effective_conv2d: bool = field(False, _Off())
-
-    def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each layer that the config names.
-
-        Raises:
-            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
-        """
-        placements = super().placements(anatomy)
-        check_size_keys(self, placements, anatomy)
-        return placements
 
     @property
     def slot_fields(self) -> frozenset[str]:

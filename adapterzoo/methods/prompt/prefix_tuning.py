@@ -119,8 +119,8 @@ class PrefixTuningConfig(ConfigWithCopies):
         if anatomy.unreachable or not anatomy.attentions:
             why = anatomy.unreachable or anatomy.reason or "it has no attention"
             raise SiteError(
-                f"{type(self).__name__}: this model's attention cannot be given keys and values "
-                f"({why}). Use a method at layers, such as LoRAConfig()."
+                f"{type(self).__name__}: this model's attention takes no keys and values ({why}). "
+                f"Write a method at layers, such as LoRAConfig()."
             )
         wanted = {"cross_prefix": self.cross_prefix, "encoder_prefix": self.encoder_prefix}
         found = list[Placement]()
@@ -131,15 +131,14 @@ class PrefixTuningConfig(ConfigWithCopies):
         found = by_tower(found)
         if not found:
             raise SiteError(
-                f"{type(self).__name__}(leave_out={list(self.leave_out)!r}): no attention is left. "
-                f"The model has blocks 0 to {len(anatomy.blocks) - 1}. Write a shorter leave_out."
+                f"{type(self).__name__}: leave_out leaves no attention in {len(anatomy.blocks)} "
+                f"blocks. Write a shorter leave_out."
             )
         stacks = {p.site.stack for p in found if not p.site.cross and self.positions == "shifted"}
         for stack in stacks & anatomy.unmovable.keys():
             raise SiteError(
-                f"{type(self).__name__}(positions='shifted'): the tokens of {stack!r} cannot be "
-                f"given other positions: {anatomy.unmovable[stack]}. Write positions='kept', "
-                f"unlike PEFT's."
+                f"{type(self).__name__}(positions='shifted'): the positions in {stack!r} cannot "
+                f"change: {anatomy.unmovable[stack]}. Write positions='kept'."
             )
         moved = [site for site in anatomy.positions if site.stack in stacks]
         return found + [Placement(site, self, "positions") for site in moved]

@@ -87,9 +87,8 @@ class PromptTuningConfig(ConfigWithCopies):
         super().__post_init__()
         if self.prompt_init == "from_string" and not self.prompt_init_text:
             raise ConfigError(
-                f"PromptTuningConfig(prompt_init='from_string'): prompt_init_text="
-                f"{self.prompt_init_text!r} is not a text. Write prompt_init_text='Classify the "
-                f"review:'."
+                "PromptTuningConfig(prompt_init='from_string'): there is no text. Write "
+                "prompt_init_text='Classify the review:'."
             )
 
     @property
@@ -120,9 +119,8 @@ class PromptTuningConfig(ConfigWithCopies):
         legal = tokens.positions
         if joins == "inputs" and legal is not None and self.prompt_length >= legal:
             raise ConfigError(
-                f"PromptTuningConfig(prompt_length={self.prompt_length}): the model has positions "
-                f"for {legal} tokens. Write prompt_length={legal - 1} or less, or "
-                f"joins='embeddings'."
+                f"PromptTuningConfig(prompt_length={self.prompt_length}): the model has {legal} "
+                f"positions. Write prompt_length={legal - 1} or less, or joins='embeddings'."
             )
         return [Placement(site, self, "prompt")]
 
@@ -135,14 +133,7 @@ class PromptTuningConfig(ConfigWithCopies):
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
         """Take the embeddings of the text."""
         if self.prompt_init == "from_string":
-            text = cast("str", self.prompt_init_text)
-            try:
-                rows = embedded(text)  # [tokens, d]
-            except ConfigError as error:
-                raise ConfigError(
-                    f"PromptTuningConfig(prompt_init_text={text!r}): {error}"
-                ) from error
-            cast("Prompt", shared).start_from(rows)
+            cast("Prompt", shared).start_from(embedded(self.prompt_init_text or ""))
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PromptTuning:
         """Return the adapter that inserts the rows."""
@@ -171,19 +162,9 @@ class Prompt(Contained):
         self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
 
     def start_from(self, rows: Tensor) -> None:
-        """Copy rows `[any, d]` into E, repeated if they are fewer than P.
-
-        Raises:
-            ConfigError: there are none, or they have another width.
-        """
-        length, width = self.prompt_embedding.shape
-        if not len(rows) or rows.shape[1] != width:
-            raise ConfigError(
-                f"the text has embeddings {list(rows.shape)}, and the prompt is "
-                f"{[length, width]}. Write prompt_init='random_uniform'."
-            )
+        """Copy rows `[any, d]` into E, repeated if they are fewer than P."""
         with torch.no_grad():
-            steps = torch.arange(length, device=rows.device) % len(rows)
+            steps = torch.arange(len(self.prompt_embedding), device=rows.device) % len(rows)
             self.prompt_embedding.copy_(rows[steps])
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,11 +25,9 @@ from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley, cayley_fold
-from adapterzoo.kernels.compose import compose, compose_reference
-from adapterzoo.kernels.grouped import Groups
+from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from adapterzoo.methods._parts import features, restored
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig, check_site
 from adapterzoo.peft_arguments import PeftArguments
@@ -75,8 +72,8 @@ class BOFTConfig(TargetedConfig):
         if (b := self.boft_block_size) and (n := self.boft_block_num):
             kind = type(self).__name__
             raise ConfigError(
-                f"{kind}(boft_block_size={b}, boft_block_num={n}): one follows from the other "
-                f"at each layer. Write {kind}(boft_block_size={b})."
+                f"{kind}(boft_block_size={b}, boft_block_num={n}): one follows from the other. "
+                f"Write {kind}(boft_block_size={b})."
             )
 
     def block_size_at(self, site: Site) -> int:
@@ -92,22 +89,16 @@ class BOFTConfig(TargetedConfig):
             return legal[asked]
         near = nearest([*legal], asked)
         kind, field = type(self).__name__, f"boft_block_{'num' if num else 'size'}"
-        rule = "into blocks b > 1, even for m > 1, with b · 2^(m−1) dividing it too "
+        hint = f"{field}={near[-1]}" if near else "boft_n_butterfly_factor=1"
         raise ConfigError(
-            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): {field}={asked} does not "
-            f"divide d_in={d_in} {'' if d_in % asked else rule}at {site.path!r}; "
-            + (f"legal near it: {near}. Write {kind}({field}={near[-1]})." if near else "")
-            + ("" if near else "nothing does. Write boft_n_butterfly_factor=1 or exclude_modules.")
+            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): not legal for d_in={d_in} at "
+            f"{site.path!r}; near it are {near}. Write {kind}({hint})."
         )
 
     @property
     def starts_as_identity(self) -> bool:
         """Whether R starts as zero and the scale as one."""
         return self.init_weights
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BOFT:
-        """Return a fresh adapter for the site."""
-        return BOFT(self, site, device, dtype)
 
 
 class BOFT(Rotating):
@@ -150,24 +141,6 @@ class BOFT(Rotating):
         y = base(in_layout_of(rotated(x, Q), x, Q))  # [*batch, d_out]
         return compose(y, gain, base.bias)  # [*batch, d_out]
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether their rotations have one shape, dtype and dropout, and no experts."""
-        kinds = {(a.boft_R.dtype, a.boft_R.shape, a.dropout, a.boft_s.dtype) for a in adapters}
-        return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Apply to each row its rotation and scale. `x` `[rows, *tokens, d_in]`."""
-        if not groups.rows:
-            return base(x)
-        y = base(cls.rotated_rows(adapters, groups, x))  # [rows, *tokens, d_out]
-        scales = [a.boft_s.squeeze(-1).to(compute_dtype(x.dtype)) for a in adapters]
-        gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
-        return restored(compose_reference(y, gain, base.bias), y, groups)
-
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""
         return {"boft_s": torch.ones_like(self.boft_s)}
@@ -192,6 +165,9 @@ class BOFT(Rotating):
         """Return widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
+
+
+BOFTConfig.adapter_class = BOFT
 
 
 _ARGUMENTS = PeftArguments(

@@ -19,18 +19,27 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import FLAG, MAX_WIDTH, SEED, Positive, Range, Share, field, method_config
+from adapterzoo.config import (
+    FLAG,
+    MAX_WIDTH,
+    SEED,
+    Positive,
+    Range,
+    Share,
+    field,
+    method_config,
+    without_idle,
+)
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
@@ -74,9 +83,9 @@ class OFTConfig(TargetedConfig):
     oft_block_size: int = field(32, Range(0, MAX_WIDTH))
     block_share: bool = False
     use_cayley_neumann: bool = True
-    num_cayley_neumann_terms: int = field(5, TERMS)
+    num_cayley_neumann_terms: int = field(5, TERMS, needs="use_cayley_neumann=True")
     coft: bool = False
-    eps: float = field(6e-5, Positive())
+    eps: float = field(6e-5, Positive(), needs="coft=True")
     module_dropout: float = field(0.0, Share())
     init_weights: bool = True
     init_weights_seed: int | None = field(None, SEED)
@@ -86,25 +95,16 @@ class OFTConfig(TargetedConfig):
         """Check every field.
 
         Raises:
-            ConfigError: a value is not legal, or has no effect.
+            ConfigError: a value is not legal.
         """
         super().__post_init__()
         r, b, kind = self.r, self.oft_block_size, type(self).__name__
         if bool(r) == bool(b):
-            why = "one follows from the other at each layer" if r else "nothing says how large"
             hint = f"r={r}, oft_block_size=0" if r else "oft_block_size=32"
             raise ConfigError(
-                f"{kind}(r={r}, oft_block_size={b}): {why} the blocks are. Write {kind}({hint})."
+                f"{kind}(r={r}, oft_block_size={b}): one of them, and only one, says how large the "
+                f"blocks are. Write {kind}({hint})."
             )
-        for name, default, flag in (
-            ("num_cayley_neumann_terms", 5, "use_cayley_neumann"),
-            ("eps", 6e-5, "coft"),
-        ):
-            if (value := getattr(self, name)) != default and not getattr(self, flag):
-                raise ConfigError(
-                    f"{kind}({name}={value}): has an effect only with {flag}=True. Write "
-                    f"{name}={default}."
-                )
 
     @property
     def gradients_are_exact(self) -> bool:
@@ -122,14 +122,11 @@ class OFTConfig(TargetedConfig):
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
         if asked not in legal:
             near = nearest([*legal], asked)
-            hint = f"exclude_modules=[{site.path!r}]"
-            if near:
-                size = ", oft_block_size=0" if self.r else ""
-                hint = f"{type(self).__name__}({name}={near[-1]}{size})"
+            rest = ", oft_block_size=0" if self.r else ""
+            hint = f"{name}={near[-1]}{rest}" if near else f"exclude_modules=[{site.path!r}]"
             raise ConfigError(
-                f"{type(self).__name__}({name}={asked}): {name}={asked} does not divide the "
-                f"{width} features at {site.path!r} into blocks of at least 2; legal near it: "
-                f"{near}. Write {hint}."
+                f"{type(self).__name__}({name}={asked}): not legal for {width} features at "
+                f"{site.path!r}; near it are {near}. Write {type(self).__name__}({hint})."
             )
         terms = self.num_cayley_neumann_terms if self.use_cayley_neumann else 0
         return Blocks(legal[asked], width // legal[asked], terms, self.eps if self.coft else None)
@@ -138,10 +135,6 @@ class OFTConfig(TargetedConfig):
     def starts_as_identity(self) -> bool:
         """Whether S starts as zero."""
         return self.init_weights
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> OFT:
-        """Return a fresh adapter for the site."""
-        return OFT(self, site, device, dtype)
 
 
 class Blocks(NamedTuple):
@@ -282,21 +275,6 @@ class OFT(Rotating):
         Q = self.rotation(x)
         return base(in_layout_of(rotated(x, Q), x, Q))
 
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether their rotations have one shape, rule, dtype and dropout."""
-        kinds = {(a.oft_R.dtype, a.oft_R.shape, a.dropout, a.blocks) for a in adapters}
-        return len(kinds) == 1 and adapters[0].oft_R.dim() == 2 and not adapters[0].looks_up
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Rotate each row by its adapter. `x` `[rows, *tokens, d_in]`."""
-        if not groups.rows:
-            return base(x)
-        return base(cls.rotated_rows(adapters, groups, x))
-
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
         """Return the rotations of the blocks, folded where that is faster."""
         return self.blocks.folded(self.oft_R, dropout, dtype)
@@ -318,7 +296,7 @@ class OFT(Rotating):
         return f"features={b * number}, blocks={number}, block_size={b}"
 
 
-TERMS = Range(2, 64)
+OFTConfig.adapter_class = OFT
 
 
 _ARGUMENTS = PeftArguments(
@@ -366,13 +344,8 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     # a tensor has b (b - 1) / 2 numbers for each block of b features
     b = (1 + math.isqrt(1 + 8 * layer.tensors["oft_R"].shape[-1])) // 2
     number = rotated_features(layer.site) // b
-    r = number if fields.pop("r") > 0 else 0
-    # without their flags they have no effect
-    if not fields["use_cayley_neumann"]:
-        del fields["num_cayley_neumann_terms"]
-    if not fields["coft"]:
-        del fields["eps"]
-    return {**fields, "r": r, "oft_block_size": 0 if r else b}
+    r = number if fields["r"] > 0 else 0
+    return {**without_idle(OFTConfig, fields), "r": r, "oft_block_size": 0 if r else b}
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:

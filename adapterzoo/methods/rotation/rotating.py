@@ -5,16 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from adapterzoo.caches import cached
 from adapterzoo.contracts import WeightAdapter, compute_dtype
-from adapterzoo.kernels.butterfly import in_layout_of, rotated
-from adapterzoo.kernels.grouped import Groups
-from adapterzoo.methods._parts import restored, taken
 
 
 class Rotating(WeightAdapter):
@@ -43,13 +39,6 @@ class Rotating(WeightAdapter):
         dtype = compute_dtype(x.dtype)
         make = partial(self.folded, self.dropout if self.training else 0.0, dtype)
         return cached(self, make, partial(list, self.parameters()), dtype)
-
-    @classmethod
-    def rotated_rows(cls, adapters: Sequence[Self], groups: Groups, x: Tensor) -> Tensor:
-        """Return the rows `[rows, *tokens, d_in]`, each rotated by its adapter, if it has one."""
-        # each row has its own rotation, as each expert has in other layers
-        Q = taken([a.rotation(x) for a in adapters], groups)  # [rows, 1, chunks, width, width]
-        return in_layout_of(restored(rotated(x, Q), x, groups), x, Q)
 
 
 @cache

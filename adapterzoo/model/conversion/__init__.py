@@ -26,7 +26,7 @@ from adapterzoo.config import MAX_WIDTH, AdapterConfig, Maybe, Range, change_for
 from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
 from adapterzoo.inject.building import at_hand, inject_path, layer_at
-from adapterzoo.inject.layers import take_slice
+from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, stores_transposed, take_slice
 from adapterzoo.methods import undrawn
 from adapterzoo.model.activation import make_plan, refuse_merged, refuse_taken
 from adapterzoo.model.adapters import bring_in, make
@@ -186,7 +186,7 @@ def add_changes(
                 f"the adapter changes {key!r}, which is not the weight of a layer that can have "
                 f"adapters. Write peft_model.merge_and_unload() instead."
             )
-        transposed = inject.stores_transposed(layer_at(backbone, path))
+        transposed = stores_transposed(layer_at(backbone, path))
         changes.append(Change(path, None, value.mT if transposed else value))
     made, layers = _made(
         model, form.at_layers([change.path for change in changes]), lambda: changes, size
@@ -209,7 +209,7 @@ def _refuse_other(model: AdaptedModel, name: str) -> None:
     for path, adapter in modules_of(model, name):
         parts = (part for part in adapter.modules() if isinstance(part, Adapter))
         for part in parts if path else ():
-            is_change = isinstance(part, WeightAdapter | inject.ExpertAdapters)
+            is_change = isinstance(part, WeightAdapter | ExpertAdapters)
             keeps = isinstance(part, WeightAdapter) and part.keeps_weight
             if not is_change or part.stands_alone or keeps:
                 raise StateError(
@@ -322,11 +322,11 @@ def _leaves(
     adapter: Adapter,
 ) -> Iterator[tuple[str | None, OutputSlice | None, FactoredAdapter]]:
     """Yield the adapters of one place: the parameter, the part of its features, the adapter."""
-    if isinstance(adapter, inject.ExpertAdapters):
+    if isinstance(adapter, ExpertAdapters):
         for parameter, parts in adapter._modules.items():
             for _, features, leaf in _leaves(cast("Adapter", parts)):
                 yield parameter, features, leaf
-    elif isinstance(adapter, inject.FusedAdapters):
+    elif isinstance(adapter, FusedAdapters):
         for label, features in adapter.slices.items():
             yield None, features, cast("FactoredAdapter", adapter._modules[label])
     else:

@@ -38,8 +38,9 @@ from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import StateError, listing
 from adapterzoo.formats.peft.reading import exactly
+from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
-from adapterzoo.inject.quantized import packing_of
+from adapterzoo.inject.layers import packing_of
 from adapterzoo.methods.copies import ROWS, Table
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
@@ -98,7 +99,7 @@ def _layers(
     module: nn.Module, path: str, shared: set[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
     module = unwrapped(module)
-    if isinstance(module, inject.AdapterDict) or id(module) in seen:
+    if isinstance(module, AdapterDict) or id(module) in seen:
         return
     seen.add(id(module))
     own = [t for _, t in _tensors(module) if id(t) not in shared]
@@ -166,16 +167,16 @@ def outside(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
-    if isinstance(layer, inject.Adapted):
+    if isinstance(layer, Adapted):
         # leave out the other copies, and share the link to the model
-        memo = {id(layer._link): layer._link, id(layer._modules[_HELD]): inject.AdapterDict()}
+        memo = {id(layer._link): layer._link, id(layer._modules[_HELD]): AdapterDict()}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
         # accelerate's hooks on the layer run around its copies, too
         vars(twin).pop(hook, None)
-    if isinstance(twin, inject.Adapted):
-        inject.discard(twin)
+    if isinstance(twin, Adapted):
+        discard(twin)
     return twin
 
 
@@ -218,7 +219,7 @@ def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
     if owner is None:
         return {}
     paths = model._adapter_state.copies.get(owner, ())
-    return {path: inject.adapters_of(_layer(model, path))[owner] for path in paths}
+    return {path: adapters_of(_layer(model, path))[owner] for path in paths}
 
 
 def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
@@ -486,7 +487,7 @@ def row_steps(
 
 
 def _adapters_at(layer: nn.Module | None) -> Mapping[str, Any]:
-    return inject.adapters_of(layer) if isinstance(layer, inject.Adapted) else {}
+    return adapters_of(layer) if isinstance(layer, Adapted) else {}
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
@@ -515,7 +516,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
     """Return the table of an adapter; None if it has none or the adapter is unknown."""
     for path in tables_of(model, name):
-        found = inject.adapters_of(layer_at(model._backbone, path))
+        found = adapters_of(layer_at(model._backbone, path))
         return cast("nn.Parameter", cast("Table", found[name]).table.weight)
     return None
 
@@ -552,7 +553,7 @@ def ties(model: AdaptedModel) -> dict[str, str]:
             keyed += ((f"{path}.{n}", p) for n, p in module._parameters.items() if p is not None)
     for path, name in state.outputs:
         rows = _adapters_at(_module_at(whole, path))[name]
-        keyed += rows.named_parameters(f"{path}.{inject.container_of(rows)}.{name}")
+        keyed += rows.named_parameters(f"{path}.{container_of(rows)}.{name}")
     names = shared_with_heads(model)
     sources = ((key, names.setdefault(id(parameter), key)) for key, parameter in keyed)
     return {key: source for key, source in sources if source != key}

@@ -27,6 +27,7 @@ from adapterzoo.errors import (
     unknown_name,
 )
 from adapterzoo.heads import Pooling, PredictionHead, head_types
+from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.hf.backbone import pad_and_eos
 from adapterzoo.model.hf.task_classes import text_config
@@ -237,7 +238,7 @@ def _with_prompts(
                 f"not count the tokens that an active adapter adds. Activate another head."
             )
     read = labels.pop("input_ids", None)
-    call = inject.recorded(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
+    call = recorded_call(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
     with call as (_, given):
         wide = {name: given[name] for name in given if name not in labels}
         for name in labels:

@@ -15,7 +15,7 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo.composition import Composition
 from adapterzoo.errors import names_call, naming
 from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model import batches
 from adapterzoo.model.averaging import average_head
 from adapterzoo.model.batches import RowNames, TaskIds

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.inject.adapted import set_class
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import unregister
 from adapterzoo.model.adapters import remove_all
@@ -56,7 +56,7 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
     unregister(model)
     disown(model)
     del model._adapter_state, model._active
-    inject.set_class(model, plain)
+    set_class(model, plain)
     return model
 
 

@@ -26,7 +26,7 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import OWN_OUTPUT, Checkpoint
 from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig, labels_from
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
 from adapterzoo.model.hf.backbone import describe, ties_output

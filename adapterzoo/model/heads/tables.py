@@ -22,7 +22,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.anatomy import Site, without_wrappers
 from adapterzoo.composition import Composition
 from adapterzoo.config import MultiTaskConfig, Placement, architectures
@@ -36,8 +35,9 @@ from adapterzoo.errors import (
     unknown_name,
 )
 from adapterzoo.formats.fit import digest
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import blank_copy, device_of, layer_at
-from adapterzoo.inject.quantized import packing_of
+from adapterzoo.inject.layers import packing_of
 from adapterzoo.methods.copies import Table, TokenRows
 from adapterzoo.model.activation import (
     check_setup,
@@ -194,12 +194,12 @@ def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
     _exchange(model, name)
 
 
-def store_of(model: AdaptedModel) -> inject.AdapterDict:
+def store_of(model: AdaptedModel) -> AdapterDict:
     """Return the container of the embeddings that are not active, made when missing."""
     modules = cast("nn.Module", model)._modules
     if _STORE not in modules:
-        modules[_STORE] = inject.AdapterDict()
-    return cast("inject.AdapterDict", modules[_STORE])
+        modules[_STORE] = AdapterDict()
+    return cast("AdapterDict", modules[_STORE])
 
 
 def delete(model: AdaptedModel, name: str) -> None:

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from adapterzoo import inject
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import StateError, naming
-from adapterzoo.inject import set_class
+from adapterzoo.inject.adapted import positions_of, set_class
+from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.interface import FILE
 from adapterzoo.model import batches
 from adapterzoo.model.adapterhub.config import AdaptersConfig
@@ -153,7 +153,7 @@ def _make_named(
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
         "head_types": HeadTypes(),
-        "input_names": inject.positions_of(backbone.forward),
+        "input_names": positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
@@ -194,7 +194,7 @@ def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Call
         on_base: whether it is a method of the base model's class.
         one_head: whether it does not use heads.
     """
-    positions = inject.positions_of(plain)
+    positions = positions_of(plain)
 
     @functools.wraps(plain)
     def method(
@@ -228,7 +228,7 @@ def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Call
         with_head = self._backbone is not self
         if with_head and plan.prompts is None:
             return plain(model, *args, **kwargs)
-        call = inject.recorded(self, positions, self._active, "", args, kwargs, with_head)
+        call = recorded_call(self, positions, self._active, "", args, kwargs, with_head)
         with call as (given, named):
             return plain(model, *given, **named)
 
@@ -452,8 +452,9 @@ def load_model(
     """
     if not issubclass(model_class, PreTrainedModel):
         # a class such as AutoAdapterModel chooses that of the model
-        chosen = cast("Any", model_class).from_pretrained(path, **kwargs)
-        return cast("M", init(chosen, interface=interface))
+        loaded = cast("Any", model_class).from_pretrained(path, **kwargs)
+        init(loaded[0] if kwargs.get("output_loading_info") else loaded, interface=interface)
+        return cast("M", loaded)
     if interface is None and (adapter := adapter_folders.find(path, kwargs)) is not None:
         load = functools.partial(load_model, model_class=model_class)
         return cast("M", adapter_folders.load(adapter, load, kwargs))

@@ -13,12 +13,11 @@ from adapterzoo.anatomy.tree import below
 from adapterzoo.caches import CACHES, cached_tokens, values_kept
 from adapterzoo.call import Generation
 from adapterzoo.errors import StateError, listing, names_call
-from adapterzoo.inject import positions_of
-from adapterzoo.inject.tokens import check_positions
+from adapterzoo.inject.adapted import positions_of
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.heads.named import check_generation
-from adapterzoo.model.state import anatomy_of, backbone_of
+from adapterzoo.model.state import anatomy_of
 
 from .hosts import refuse_names, refuse_other_than_default, watch
 
@@ -73,7 +72,6 @@ class GeneratesWithAdapters:
         drafting = [each for each in drafting if isinstance(each, GeneratesWithAdapters)]
         for each in drafting:
             _check_added_tokens(each, given)
-        _check_positions(model, given)
         with ExitStack() as records, values_kept():
             for each in {id(each): each for each in drafting}.values():
                 record = _record(each, given if each is model else {})
@@ -234,23 +232,6 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
             f"ones are too many: the model has positions for {legal}. Write "
             f"max_new_tokens={max(legal + 1 - added - own, 0)} or less."
         )
-
-
-def _check_positions(model: Any, given: Mapping[str, Any]) -> None:
-    """Check that adapters leave a position for each token of the sequences.
-
-    Raises:
-        StateError: the sequences get too long.
-    """
-    plan = model._active.plan
-    tokens = anatomy_of(model).tokens if plan.sites else None
-    length = _length(model, given)
-    if length is None or tokens is None or tokens.is_encoder or tokens.positions is None:
-        return
-    own, new = length
-    mask = given.get("attention_mask")
-    longest = own if mask is None or mask.dim() != 2 else int((mask != 0).sum(1).max())
-    check_positions(backbone_of(model), plan, longest + new - 1, tokens.positions)
 
 
 def _option(model: Any, given: Mapping[str, Any], name: str) -> Any:

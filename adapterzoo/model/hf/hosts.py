@@ -18,7 +18,7 @@ from adapterzoo.composition import Composition
 from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, naming
-from adapterzoo.inject import Adapted
+from adapterzoo.inject.adapted import Adapted
 from adapterzoo.inject.building import plain_state
 from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 from adapterzoo.runtime import ActiveState

@@ -25,9 +25,9 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
-from adapterzoo.inject import AdapterDict
+from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import at_hand, is_offloaded, layer_at, plain_modules
-from adapterzoo.inject.quantized import is_quantized
+from adapterzoo.inject.layers import is_quantized
 from adapterzoo.model import sharding
 from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors
@@ -220,7 +220,10 @@ class ModelInfo:
         """Return the named head that equals a static head, of the type "static" if need be."""
         with contextlib.suppress(InexpressibleError):
             return self._from_static(architecture, shapes, label2id, pooler, fields)
-        static = static_head(self._model, architecture, shapes, label2id, fields)
+        try:
+            static = static_head(self._model, architecture, shapes, label2id, fields)
+        except ConfigError as error:
+            raise InexpressibleError(str(error)) from error
         if more := shapes.keys() - static.keys.keys():
             if not lenient:
                 raise InexpressibleError(f"{architecture}: its head has no {listing(sorted(more))}")

@@ -19,8 +19,8 @@ from transformers.utils.hub import cached_file
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import InputPlan, InputStatistics, LayerData, OriginalWeight, WeightPlan
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.inject import quantized
 from adapterzoo.inject.building import layer_at
+from adapterzoo.inject.layers import is_quantized, was_transposed
 from adapterzoo.model.activation import AdapterSetup
 from adapterzoo.model.state import AdaptedModel, base_prefix
 
@@ -161,7 +161,7 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
         ConfigError: no layer is quantized, or the source lacks a weight.
     """
     layers = {path: layer_at(model._backbone, path) for path in plan.shapes}
-    wanted = {path: layer for path, layer in layers.items() if quantized.is_quantized(layer)}
+    wanted = {path: layer for path, layer in layers.items() if is_quantized(layer)}
     if not wanted:
         raise ConfigError(
             f"none of {listing(plan.shapes)} is quantized. Load the base model with "
@@ -196,7 +196,7 @@ def _checked(
         ConfigError: it does not belong to the layer.
     """
     w = read()
-    if quantized.was_transposed(layer):
+    if was_transposed(layer):
         w = w.mT
     is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
     if w.shape != shape or not is_whole:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
-from adapterzoo.inject import set_class
+from adapterzoo.inject.adapted import set_class
 
 _OWNER = "_adapter_owner"
 

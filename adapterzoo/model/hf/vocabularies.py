@@ -21,6 +21,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
+from adapterzoo.inject.adapted import Adapted, adapters_of
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
 from adapterzoo.methods.copies import Table, TokenRows
 from adapterzoo.model.activation import replan
@@ -168,9 +169,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
             layer = layer_at(backbone, path)
-            for adapter in (
-                inject.adapters_of(layer).values() if isinstance(layer, inject.Adapted) else ()
-            ):
+            for adapter in adapters_of(layer).values() if isinstance(layer, Adapted) else ():
                 if isinstance(adapter, CopyAdapter):
                     adapter.layer = copies.fitted(layer, adapter.layer)
         for owner, old in heads.items():
@@ -202,8 +201,8 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
     there = [
         (name, adapter)
         for layer in layers.values()
-        if isinstance(layer, inject.Adapted)
-        for name, adapter in inject.adapters_of(layer).items()
+        if isinstance(layer, Adapted)
+        for name, adapter in adapters_of(layer).items()
     ]
     if large := [n for n, a in there if not isinstance(a, _RESIZED) or isinstance(a, Table)]:
         raise StateError(

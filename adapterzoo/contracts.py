@@ -1,10 +1,15 @@
-"""The contract of an adapter: a function around a layer, which it gets as a `BaseLayer`."""
+"""The two contracts of the library: adapters and heads.
+
+An adapter is a function around a layer, which it gets as a `BaseLayer`; a head is a function of
+hidden states. Both are plain modules that do not depend on models, names, files, devices or each
+other.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import torch
@@ -12,7 +17,6 @@ from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.call import StackCall
-from adapterzoo.errors import StateError
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
@@ -67,10 +71,9 @@ class SharedModules(nn.ModuleDict, Contained):
     container = "shared_parameters"
 
 
+@dataclass(slots=True, unsafe_hash=True)
 class SharedKey:
     """What the layers of an adapter share; one object for all of them.
-
-    Keys are equal if name and number are.
 
     Attributes:
         name: of the adapter.
@@ -78,31 +81,9 @@ class SharedKey:
         module: the one that the layers share; None before the adapter is in a model.
     """
 
-    __slots__ = ("module", "name", "number")
-
-    def __init__(self, name: str = "", number: int | None = None) -> None:
-        """Name what is shared.
-
-        Args:
-            name: of the adapter.
-            number: of the config in a union; None outside of unions.
-        """
-        self.name, self.number = name, number
-        self.module: nn.Module | None = None
-
-    def __repr__(self) -> str:
-        """Show name and number."""
-        return f"SharedKey({self.name!r}, {self.number})"
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether the layers of the same adapter share it."""
-        if not isinstance(other, SharedKey):
-            return False
-        return (self.name, self.number) == (other.name, other.number)
-
-    def __hash__(self) -> int:
-        """Return a hash of name and number."""
-        return hash((self.name, self.number))
+    name: str = ""
+    number: int | None = None
+    module: nn.Module | None = field(default=None, compare=False, repr=False)
 
 
 class Ejectable(nn.Module, ABC):
@@ -234,6 +215,7 @@ class BaseLayer(ABC):
         """The factor of the layer's output, 1 except in the embeddings of some families."""
 
     @property
+    @abstractmethod
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
 
@@ -242,13 +224,13 @@ class BaseLayer(ABC):
         Raises:
             StateError: the layer was called outside of its model.
         """
-        raise StateError("this layer is not in a model, so no call of a model is running.")
 
     @property
+    @abstractmethod
     def is_in_call(self) -> bool:
         """Whether a call of an encoder or decoder is running, so that there is a `call`."""
-        return False
 
+    @abstractmethod
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that `AdapterConfig.shared` made for all layers of the adapter.
 
@@ -258,8 +240,8 @@ class BaseLayer(ABC):
         Raises:
             StateError: the adapter shares nothing, or its layer is not in a model.
         """
-        raise StateError("this layer is not in a model, so its adapter shares nothing.")
 
+    @abstractmethod
     def part(self, path: str) -> Any:
         """Return a module or parameter of the running model, of this replica.
 
@@ -271,26 +253,21 @@ class BaseLayer(ABC):
         Raises:
             StateError: no call is running.
         """
-        raise StateError(f"this layer is not in a model, so there is no {path!r}.")
 
     @property
+    @abstractmethod
     def padding_idx(self) -> int | None:
         """The token of an embedding whose row gets no gradient; None if every row gets one."""
-        return None
 
     @property
+    @abstractmethod
     def is_original(self) -> bool:
         """Whether no earlier adapter acts."""
-        return False
 
     @property
+    @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
-        """The untouched parameters of the whole layer by name, as it stores them.
-
-        Raises:
-            StateError: the layer does not show them.
-        """
-        raise StateError("this layer does not show its parameters.")
+        """The untouched parameters of the whole layer by name, as it stores them."""
 
     @property
     @abstractmethod
@@ -459,13 +436,9 @@ class Adapter(Contained, ABC):
             `[rows, *tokens, d_out]`, each row equal to the output of its adapter on that row.
 
         Raises:
-            StateError: the class does not implement it.
+            NotImplementedError: the class does not implement it.
         """
-        raise StateError(
-            f"{cls.__name__}.forward_batched: {cls.__name__}.supports_batching is True for these, "
-            f"but the method is missing. Write @classmethod def forward_batched(cls, adapters, "
-            f"groups, x, base), or remove supports_batching."
-        )
+        raise NotImplementedError(f"{cls.__name__}.forward_batched")
 
 
 def can_batch(adapters: Sequence[Adapter]) -> bool:
@@ -723,3 +696,20 @@ class PromptAdapter(Adapter):
             return y
         at = at.to(y.device).unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
         return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))
+
+
+class Head(nn.Module, ABC):
+    """Base of all heads: hidden states to logits, and logits with labels to a loss."""
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """Return the logits of the task.
+
+        Args:
+            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` if the model has pooled.
+            mask: `[batch, tokens]`, true or 1 at real tokens; None when all are.
+        """
+
+    @abstractmethod
+    def loss(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        """Return the training loss, a scalar; labels of −100 do not count."""
