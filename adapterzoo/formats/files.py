@@ -221,7 +221,7 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
             f"{str(file)!r} cannot be read ({error.strerror}). {hint}."
         ) from error
     if size > MAX_JSON:
-        raise CheckpointError(f"{str(file)!r} is too large for a config. {hint}.")
+        raise CheckpointError(f"{str(file)!r} has {size:,} bytes, too many for a config. {hint}.")
     return _object(text, repr(str(file)), hint)
 
 

@@ -43,7 +43,7 @@ from adapterzoo.config import (
     field,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype, widest
-from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.errors import CheckpointError, ConfigError, SiteError
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -345,7 +345,16 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
 
 
 def _rows(original: Tensor, base: Tensor) -> Tensor:
-    """Return R `[r, d]` of torch's orthogonal parametrization."""
+    """Return R `[r, d]` of torch's orthogonal parametrization.
+
+    Raises:
+        CheckpointError: the tensors do not fit each other.
+    """
+    if original.dim() != 2 or base.shape != (original.shape[1],) * 2:
+        raise CheckpointError(
+            f"the file has a projection {[*original.shape]} and its base {[*base.shape]}, not "
+            f"[r, d] and [d, d]. Copy the file again."
+        )
     below = original.T.tril(-1)  # [d, r]
     scale = original.T.diagonal().int().to(below)  # [r]
     tau = 2 / (1 + below.square().sum(0))  # [r]

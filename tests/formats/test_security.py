@@ -354,7 +354,7 @@ def test_a_gigabyte_of_spaces_is_not_read(world, copied, kind, name):
 )
 def test_a_model_card_is_not_made_from_a_bomb(tmp_path, content):
     (tmp_path / "adapter_config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json' (is|has) .*Write a"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json' (is|has) "):
         adapter_card(tmp_path, "ann/a", None, CardText())
 
 
@@ -378,7 +378,7 @@ def test_tensors_larger_than_their_numbers(world, copied, kind):
         # one number on disk
         tensors[key] = torch.ones(1).expand(shape)
         torch.save(tensors, folder / name)
-        with Largest() as largest, refused(world[0], CheckpointError, f"file {[*shape]}", "again"):
+        with Largest() as largest, refused(world[0], CheckpointError, f"shape {[*shape]}", "again"):
             world[0].load_adapter(folder, load_as="x", with_head=False)
         assert largest.number < 1 << 20
 

@@ -237,7 +237,7 @@ def test_the_output_layer_of_one_head_is_replaced():
     with refused(model, ConfigError, "ReLU()", "write set_output_embeddings(nn.Linear("):
         model.set_output_embeddings(torch.nn.ReLU())
     # an average would be of what a new head has, and leave the layer out
-    with refused(model, CompositionError, "'a' has", "was not replaced"):
+    with refused(model, CompositionError, "'a' has", "own output layer"):
         model.average_head("c", ["a", "b"])
 
 

@@ -363,7 +363,7 @@ def test_blocks_that_do_not_fit_say_which_do(d_in, fields, hint):
 
 def test_one_feature_has_nothing_to_rotate():
     with pytest.raises(
-        ConfigError, match=r"1 features .* Write exclude_modules=\['block.0.query'\]"
+        ConfigError, match=r"1 features .* Write OFTConfig\(exclude_modules=\['block.0.query'\]"
     ):
         OFTConfig().build(site(1), CPU, torch.float32)
 
