@@ -1099,9 +1099,10 @@ def method_config(architecture: str) -> Callable[[type[_T]], type[_T]]:
 
     def enter(cls: type[_T]) -> type[_T]:
         cls.architecture = architecture  # type: ignore[attr-defined]
-        return config_strings.register(architecture)(
-            architectures.register(architecture)(config_class(cls))
-        )
+        made = config_class(cls)
+        architectures.register(architecture)(made)
+        config_strings.register(architecture)(made)
+        return made
 
     return enter
 

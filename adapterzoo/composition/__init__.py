@@ -514,7 +514,11 @@ def _without(child: Child, removed: Collection[str], fusions: Collection[str]) -
         return child
     made = child.with_children(left)
     # weights with another sum were given with normalize_weights=False
-    if isinstance(made, Average) and math.isclose(sum(child.weights), 1.0, rel_tol=1e-9):
+    if (
+        isinstance(child, Average)
+        and isinstance(made, Average)
+        and math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
+    ):
         scale = 1.0 / (sum(made.weights) or 1.0)
         weights = [w * scale for w in made.weights]
         return Average(*made.children, weights=weights, normalize_weights=False)

@@ -27,7 +27,7 @@ from adapterzoo.inject.building import (
     inject_path,
     layer_at,
 )
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods.copies import ROWS, all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 
@@ -358,7 +358,7 @@ def uninstall(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     backbone, state = model._backbone, model._adapter_state
     record = state.records.pop(name)
-    if copies.ROWS in record.located:
+    if ROWS in record.located:
         copies.update_rows(model)
     model._active.forget(name)
     state.plans.clear()

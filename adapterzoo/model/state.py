@@ -266,8 +266,9 @@ class LoadOptions:
 
     def report(self) -> None:
         """Fill the dict in which `adapters` lists what did not fit; that is an error here."""
-        for key in ("missing_keys", "unexpected_keys") if self.loading_info is not None else ():
-            self.loading_info.setdefault(key, [])
+        if self.loading_info is not None:
+            for key in ("missing_keys", "unexpected_keys"):
+                self.loading_info.setdefault(key, [])
 
     def load_weights(self, folder: Path, name: str) -> None:
         """Let each of the `custom_weights_loaders` load its weights.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -299,7 +299,7 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
     """
     reshard(model)
     configs = {name: record.config for name, record in model._adapter_state.records.items()}
-    modules = {
+    modules: dict[str, Mapping[str, nn.Module]] = {
         **{name: dict(modules_of(model, name)) for name in configs},
         **{f"fusion {n}": dict(fusion_modules(model, n)) for n in model._adapter_state.fusions},
     }

@@ -185,7 +185,7 @@ class BottleneckLayer(FusibleAdapter):
             update = update * self.factor
         if self.adapter_residual_before_ln:
             return norm(to.to(x.dtype) + update).to(to.dtype)  # type: ignore[no-any-return]
-        return to + norm(update).to(to.dtype)
+        return to + norm(update).to(to.dtype)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """Return the activation and the scaling."""

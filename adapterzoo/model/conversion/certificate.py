@@ -94,7 +94,9 @@ class Certificate:
 
     def __str__(self) -> str:
         """Return a table of the layers, and a line on the outputs."""
-        reports = [*((each.path, str(each.rank), each) for each in self.layers), ("all", "", self)]
+        reports: list[tuple[str, str, LayerReport | Certificate]] = [
+            *((each.path, str(each.rank), each) for each in self.layers), ("all", "", self)
+        ]  # fmt: skip
         rows = [
             (name, rank, f"{of.norm:.4g}", f"{of.error:.2e}", f"{of.relative:.2e}",
              "exact" if of.is_exact else "SVD")

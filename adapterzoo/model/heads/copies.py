@@ -36,7 +36,7 @@ from adapterzoo.composition.compile import SiteStep, compile_site, step_of_copie
 from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
-from adapterzoo.errors import StateError, listing
+from adapterzoo.errors import SiteError, StateError, listing
 from adapterzoo.formats.peft.reading import exactly
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
@@ -552,8 +552,8 @@ def ties(model: AdaptedModel) -> dict[str, str]:
         for path, module in plain_modules(head, f"heads.{name}"):
             keyed += ((f"{path}.{n}", p) for n, p in module._parameters.items() if p is not None)
     for path, name in state.outputs:
-        rows = _adapters_at(_module_at(whole, path))[name]
-        keyed += rows.named_parameters(f"{path}.{container_of(rows)}.{name}")
+        output = _adapters_at(_module_at(whole, path))[name]
+        keyed += output.named_parameters(f"{path}.{container_of(output)}.{name}")
     names = shared_with_heads(model)
     sources = ((key, names.setdefault(id(parameter), key)) for key, parameter in keyed)
     return {key: source for key, source in sources if source != key}
@@ -639,12 +639,18 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
     Args:
         model: with adapters.
         config: of a new adapter.
+
+    Raises:
+        SiteError: the config names layers of the head that PEFT would adapt.
     """
     fields = ("modules_to_save", "target_modules", "exclude_modules")
-    unnamed = all(member.get(field) is None for member in config.members for field in fields)
-    head = [] if unnamed or model._has_named_heads else [p for p, _ in outside(model) if p]
-    if not head:
+    named = (*fields, "target_parameters")
+    unnamed = all(member.get(field) is None for member in config.members for field in named)
+    if unnamed or model._has_named_heads:
         return config, False
+    head = {path: module for path, module in outside(model) if path}
+    for member in config.members:
+        _refuse_layers_of_head(member, head)
     base = [f"{base_prefix(model)}{path}" for path, _ in plain_modules(model._backbone)]
     output, has_output, members = output_path(model), False, list[AdapterConfig]()
     for member in config.members:
@@ -659,11 +665,35 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
                 has_output |= any(matches(output, part) for part in mine)
             # without any targets there would be the default ones
             if len(kept) < len(parts) and (kept or field != "target_modules"):
-                changes[field] = tuple(name for (name,) in kept) or None
+                changes[field] = tuple(name for part in kept for name in part) or None
         members.append(member.replace(**changes) if changes else member)
     if all(one is other for one, other in zip(members, config.members, strict=True)):
         return config, has_output
     return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
+
+
+def _refuse_layers_of_head(config: AdapterConfig, head: Mapping[str, nn.Module]) -> None:
+    """Refuse names that PEFT finds in the head too, unless they are excluded or trained whole."""
+    wanted, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
+    saved = tuple(f"{p}." for p in head if matches(p, config.get("modules_to_save") or ()))
+    layers = [
+        path
+        for path, module in head.items()
+        if module._parameters and matches(path, wanted) and not matches(path, excluded)
+    ]
+    layers = [path for path in layers if not f"{path}.".startswith(saved)]
+    if config.get("layers_to_transform") is not None:
+        # for a layer outside of blocks PEFT needs its whole path then
+        layers = [path for path in layers if path in wanted]
+    names = [f"{path}.{name}" for path, module in head.items() for name in module._parameters]
+    parameters = [n for n in names if matches(n, config.get("target_parameters") or ())]
+    if layers or parameters:
+        others = [excluded] if isinstance(excluded, str) else [*excluded]
+        advice = f"exclude_modules={others + layers!r}" if layers else "whole names of parameters"
+        raise SiteError(
+            f"{type(config).__name__}: in PEFT it adapts {listing(layers + parameters)} of the "
+            f"head too, which has no adapters here. Write {advice} for the base model alone."
+        )
 
 
 def names_of(model: AdaptedModel, sites: Iterable[Site]) -> str | list[str]:

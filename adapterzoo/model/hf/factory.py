@@ -95,7 +95,7 @@ def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
 
 def blank(*made_from: Any) -> nn.Module:
     """Return an empty model, for copies and pickles, of a class by what it is made from."""
-    made = class_of(*made_from)
+    made: type[nn.Module] = class_of(*made_from)
     return made.__new__(made)
 
 

@@ -260,10 +260,13 @@ def _read(file: str, key: str) -> Tensor:
 def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
     if Path(path).suffix == ".safetensors":
         return [path] if Path(path).is_file() else []
-    find = functools.partial(
-        cached_file, path, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False, **hub,
-    )  # fmt: skip
+
+    def find(name: str) -> str | None:
+        return cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, **hub,
+        )  # fmt: skip
+
     for name, index in _WEIGHTS:
         if whole := find(name):
             return [whole]
