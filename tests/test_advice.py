@@ -65,9 +65,9 @@ TABLE = {
         ("model(**inputs, labels=[y, y, y])", r"Write (labels=.*)\.$", "model(**inputs, {0})", ("torch.tensor(…)", "y")),
     ],
     "SiteError": [
-        ("static().add_adapter('n', LoRAConfig(target_modules=['dense']))", r"Write (target_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
-        ("static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)'))", r"Write (target_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
-        ("static().add_adapter('n', LoRAConfig(target_parameters=['dense.weight']))", r"Write (target_parameters=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_modules=['dense']))", r"Write (exclude_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig(target_modules=['dense'], {0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)'))", r"Write (exclude_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)', {0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_parameters=['dense.weight']))", r"Write whole names", "static().add_adapter('n', LoRAConfig(target_parameters=['roberta.encoder.layer.0.output.dense.weight']))"),
         ("model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))", r"Write model(\.resize_token_embeddings\(\d+\))", "model{0}; model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))"),
         ("model.add_adapter('n', LoRAConfig(target_modules=['nope']))", r"('all-linear')", "model.add_adapter('n', LoRAConfig(target_modules={0}))"),
         ("model.add_adapter('n', SeqBnConfig(cross_adapter=True))", r"Write (cross_adapter=False)", "model.add_adapter('n', SeqBnConfig({0}))"),

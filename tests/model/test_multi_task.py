@@ -253,7 +253,7 @@ def test_tasks_and_names_of_rows_are_refused_together():
     model.set_active_adapters(MultiTask("a", "b"))
     with refused(CompositionError, "are both given", "Write one of them"):
         model(**inputs, task_ids=[0, 1], adapter_names=["a", "b"])
-    with refused(StateError, "task_ids=…", "part of the model was called"):
+    with refused(StateError, "task_ids=…", "a part of the model ignores this"):
         model.bert(**inputs, task_ids=[0, 1])
     with refused(StateError, "only the whole model knows the tasks of rows"):
         model.bert(**inputs)
