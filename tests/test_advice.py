@@ -110,10 +110,9 @@ TABLE = {
         ('model.train_adapter([])', r"Write (add_adapter\(.*?\)) first", "model.{0}; model.train_adapter('my_task')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.delete_adapter('a')", r"Write (reset_adapter\(\)) first", "model.{0}; model.delete_adapter('a')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model(**inputs, adapter_names=['a', 'b'])", r"Write (reset_adapter\(\)) first", "model.{0}; model(**inputs, adapter_names=['a', 'b'])"),
-        ("model.active_head = ['x', 'y']; model.get_labels()", r"Write its name; heads: ('x')", 'model.get_labels({0})'),
+        ("model.active_head = ['x', 'y']; model.get_labels()", r"write its name; heads: ('x')", 'model.get_labels({0})'),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.merge_adapter('a')", r"Write (reset_adapter\(\))", "model.{0}; model.merge_adapter('a')"),
-        ("model.active_head = None; model(**inputs, labels=y)", r"Write (add_classification_head\('my_task'\)) or", "model.{0}; model(**inputs, labels=y)"),
-        ("model.active_head = 'x'; model(**inputs, start_positions=y, end_positions=y)", r"it takes '(\w+)'\.", "model(**inputs, {0}=y)"),
+        ("model.active_head = None; model(**inputs, labels=y)", r"Write (model\.active_head = '…')", "{0}; model(**inputs, labels=y)", ("…", "x")),
         ("model.active_head = None; model.generate(**ids)", r"Write (add_causal_lm_head\('my_task'\))", "model.{0}; model.generate(**ids, max_new_tokens=1)"),
     ],
     "SetupError": [
@@ -135,7 +134,7 @@ TABLE = {
     ],
     "FieldError": [
         ("LoRAConfig(rank=8)", r"('r')", "LoRAConfig(**{{{0}: 8}})"),
-        ("model.share_parameters(['a', 'b'])", r"whose tasks do: '(\w+)'", "for n in 'mn': model.add_adapter(n, '{0}')\nmodel.share_parameters(['m', 'n'])"),
+        ("model.share_parameters(['a', 'b'])", r"Add adapters of '(\w+)'", "for n in 'mn': model.add_adapter(n, '{0}')\nmodel.share_parameters(['m', 'n'])"),
     ],
 }  # fmt: skip
 
