@@ -4,8 +4,7 @@
 registers one spelling per peer with `spelled`, so that deleting the family deletes its formats.
 
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
-tensor: a `KeyError` in `Container.read` leaves the file's names unchanged, and the comparison with
-the model shows what is missing.
+tensor: a `KeyError` in `Container.read` leaves the names unchanged.
 """
 
 from __future__ import annotations
@@ -58,8 +57,10 @@ class Container:
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         held_by: at "model": whether an adapter of a config has such tensors.
-        read: AdapterHub's tensors of one place, and the config, to ours.
-        write: ours to AdapterHub's.
+        prefix: of our names of the tensors; others are not in the container.
+        names: AdapterHub's names → ours, without the prefix, where they differ.
+        read: tensors of one place under these names, and the config, to ours.
+        write: undoes `read`.
     """
 
     name: str
@@ -70,8 +71,26 @@ class Container:
     duplicates: tuple[str, ...] = ()
     in_encoder: bool = False
     held_by: Callable[[AdapterConfig], bool] = lambda _config: True
+    prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
     write: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
+
+    def to_ours(self, tensors: Tensors, config: AdapterConfig) -> Tensors:
+        """Return our tensors of AdapterHub's at one place."""
+        named = {self.prefix + self.names.get(name, name): t for name, t in tensors.items()}
+        try:
+            return self.read(named, config)
+        except KeyError:
+            # the comparison with the model shows what is missing
+            return named
+
+    def to_theirs(self, tensors: Tensors, config: AdapterConfig) -> Tensors:
+        """Return AdapterHub's tensors of ours at one place; undoes `to_ours`."""
+        theirs = {ours: name for name, ours in self.names.items()}
+        own = {n: t for n, t in self.write(tensors, config).items() if n.startswith(self.prefix)}
+        short = {name.removeprefix(self.prefix): tensor for name, tensor in own.items()}
+        return {theirs.get(name, name): tensor for name, tensor in short.items()}
 
 
 @dataclass(frozen=True, slots=True)
