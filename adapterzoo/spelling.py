@@ -269,7 +269,6 @@ class PeftSpelling:
         patterns: fields that map layer names to numbers (same name in PEFT and here) → PEFT's
             field with the number for all other layers.
         inert: fields that are not in `arguments` and do not change what an adapter computes.
-        refused: fields that cannot be reproduced unless they are off → the reason.
         beside: the fields for what is trained beside the adapters, the same in PEFT and here.
         of_parameters: whether PEFT's method has `target_parameters`: adapters of parameters.
         of_norms: whether the layers are norms; otherwise they have a weight matrix.
@@ -308,7 +307,6 @@ class PeftSpelling:
     fields: Mapping[str, PeftArgument] = field(default_factory=dict)
     patterns: Mapping[str, str] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     of_parameters: bool = False
     of_norms: bool = False

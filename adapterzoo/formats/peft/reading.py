@@ -27,7 +27,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -51,7 +51,7 @@ from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import TokenIds, fault, is_named, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -70,6 +70,10 @@ TOKENS = "trainable_token_indices"
 
 # a hint for every adapter that PEFT can merge
 MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
+_CONVERT = (
+    "If it changes only weights of layers, convert it through an installed PEFT: write adapterzoo "
+    "convert SRC DST --to lora. Else use it with PEFT."
+)
 
 _SELECTION = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"
 
@@ -118,13 +122,8 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else _CONVERT}",
     )
-    for name, reason in spelling.refused.items():
-        if metadata.get(name):
-            raise CheckpointError(
-                f"{CONFIG} says {name}={short(metadata[name])}: {reason}. {MERGE}"
-            )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
     known = {*COMMON}
@@ -337,7 +336,6 @@ PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
 """Our fields with numbers for some layers → the field with the number for all others."""
 
 Layers = Mapping[str, PeftLayer]
-Find = Callable[[str, Mapping[str, Site]], "str | None"]
 
 
 def read_adapter(
@@ -351,13 +349,11 @@ def read_adapter(
     """
     spelling = peft_config.spelling
     layers, shared, lost, rest = _sorted(peft_config, tensors, info)
-    extras, rest = _read_extras(
-        peft_config, rest, info, lambda name, sites: _here(name, sites, info)
-    )
+    extras, rest = _read_extras(peft_config, rest, info)
     if not lost:
         _check_layers(peft_config, layers, info)
     rows = {path: tensor for path, (_, tensor) in extras.rows.items()}
-    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, rows, info)
+    dtype = _to_one_dtype(spelling, layers, shared, rows, info)
     extras.rows = {path: (ids, rows[path]) for path, (ids, _) in extras.rows.items()}
     try:
         fields, shared = spelling.read_model(
@@ -538,10 +534,10 @@ def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | Non
     return None
 
 
-def _in_one_dtype(
+def _to_one_dtype(
     spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
-) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
-    """Return the config's dtype, and the tensors converted to it without loss."""
+) -> str | None:
+    """Convert the tensors to one dtype without loss, and return the config's `dtype`."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
@@ -559,8 +555,7 @@ def _in_one_dtype(
         for name in tensors:
             to = compute_dtype(dtype) if name in spelling.wide else dtype
             tensors[name] = tensors[name].to(to)
-    said = None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
-    return said, dict(layers), shared
+    return None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
 
 
 def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
@@ -616,10 +611,9 @@ def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] |
 
 def unwrapped(named: str) -> tuple[str, int]:
     """Return the path of the module in a path with wrappers, and how many wrap it."""
-    words = named.split(".")
-    inner = [word for word in words if word != WRAPPED]
-    last = len(words) - next((i for i, w in enumerate(reversed(words)) if w != WRAPPED), 0)
-    return ".".join(inner), len(words) - last
+    outer = named.removesuffix("".join(re.findall(rf"(?:\.{WRAPPED})+$", named)))
+    depth = (len(named) - len(outer)) // len(f".{WRAPPED}")
+    return outer.replace(f".{WRAPPED}", ""), depth
 
 
 def adapted(named: str, own: Iterable[Site], targets: Sequence[str]) -> list[Site]:
@@ -657,7 +651,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo, find: Find
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -665,7 +659,6 @@ def _read_extras(
         peft_config: the config.
         rest: all tensors but the adapter's, by key in the task class.
         info: of the model to fill.
-        find: path in the file, and sites by path, to the path in this model.
 
     Raises:
         CheckpointError: the tokens in the config are not those of the rows.
@@ -681,18 +674,17 @@ def _read_extras(
     for key, tensor in rest.items():
         if key.endswith(delta) and TOKENS in can:
             named = key.removesuffix(delta)
-            if (path := find(named, sites)) is not None:
+            if (path := _here(named, sites, info)) is not None:
                 extras.rows[path] = _rows(peft_config, named, left.pop(key), sites[path], info)
             else:
                 copies.append(key)
             continue
         if key.endswith(kept):
-            named = key.removesuffix(kept)
-            if (path := find(named, sites)) is not None:
+            if (path := _here(key.removesuffix(kept), sites, info)) is not None:
                 tables[path] = key, tensor
             continue
         layer, _, parameter = _plain(key).rpartition(".")
-        path = None if ".original_module." in key else find(layer, sites)
+        path = None if ".original_module." in key else _here(layer, sites, info)
         if path is None:
             continue
         if "modules_to_save" in can and _is_saved(layer, peft_config.modules_to_save):
@@ -702,7 +694,7 @@ def _read_extras(
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES
     _refuse_other_rows(extras, anatomy)
     if extras.kind == "all":
-        extras.biases = _outside_of_task(peft_config, info, find, sites) | extras.biases
+        extras.biases = _outside_of_task(peft_config, info, sites) | extras.biases
     for path, (key, table) in tables.items():
         if path in extras.rows and _is_same(table, path, extras.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
@@ -716,12 +708,12 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: FileConfig, info: ModelInfo, find: Find, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: ModelInfo, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
         return {}
-    there = {find(path, sites) for path in info.modules(task)}
+    there = {_here(path, sites, info) for path in info.modules(task)}
     own = (
         (s.path, base_tensor(s.path, "bias", info))
         for s in info.anatomy.biases

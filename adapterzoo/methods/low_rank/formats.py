@@ -177,6 +177,9 @@ _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 def _refuse(fields: Mapping[str, Any]) -> str | None:
     """Return why a config of PEFT's LoRA cannot be reproduced."""
+    for name, reason in _REFUSED.items():
+        if fields.get(name) and (name != _INVOCATION or fields.get("use_dora")):
+            return f"it says {name}={str(fields[name])[:80]}: {reason}. Merge it in PEFT."
     init = fields.get("init_lora_weights")
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
@@ -222,7 +225,9 @@ def _write_layer(layer: PeftOutput) -> Fields:
     if len(said) > 1:
         what = f"scaling or dropout (scaling, use_rslora, dropout: {listing(sorted(said))})"
         raise only_native(f"the adapters at {site.name!r} differ in {what}")
-    _check_parameter(layer, one)
+    if layer.is_parameter and (one.dropout or "lora_B_bias" in layer.tensors):
+        has = f"dropout={one.dropout} or a bias of B, which a parameter cannot have"
+        raise only_native(f"the adapter at {site.name!r} has {has}")
     alpha = one.alpha_at(site.name)
     if len(parts) > 1:
         alpha = one.scaling_at(site.name) * (rank**0.5 if one.use_rslora else rank)
@@ -243,7 +248,6 @@ def _of_lora(
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
     """Return the spelling of a method that PEFT calls LORA; `tensors`: besides A and B."""
     chosen: dict[str, Any] = {
-        "refused": _REFUSED,
         "arguments": _ARGUMENTS,
         "write_layers": lambda layers, _said: [_write_layer(layer) for layer in layers],
         "unsayable": _unsayable,
@@ -347,18 +351,6 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
     a = a.flatten(0, 1)  # [experts · rank, d_in]
     b = b.movedim(0, 2).flatten(1)  # [d_out, rank · experts]
     return {**tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
-
-
-def _check_parameter(layer: PeftOutput, config: LowRankConfig) -> None:
-    """Check that PEFT can have the adapter, if it must be one of a parameter.
-
-    Raises:
-        CheckpointError: it has dropout or a bias.
-    """
-    site = layer.parts[0].placement.site
-    if layer.is_parameter and (config.dropout or "lora_B_bias" in layer.tensors):
-        has = f"dropout={config.dropout} or a bias of B, which a parameter cannot have"
-        raise only_native(f"the adapter at {site.name!r} has {has}")
 
 
 def _is_flipped(site: Site) -> bool:
@@ -564,7 +556,6 @@ spelled(
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
         write_layers=_write_invoked_layers,
-        refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
         of_parameters=True,
         arguments=replace(
             _ARGUMENTS,
