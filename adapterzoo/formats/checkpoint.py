@@ -269,25 +269,12 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     name = of(folder, kind)
     if name is None:
         raise CheckpointError(
-            f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); "
-            f"{_elsewhere(folder, kind)}"
+            f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); its files: "
+            f"{listing(sorted(path.name for path in folder.iterdir()))}. Write "
+            f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
         )
     with files.one_save(folder):
         return formats[name].read(folder, kind, info)
-
-
-def _elsewhere(folder: Path, kind: Kind) -> str:
-    """Return the end of a message: what the folder holds instead, and what to write."""
-    # of all adapters, or of a trainer with its checkpoints
-    below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
-    held = [str(path) for path in below if of(path, kind) is not None]
-    if held:
-        return f"those below it do: {listing(held)}. Write load_{kind}({held[0]!r})."
-    names = sorted(path.name for path in folder.iterdir())
-    return (
-        f"its files: {listing(names)}. Write "
-        f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
-    )
 
 
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:

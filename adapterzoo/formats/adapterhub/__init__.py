@@ -59,7 +59,6 @@ from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
     Container,
-    Tensors,
     adapterhub_spellings,
 )
 
@@ -356,7 +355,7 @@ def _read_group(
         return {
             shared_key(parameter, number if len(members) > 1 else None): tensor
             for number, config in holding
-            for parameter, tensor in _from_container(_of(config, container), own, config).items()
+            for parameter, tensor in _of(config, container).to_ours(own, config).items()
         }
     if not places:
         return texts
@@ -370,7 +369,7 @@ def _read_group(
     for number, place in enumerate(places):
         config = place.placement.config
         part = {k: t.chunk(len(places))[number] for k, t in own.items()} if fused else own
-        mine = _from_container(_of(config, container), part, config)
+        mine = _of(config, container).to_ours(part, config)
         found |= {place.key(parameter): tensor for parameter, tensor in mine.items()}
     return found
 
@@ -386,14 +385,6 @@ def _holds(config: AdapterConfig, container: Container) -> bool:
 def _of(config: AdapterConfig, container: Container) -> Container:
     """Return the container as the method of the config declares it."""
     return _containers(config)[container.name]
-
-
-def _from_container(container: Container, tensors: Tensors, config: AdapterConfig) -> Tensors:
-    try:
-        return container.read(tensors, config)
-    except KeyError:
-        # the comparison with the model shows what is missing
-        return tensors
 
 
 def check_fused(places: Sequence[Place]) -> None:
@@ -447,7 +438,7 @@ def write_adapter(
                 path = _joined_path(prefix_of(info), below_model(info, container), container.name)
                 theirs = {
                     f"{path}.{name}.{from_location(layout, key)}": tensor
-                    for key, tensor in container.write(shared, member).items()
+                    for key, tensor in container.to_theirs(shared, member).items()
                 }
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
                 if theirs and before and not _are_equal(theirs, before):
@@ -525,7 +516,7 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 
 def _to_container(
     container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
-) -> Tensors:
+) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
         check_fused(places)
@@ -542,7 +533,7 @@ def _to_container(
     for place in places:
         start = place.key("")
         own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
-        each.append(container.write(own, place.placement.config))
+        each.append(container.to_theirs(own, place.placement.config))
     return {name: torch.cat([part[name] for part in each]) for name in each[0]}
 
 

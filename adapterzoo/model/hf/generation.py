@@ -74,8 +74,9 @@ class GeneratesWithAdapters:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():
             for each in {id(each): each for each in drafting}.values():
-                record = _record(each, given if each is model else {})
-                records.enter_context(each._active.call.generating(record))
+                own = each._active.call
+                records.callback(setattr, own, "generation", own.generation)
+                own.generation = _record(each, given if each is model else {})
             return cast("Any", super()).generate(*args, **kwargs)
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
