@@ -43,11 +43,6 @@ def is_old_id(name: object) -> bool:
     return isinstance(name, str) and "@" in name and bool(_OLD_ID.fullmatch(name.strip()))
 
 
-def has_index(model_name: str | None) -> bool:
-    """Return whether AdapterHub can have an index for a base model: its name is public."""
-    return model_name is not None and is_public_name(model_name)
-
-
 def repository_of(old_id: str, model_name: str | None = None, config: Any = None) -> str:
     """Return the repository of the Hub that has the adapter of an old id.
 
@@ -74,7 +69,7 @@ def repository_of(old_id: str, model_name: str | None = None, config: Any = None
 
 def _index(model_name: str | None) -> Mapping[str, Any]:
     """Return AdapterHub's index of a base model."""
-    public = str(model_name) if has_index(model_name) else ""
+    public = str(model_name) if is_public_name(model_name) else ""
     # a model of the index may have got an owner on the Hub since
     for name in dict.fromkeys([public, public.rpartition("/")[2]] if public else []):
         with asking(f"AdapterHub's index for {model_name!r}"):
