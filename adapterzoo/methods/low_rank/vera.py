@@ -24,6 +24,7 @@ Cannot do: embeddings; DVoRA also layers without a floating-point weight to take
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self, cast
 
 import torch
@@ -161,10 +162,7 @@ class Projections(nn.Module):
         super().__init__()
         seed = config.init_weights_seed
         source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
-
-        def kaiming(t: Tensor) -> Tensor:
-            return nn.init.kaiming_uniform_(t, generator=source)
-
+        kaiming = partial(nn.init.kaiming_uniform_, generator=source)
         d_in, d_out = max(site.d_in for site in sites), max(site.d_out for site in sites)
         # buffers: they are saved and moved, and never trained
         for name, shape in (("lora_A", (config.r, d_in)), ("lora_B", (d_out, config.r))):

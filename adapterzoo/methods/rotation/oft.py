@@ -43,11 +43,11 @@ from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._targets import TargetedConfig, check_site
+from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from .rotating import Rotating, block_sizes, dropped, nearest
+from .rotating import Rotating, block_sizes, dropped
 
 TERMS = Range(2, 64)
 
@@ -120,14 +120,7 @@ class OFTConfig(TargetedConfig):
         width = rotated_features(site)
         asked, name = (self.r, "r") if self.r else (self.oft_block_size, "oft_block_size")
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
-        if asked not in legal:
-            near = nearest([*legal], asked)
-            rest = ", oft_block_size=0" if self.r else ""
-            hint = f"{name}={near[-1]}{rest}" if near else f"exclude_modules=[{site.path!r}]"
-            raise ConfigError(
-                f"{type(self).__name__}({name}={asked}): not legal for {width} features at "
-                f"{site.path!r}; near it are {near}. Write {type(self).__name__}({hint})."
-            )
+        check_size(self, site, name, asked, legal, ", oft_block_size=0" if self.r else "")
         return legal[asked], width // legal[asked]
 
     @property
