@@ -245,18 +245,12 @@ class LoadOptions:
         Raises:
             ConfigError: what the user gives is not a config.
         """
-        if self.config is not None:
-            wanted, found = AdapterConfig.load(self.config).to_dict(), config.to_dict()
-            shown = ", ".join(
-                f"{key}={found.get(key)!r} and not {wanted.get(key)!r}"
-                for key in sorted(wanted.keys() | found.keys())
-                if wanted.get(key) != found.get(key)
+        wanted = None if self.config is None else AdapterConfig.load(self.config).to_dict()
+        if wanted is not None and wanted != config.to_dict():
+            warnings.warn(
+                f"config=…: the checkpoint has its own config, {config!r}. Leave config out.",
+                stacklevel=2,
             )
-            if shown:
-                warnings.warn(
-                    f"config=…: the checkpoint has its own config, with {shown}. Leave config out.",
-                    stacklevel=2,
-                )
         if self.model_name is not None and model_name not in (None, self.model_name):
             warnings.warn(
                 f"model_name={self.model_name!r}: the checkpoint was saved from {model_name!r}. "

@@ -12,7 +12,6 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -450,7 +449,10 @@ def changes_by_peft(
         CheckpointError: PEFT cannot load or merge the adapter.
         ConfigError: PEFT is not installed.
     """
-    peft = _installed(method)
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(f"{method!r} needs PEFT. Write pip install peft.") from error
     if not (folder / _TENSORS).is_file():
         raise CheckpointError(f"{str(folder)!r} has no {_TENSORS}. Save it again with PEFT.")
     base = copy.deepcopy(plain)
@@ -486,12 +488,3 @@ def changes_by_peft(
             f"Write the base model that it was trained on."
         )
     return Foreign(method, changes, inputs, found, are_given)
-
-
-def _installed(method: str) -> ModuleType:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"the changes of the method {method!r} are computed by PEFT. Write pip install peft."
-        ) from error
