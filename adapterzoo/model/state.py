@@ -446,10 +446,12 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
     return ((path, cast("Fusion", adapters_of(layer)[key])) for path, layer in layers)
 
 
-def own_parameters_of(model: AdaptedModel) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all adapters and fusions; shared ones may come twice."""
-    for name in model._adapter_state.records:
+def own_parameters_of(
+    model: AdaptedModel, names: Iterable[str] | None = None, fusions: Iterable[str] | None = None
+) -> Iterator[nn.Parameter]:
+    """Yield the parameters of adapters and fusions, of all without names; some may come twice."""
+    for name in model._adapter_state.records if names is None else names:
         yield from parameters_of(model, name)
-    for name in model._adapter_state.fusions:
+    for name in model._adapter_state.fusions if fusions is None else fusions:
         for _, layer in fusion_modules(model, name):
             yield from layer.parameters()
