@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much of a change to keep.
+    """How much of a change to keep; with both limits, the lower rank of the two.
 
     Attributes:
         rank: the largest rank; None: not limited.
@@ -69,15 +69,10 @@ class Size(NamedTuple):
         """Check the values.
 
         Raises:
-            ConfigError: both are given, or one is not legal.
+            ConfigError: one is not legal.
         """
-        rank, energy = self
-        if rank is not None and energy is not None:
-            raise ConfigError(
-                f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one."
-            )
-        Maybe(Range(1, MAX_WIDTH))("convert", "rank", rank, 8)
-        Maybe(Density())("convert", "energy", energy, 0.99)
+        Maybe(Range(1, MAX_WIDTH))("convert", "rank", self.rank, 8)
+        Maybe(Density())("convert", "energy", self.energy, 0.99)
 
 
 class Foreign(NamedTuple):
