@@ -159,6 +159,10 @@ def test_energy_keeps_the_smallest_rank_that_has_the_share(energy):
     own = dict(model.adapter_modules("a_lora"))
     assert {path: module.lora_A.shape[0] for path, module in own.items()} == ranks
     assert config.r in ranks.values()
+    both = model.convert_adapter("a", rank=2, energy=energy, new_name="both")
+    assert {layer.path: layer.rank for layer in both.layers} == {
+        path: min(rank, 2) for path, rank in ranks.items()
+    }
 
 
 def test_a_rank_above_that_of_the_change_changes_nothing():
