@@ -95,9 +95,9 @@ def chosen(model: Any, heads: HeadNames = None) -> ActiveHeads:
     return checked(model, heads) if heads else model._active.heads
 
 
-def active_heads(model: Any, names: HeadNames = None) -> dict[str, PredictionHead]:
-    """Return the heads of these names; None: the active ones."""
-    return {name: find(model, name) for name in chosen(model, names).names}
+def heads_by_name(model: Any, heads: ActiveHeads | None = None) -> dict[str, PredictionHead]:
+    """Return heads by name; None: the active ones."""
+    return {name: find(model, name) for name in (heads or model._active.heads).names}
 
 
 def show_labels(model: Any) -> None:

@@ -540,14 +540,9 @@ def expand(
     key = f"{paths[0]}/table.weight"
     if rows is not None and values is not None:
         base = _base_table(model).detach()
-        shaped = rows.dim() == 1 and values.shape == (len(rows), base.shape[1])
-        inside = shaped and bool(((rows >= 0) & (rows < len(base))).all())
-        if not inside or rows.dtype is not torch.int64:
-            raise CheckpointError(
-                f"the checkpoint has trained rows of the embeddings, {list(values.shape)}, that do "
-                f"not lie in those of this model, {list(base.shape)}. Load its base model."
-            )
-        if base.dtype is values.dtype and entry.get("base") != digest(base):
+        shaped = rows.dtype is torch.int64 and values.shape == (*rows.shape, base.shape[1])
+        fits = shaped and bool(((rows >= 0) & (rows < len(base))).all())
+        if not fits or (base.dtype is values.dtype and entry.get("base") != digest(base)):
             raise CheckpointError(
                 f"the checkpoint holds {len(rows)} trained rows of the embeddings, and the others "
                 f"here are not those of its base model. Load that model, as large as it was then."
@@ -638,8 +633,7 @@ def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | No
     for each in names:
         _replace(model, each, lambda place, _: own[place])
     model._adapter_state.sharing[group or _group_name(names)] = tuple(names)
-    for each in names:
-        list_ties(model, each)
+    list_ties(model)
 
 
 def unshare(
@@ -666,8 +660,7 @@ def unshare(
         refuse_merged(model, each)
         _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
     leave_groups(model, names)
-    for each in names:
-        list_ties(model, each)
+    list_ties(model)
 
 
 def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
@@ -712,10 +705,7 @@ def _group_name(names: Sequence[str]) -> str:
 def _names(given: Composition | Sequence[str] | str) -> tuple[str, ...]:
     """Return the adapters that are named: a composition, a list, or names with commas between."""
     names = given.split(",") if isinstance(given, str) else given
-    listed = names.flatten() if isinstance(names, Composition) else tuple(names)
-    if not listed:
-        raise ConfigError("adapter_names=[]: write adapter_names=['a', 'b'].")
-    return listed
+    return names.flatten() if isinstance(names, Composition) else tuple(names)
 
 
 def _replace(
