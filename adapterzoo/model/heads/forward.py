@@ -109,14 +109,26 @@ class Call:
             part: its number.
             name: of the head.
             rows: of the batch.
-            own: arguments that may be dicts from names of heads.
+            own: arguments that may be dicts from names of heads to tensors, each for the whole
+                batch or for the head's rows.
+
+        Raises:
+            ConfigError: an argument has another number of rows.
         """
-        labels = {key: value for key, value in self.given.items() if key in own}
-        given = given_to(part, name, rows, labels, len(rows.index) // rows.copies)
-        for key in self.given.keys() - own:
-            value = self.given[key]
-            has_rows = isinstance(value, Tensor) and key not in COMMON
-            given[key] = rows.take(part, value) if has_rows else value
+        given: dict[str, Any] = {}
+        count, batch = rows.index.count(part), len(rows.index) // rows.copies
+        for key, value in self.given.items():
+            by_head = key in own and isinstance(value, Mapping)
+            given[key] = mine = value.get(name) if by_head else value
+            has_rows = isinstance(mine, Tensor) and mine.dim() and key not in COMMON
+            if has_rows and not (by_head and mine.shape[0] == count):
+                whole = repeated(mine, rows.copies, batch)
+                if whole.shape[0] % len(rows.index):
+                    raise ConfigError(
+                        f"forward({key}=…) has shape {list(mine.shape)}. Write {batch} rows, those "
+                        f"of the batch, or {key}={{{name!r}: …}} with the {count} of the head."
+                    )
+                given[key] = rows.take(part, whole)
         outputs = outputs_of(part, rows, cast("ModelOutput", self.base.outputs))
         return replace(
             self,
@@ -641,40 +653,6 @@ def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:
         elif rows.together:
             taken[name] = value
     return type(outputs)(**taken)
-
-
-def given_to(
-    part: int, name: str, rows: RowMap, given: Mapping[str, Any], batch: int
-) -> dict[str, Any]:
-    """Return the labels and other arguments of a head for its rows.
-
-    Args:
-        part: number of the part.
-        name: of the head; an argument may be a dict from names of heads to tensors, each for the
-            whole batch or for the head's rows.
-        rows: of the batch.
-        given: arguments of `forward`.
-        batch: rows of the batch before it was repeated.
-
-    Raises:
-        ConfigError: an argument has another number of rows.
-    """
-    found: dict[str, Any] = {}
-    mine = sum(index == part for index in rows.index)
-    for key, value in given.items():
-        own = value.get(name) if isinstance(value, Mapping) else value
-        # in a dict, a tensor may have only the head's own rows
-        fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
-        if isinstance(own, Tensor) and own.dim() and not fits:
-            whole = repeated(own, rows.copies, batch)
-            if whole.shape[0] % len(rows.index):
-                raise ConfigError(
-                    f"forward({key}=…) has shape {list(own.shape)}. Write {batch} rows, those of "
-                    f"the batch, or {key}={{{name!r}: …}} with the {mine} of the head."
-                )
-            own = rows.take(part, whole)
-        found[key] = own
-    return found
 
 
 def joined(

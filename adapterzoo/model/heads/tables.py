@@ -63,7 +63,7 @@ from adapterzoo.names import check_name
 from .copies import LOCATION, at_table, leave_groups, list_ties, rows_of, tables_of, update_rows
 
 _LOG = logging.getLogger(__name__)
-_STORE = "other_embeddings"
+STORE = "other_embeddings"
 # of BART and its relatives: a buffer that is added to the logits
 ADDED = "final_logits_bias"
 
@@ -142,7 +142,7 @@ def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
 
 def inactive_of(model: AdaptedModel) -> dict[str, InactiveTable]:
     """Return the embeddings that are not active, by name."""
-    store = cast("nn.Module", model)._modules.get(_STORE)
+    store = cast("nn.Module", model)._modules.get(STORE)
     return cast("dict[str, InactiveTable]", {} if store is None else store._modules)
 
 
@@ -197,9 +197,9 @@ def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
 def store_of(model: AdaptedModel) -> AdapterDict:
     """Return the container of the embeddings that are not active, made when missing."""
     modules = cast("nn.Module", model)._modules
-    if _STORE not in modules:
-        modules[_STORE] = AdapterDict()
-    return cast("AdapterDict", modules[_STORE])
+    if STORE not in modules:
+        modules[STORE] = AdapterDict()
+    return cast("AdapterDict", modules[STORE])
 
 
 def delete(model: AdaptedModel, name: str) -> None:
@@ -218,7 +218,7 @@ def delete(model: AdaptedModel, name: str) -> None:
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     del store_of(model)._modules[name]
     if not inactive_of(model):
-        del cast("nn.Module", model)._modules[_STORE]
+        del cast("nn.Module", model)._modules[STORE]
 
 
 def drop_biases(model: AdaptedModel, head: str) -> None:
@@ -347,12 +347,6 @@ def check_plain(model: AdaptedModel) -> None:
             f"the embeddings {active!r} are active, and the output layer is not tied to them. "
             f"Write set_active_embeddings({DEFAULT!r}) first."
         )
-
-
-def keep_active(model: AdaptedModel) -> None:
-    """Forget all embeddings but the active ones, of a model that becomes a plain one."""
-    cast("nn.Module", model)._modules.pop(_STORE, None)
-    model._adapter_state.embeddings = DEFAULT
 
 
 # --- what does not fit ---
