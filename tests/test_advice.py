@@ -25,9 +25,8 @@ TABLE = {
         ("model.average_adapter('n', [])", r"Write (\[.*\])\.", "model.average_adapter('n', {0})"),
         ("model.average_adapter('n', ['a', 'b'], combine_strategy='ties', density=2.0)", r"Write (density=[\d.]+\d)", "model.average_adapter('n', ['a', 'b'], combine_strategy='ties', {0})"),
         ("model.convert_adapter('a', 'lora', new_name='q', rank=0)", r"Write (rank=\d+)", "model.convert_adapter('a', 'lora', new_name='q', {0})"),
-        ("model.set_active_adapters(Fuse('a', 'b'))", r"Write (set_active_adapters\(Stack\(.*?\)\)), or", "model.{0}; model(**inputs)"),
-        ("model.add_adapter('p', 'prefix_tuning'); model.add_adapter('q', 'prompt_tuning'); model.set_active_adapters(Fuse('p', 'q'))", r"Write (set_active_adapters\(Stack\(.*?\)\)), or", "model.{0}; model(**inputs)"),
-        ("model.train_adapter(Fuse('a', 'b'))", r"or (add_adapter\('another_name', 'seq_bn'\)) and fuse", "model.{0}; model.add_adapter('s', 'seq_bn'); model.add_adapter_fusion(Fuse('another_name', 's')); model.train_adapter(Fuse('another_name', 's'))"),
+        ("model.set_active_adapters(Fuse('a', 'b'))", r"Write (add_adapter\('another_name', 'seq_bn'\)) and fuse", "model.{0}"),
+        ("model.train_adapter(Fuse('a', 'b'))", r"Write (add_adapter\('another_name', 'seq_bn'\)) and fuse", "model.{0}; model.add_adapter('s', 'seq_bn'); model.add_adapter_fusion(Fuse('another_name', 's')); model.train_adapter(Fuse('another_name', 's'))"),
         ("model.add_adapter_fusion(['a'])", r"Write (add_adapter\('another_name', 'seq_bn'\))", "model.{0}; model.add_adapter_fusion(['another_name'])"),
         ("model.add_adapter('n', LoRAConfig(leave_out=[7]))", r"Write (leave_out=\[\d\])", "model.add_adapter('n', LoRAConfig({0}))"),
         ("LoRAConfig(rank_pattern={'(': 2})", r"Write (rank_pattern=\{.*\})\.", "model.add_adapter('n', LoRAConfig({0}))"),
@@ -65,9 +64,9 @@ TABLE = {
         ("model(**inputs, labels=[y, y, y])", r"Write (labels=.*)\.$", "model(**inputs, {0})", ("torch.tensor(…)", "y")),
     ],
     "SiteError": [
-        ("static().add_adapter('n', LoRAConfig(target_modules=['dense']))", r"Write (target_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
-        ("static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)'))", r"Write (target_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
-        ("static().add_adapter('n', LoRAConfig(target_parameters=['dense.weight']))", r"Write (target_parameters=\[.*?\]) for", "static().add_adapter('n', LoRAConfig({0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_modules=['dense']))", r"Write (exclude_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig(target_modules=['dense'], {0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)'))", r"Write (exclude_modules=\[.*?\]) for", "static().add_adapter('n', LoRAConfig(target_modules='.*(query|out_proj)', {0}))"),
+        ("static().add_adapter('n', LoRAConfig(target_parameters=['dense.weight']))", r"Write whole names", "static().add_adapter('n', LoRAConfig(target_parameters=['roberta.encoder.layer.0.output.dense.weight']))"),
         ("model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))", r"Write model(\.resize_token_embeddings\(\d+\))", "model{0}; model.add_adapter('n', LoRAConfig(trainable_token_indices=[500]))"),
         ("model.add_adapter('n', LoRAConfig(target_modules=['nope']))", r"('all-linear')", "model.add_adapter('n', LoRAConfig(target_modules={0}))"),
         ("model.add_adapter('n', SeqBnConfig(cross_adapter=True))", r"Write (cross_adapter=False)", "model.add_adapter('n', SeqBnConfig({0}))"),
@@ -111,10 +110,9 @@ TABLE = {
         ('model.train_adapter([])', r"Write (add_adapter\(.*?\)) first", "model.{0}; model.train_adapter('my_task')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.delete_adapter('a')", r"Write (reset_adapter\(\)) first", "model.{0}; model.delete_adapter('a')"),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model(**inputs, adapter_names=['a', 'b'])", r"Write (reset_adapter\(\)) first", "model.{0}; model(**inputs, adapter_names=['a', 'b'])"),
-        ("model.active_head = ['x', 'y']; model.get_labels()", r"Write its name; heads: ('x')", 'model.get_labels({0})'),
+        ("model.active_head = ['x', 'y']; model.get_labels()", r"write its name; heads: ('x')", 'model.get_labels({0})'),
         ("model.set_active_adapters(None); model.merge_adapter('a'); model.merge_adapter('a')", r"Write (reset_adapter\(\))", "model.{0}; model.merge_adapter('a')"),
-        ("model.active_head = None; model(**inputs, labels=y)", r"Write (add_classification_head\('my_task'\)) or", "model.{0}; model(**inputs, labels=y)"),
-        ("model.active_head = 'x'; model(**inputs, start_positions=y, end_positions=y)", r"it takes '(\w+)'\.", "model(**inputs, {0}=y)"),
+        ("model.active_head = None; model(**inputs, labels=y)", r"Write (model\.active_head = '…')", "{0}; model(**inputs, labels=y)", ("…", "x")),
         ("model.active_head = None; model.generate(**ids)", r"Write (add_causal_lm_head\('my_task'\))", "model.{0}; model.generate(**ids, max_new_tokens=1)"),
     ],
     "SetupError": [
@@ -136,7 +134,7 @@ TABLE = {
     ],
     "FieldError": [
         ("LoRAConfig(rank=8)", r"('r')", "LoRAConfig(**{{{0}: 8}})"),
-        ("model.share_parameters(['a', 'b'])", r"whose tasks do: '(\w+)'", "for n in 'mn': model.add_adapter(n, '{0}')\nmodel.share_parameters(['m', 'n'])"),
+        ("model.share_parameters(['a', 'b'])", r"Add adapters of '(\w+)'", "for n in 'mn': model.add_adapter(n, '{0}')\nmodel.share_parameters(['m', 'n'])"),
     ],
 }  # fmt: skip
 

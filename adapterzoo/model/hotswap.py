@@ -78,7 +78,12 @@ def load(
         name = checkpointing.load_adapter(model, folder, asked, hub_name)
         widen(model, name, rank)
         return name, True
-    _refuse_changes(asked)
+    ignored = ["overwrite_ok"] if asked.overwrite_ok is False else []
+    ignored += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
+    if ignored:
+        raise ConfigError(
+            f"hotswap=True replaces only values. Leave {ignored[0]} out, or write hotswap=False."
+        )
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     slot = _slot(model, name)
     coming = checkpointing.filled(model, stored, (), asked.dtype)
@@ -90,7 +95,6 @@ def load(
         refuse_while_batching(model)
         check_setup(model, parse(name), ())
     write(writes)
-    _forget_former(model, name)
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
     if asked.set_active:
         set_active(model, name)
@@ -117,14 +121,7 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     slot = _slot(model, into)
     modules = dict(modules_of(model, name))
     write(_writes(model, into, record.config, record.places, modules))
-    _forget_former(model, into)
     model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
-
-
-def _forget_former(model: AdaptedModel, name: str) -> None:
-    """Clear what the adapter's modules keep of their former values."""
-    for _, module in modules_of(model, name):
-        module.train(module.training)
 
 
 def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
@@ -141,16 +138,6 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
         if name in names:
             raise StateError(f"{name!r} shares parameters. Write unshare_parameters({group!r}).")
     return record
-
-
-def _refuse_changes(asked: LoadOptions) -> None:
-    names = ["overwrite_ok"] if asked.overwrite_ok is False else []
-    names += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
-    if names:
-        raise ConfigError(
-            f"hotswap=True replaces values, not layers or labels. Leave {names[0]} out, or write "
-            f"hotswap=False."
-        )
 
 
 def _writes(
@@ -184,8 +171,8 @@ def _writes(
     if lines:
         shown = "\n  ".join(sorted(lines)[:10])
         raise ConfigError(
-            f"the values do not fit into the adapter {name!r}:\n  {shown}\nA hotswap needs the "
-            f"same layers, method, options and room. Write hotswap=False, overwrite_ok=True."
+            f"the values do not fit into the adapter {name!r}:\n  {shown}\n"
+            f"Write hotswap=False, overwrite_ok=True."
         )
     return found
 
