@@ -140,7 +140,7 @@ class AdapterTrainer(Trainer):
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the active named heads; none for a model with a static head."""
-        return named.active_heads(self._adapted)
+        return named.heads_by_name(self._adapted)
 
     def _take(self, model: nn.Module) -> None:
         adapted = unwrapped(model)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
-Kind = Literal["adapter", "head"]
+Kind = Literal["adapter", "head", "adapter_fusion"]
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
-"""The kinds of folders; an adapter, with or without its head, comes before only a head."""
+"""The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
 
 OWN_OUTPUT = "own_output"
 """The key in a document of a task class: whether the output layer is the adapter's own."""
@@ -180,9 +180,9 @@ class Format:
     """A format of folders.
 
     Attributes:
-        recognizes: whether a folder holds an adapter, or only a head, of this format. Looks only at
-            file names and a config, and recognizes damaged files too, so that `read` can say what
-            is wrong with them.
+        recognizes: whether a folder holds an adapter, only a head, or a fusion, of this format.
+            Looks only at file names and a config, and recognizes damaged files too, so that `read`
+            can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
             damaged, or needs what the model or this library does not have.
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
@@ -320,7 +320,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     """
     chosen, contents = formats.find(name), encoded(checkpoint, kind, name, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
-    for held in KINDS:
+    for held in dict.fromkeys((*KINDS, kind)):
         there = of(folder, held)
         if there is None:
             continue

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,42 +39,15 @@ CHUNK = 3
 _MOST_TENSORS = 64
 
 
-class Stacked(NamedTuple):
-    """Factors of n adapters, for `grouped_low_rank(y, x, *stack, groups)`.
-
-    Attributes:
-        a: `[n, rank, d_in]`; zero beyond an adapter's own rank.
-        b: `[n, d_out, rank]`; zero beyond an adapter's own rank.
-        scaling: the factor s of each.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: tuple[float, ...]
-
-
-def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Stacked:
-    """Stack factors, padded to the widest rank; differentiable.
-
-    A caller may keep the stack as long as its factors do not change.
-
-    Args:
-        a: n factors `[rank_i, d_in]`.
-        b: n factors `[d_out, rank_i]`.
-        scaling: n factors s.
-    """
-    return Stacked(stacked_down(a), stacked_up(b), tuple(scaling))
-
-
 def stacked_down(a: Sequence[Tensor]) -> Tensor:
-    """Return n factors `[rank_i, d_in]` as `[n, rank, d_in]`; see `stacked`."""
+    """Return n factors `[rank_i, d_in]` as `[n, rank, d_in]`, with zeros beyond their ranks."""
     if len({factor.shape for factor in a}) == 1:
         return torch.stack([*a])
     return pad_sequence([*a], batch_first=True)
 
 
 def stacked_up(b: Sequence[Tensor]) -> Tensor:
-    """Return n factors `[d_out, rank_i]` as `[n, d_out, rank]`; see `stacked`."""
+    """Return n factors `[d_out, rank_i]` as `[n, d_out, rank]`, with zeros beyond their ranks."""
     if len({factor.shape for factor in b}) == 1:
         return torch.stack([*b])
     return pad_sequence([factor.T for factor in b], batch_first=True).mT  # [n, d_out, rank]
@@ -83,8 +56,8 @@ def stacked_up(b: Sequence[Tensor]) -> Tensor:
 def grouped_low_rank_reference(
     y: Tensor,
     x: Tensor,
-    a: Sequence[Tensor] | Tensor,
-    b: Sequence[Tensor] | Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
     scaling: Sequence[float],
     groups: Groups,
 ) -> Tensor:
@@ -108,8 +81,8 @@ def grouped_low_rank_reference(
 def grouped_low_rank(
     y: Tensor,
     x: Tensor,
-    a: Sequence[Tensor] | Tensor,
-    b: Sequence[Tensor] | Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
     scaling: Sequence[float],
     groups: Groups,
     dropout: float = 0.0,
@@ -120,8 +93,8 @@ def grouped_low_rank(
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
         x: `[batch, *tokens, d_in]`, in any floating dtype.
-        a: n factors `[rank_i, d_in]`, or a stack of them.
-        b: n factors `[d_out, rank_i]`, or a stack of them.
+        a: n factors `[rank_i, d_in]`.
+        b: n factors `[d_out, rank_i]`.
         scaling: n factors s.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
@@ -135,9 +108,8 @@ def grouped_low_rank(
         KernelError: the groups are those of another batch or name an adapter that does not exist;
             or the mode is `"triton"`, and Triton cannot take the operands.
     """
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        a, b, scaling = stacked([*a], [*b], scaling)
-    return grouped_expand(y, grouped_shrink(x, a, groups, dropout, training), b, scaling, groups)
+    t = grouped_shrink(x, stacked_down(a), groups, dropout, training)
+    return grouped_expand(y, t, stacked_up(b), scaling, groups)
 
 
 def grouped_shrink(
@@ -147,7 +119,7 @@ def grouped_shrink(
 
     Args:
         x: `[batch, *tokens, d_in]`, in any floating dtype.
-        a: `[n, rank, d_in]`, from `stacked`.
+        a: `[n, rank, d_in]`, from `stacked_down`.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x.
         training: whether to drop features.
@@ -178,7 +150,7 @@ def grouped_expand(
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
         t: `[batch, *tokens, rank]`, from `grouped_shrink`.
-        b: `[n, d_out, rank]`, from `stacked`.
+        b: `[n, d_out, rank]`, from `stacked_up`.
         scaling: n factors s.
         groups: which adapter each row of the batch takes.
 

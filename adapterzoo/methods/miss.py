@@ -64,7 +64,7 @@ class MissConfig(TargetedConfig):
 
     r: int = field(64, Range(1, MAX_WIDTH))
     init_weights: bool | str = field(True, FORMS)
-    mini_r: int = field(1, Range(1, MAX_WIDTH))
+    mini_r: int = field(1, Range(1, MAX_WIDTH), needs="init_weights='mini'")
     miss_dropout: float = field(0.0, Share())
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
@@ -206,10 +206,6 @@ class Miss(WeightAdapter):
         a = eye.repeat(1, -(-self.d_in // self.rank))[:, : self.d_in]  # [r, d_in]
         return a.expand(*b.shape[:-2], *a.shape), b
 
-    def extra_repr(self) -> str:
-        """Return widths and r."""
-        return f"d_in={self.d_in}, d_out={self.d_out}, r={self.rank}"
-
 
 MissConfig.adapter_class = Miss
 
@@ -261,10 +257,6 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     return {"miss_block": joined}
 
 
-def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    return [_written(*each) for each in zip(layers, said, strict=True)]
-
-
 def _written(layer: PeftOutput, said: Fields) -> Fields:
     """Return the fields of PEFT's config for a layer.
 
@@ -296,6 +288,8 @@ spelled(
         read_fields=_read_fields,
         unsayable=lambda placement: unsayable(placement, "a MissConfig", "PEFT has no MiSS"),
         join=_join,
-        write_layers=_write_layers,
+        write_layers=lambda layers, said: [
+            _written(layer, fields) for layer, fields in zip(layers, said, strict=True)
+        ],
     )
 )(MissConfig)

@@ -217,7 +217,7 @@ def found(
         return Path(path), None
     folder = hub.resolve(
         path, revision, source, model_name=asked.model_name or name_of(model), config=asked.config,
-        **hub.checked(options),
+        **options,
     )  # fmt: skip
     return folder, None if folder == Path(path) else str(path)
 

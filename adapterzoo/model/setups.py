@@ -88,7 +88,7 @@ def load(
         DuplicateNameError: a name is taken.
     """
     wanted = one_of(version=version, revision=revision)
-    folder = hub.resolve_setup(path, wanted, source, **hub.checked(hub_options))
+    folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
     state = model._adapter_state
     fused = [fuse.name for fuse in fusions_of(setup)]

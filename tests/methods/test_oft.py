@@ -357,8 +357,8 @@ def test_blocks_that_do_not_fit_say_which_do(d_in, fields, hint):
     shown = ", ".join(f"{name}={value}" for name, value in hint.items())
     assert f"{d_in} features at 'block.0.query'" in str(raised.value)
     assert f"Write OFTConfig({shown})." in str(raised.value)
-    blocks = OFTConfig(**hint).build(site(d_in), CPU, torch.float32).blocks
-    assert blocks.size * blocks.number == d_in
+    adapter = OFTConfig(**hint).build(site(d_in), CPU, torch.float32)
+    assert adapter.block_size * adapter.block_number == d_in
 
 
 def test_one_feature_has_nothing_to_rotate():

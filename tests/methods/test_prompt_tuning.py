@@ -567,16 +567,6 @@ def test_a_prompt_longer_than_the_positions_is_refused():
     assert hidden(model, input_ids=IDS[:, :4]).shape[1] == 64
 
 
-def test_a_generation_longer_than_the_positions_is_refused():
-    model = made("gpt2", AutoModelForCausalLM, a=prompt(50))
-    calls = []
-    model.transformer.wte.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(StateError, match=r"50 .* 6 .* 10 new.*positions for 64"):
-        model.generate(IDS, **{**OPTIONS, "max_new_tokens": 10})
-    assert not calls
-    assert model.generate(IDS, **{**OPTIONS, "max_new_tokens": 9}).shape[1] == 15
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [

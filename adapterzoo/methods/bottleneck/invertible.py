@@ -33,8 +33,8 @@ from torch.nn.functional import linear
 from adapterzoo.activations import activation
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.methods._init import DTYPES, constant, drawn, generator, normal
-from adapterzoo.methods._parts import Affine
+from adapterzoo.methods._init import DTYPES, generator, normal
+from adapterzoo.methods._parts import Affine, affine
 
 
 class NiceBlock(nn.Module):
@@ -69,15 +69,10 @@ class NiceBlock(nn.Module):
         dtype = DTYPES[config.dtype] if config.dtype else dtype
         self.activation = activation(config.non_linearity)
         for name in ("F", "G"):
-            source = generator(config.init_weights_seed, f"invertible/{name}")
-
-            def affine(d_out: int, d_in: int, source: torch.Generator | None = source) -> Affine:
-                weight = drawn((d_out, d_in), normal(0.02, source), device, dtype)
-                return Affine(weight, drawn((d_out,), constant(0.0), device, dtype))
-
-            self.add_module(
-                name, nn.ModuleDict({"0": affine(width, half), "2": affine(half, width)})
-            )
+            fill = normal(0.02, generator(config.init_weights_seed, f"invertible/{name}"))
+            first = affine((width, half), fill, device, dtype)
+            last = affine((half, width), fill, device, dtype)
+            self.add_module(name, nn.ModuleDict({"0": first, "2": last}))
 
     def forward(self, x: Tensor, rev: bool = False) -> Tensor:
         """Return the function of `x` `[*batch, d]`, or its inverse with `rev`; same shape."""

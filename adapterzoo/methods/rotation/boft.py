@@ -161,11 +161,6 @@ class BOFT(Rotating):
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)
 
-    def extra_repr(self) -> str:
-        """Return widths, factors and block size."""
-        m, blocks, b = self.boft_R.shape[-4:-1]
-        return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
-
 
 BOFTConfig.adapter_class = BOFT
 
@@ -188,7 +183,9 @@ _ARGUMENTS = PeftArguments(
 
 def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     """Return the fields of our config at a layer; the tensor gives the number of factors."""
-    m = layer.tensors["boft_R"].shape[0]
+    R = layer.tensors["boft_R"]
+    # the comparison with the model finds other shapes
+    m = R.shape[0] if R.dim() == 4 else fields["boft_n_butterfly_factor"]
     if m != fields["boft_n_butterfly_factor"]:
         warnings.warn(
             f"adapter_config.json says boft_n_butterfly_factor="
@@ -201,19 +198,11 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
-    shapes = [layer.tensors["boft_R"].shape for layer in layers]
-    by_number = len({shape[1] for shape in shapes}) == 1 and (
-        bool(said[0]["boft_block_num"]) or len({shape[-1] for shape in shapes}) > 1
-    )
+    """Return PEFT's config fields for each layer: a size of 0 without a number is 4 here."""
+    sizes = [layer.tensors["boft_R"].shape[-1] for layer in layers]
     return [
-        {
-            **fields,
-            "boft_block_size": 0 if by_number else size,
-            "boft_block_num": number if by_number else 0,
-            "boft_n_butterfly_factor": m,
-        }
-        for (m, number, _, size), fields in zip(shapes, said, strict=True)
+        {**fields, "boft_block_size": 0 if fields["boft_block_num"] else size}
+        for size, fields in zip(sizes, said, strict=True)
     ]
 
 
