@@ -40,7 +40,6 @@ from .model.state import (
     modules_of,
     named_tensors,
     own_parameters_of,
-    parameters_of,
 )
 from .model.training import trainable_when_quantized
 from .names import one_of
@@ -140,7 +139,7 @@ class AdapterTrainer(Trainer):
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the active named heads; none for a model with a static head."""
-        return named.active_heads(self._adapted)
+        return named.heads_by_name(self._adapted)
 
     def _take(self, model: nn.Module) -> None:
         adapted = unwrapped(model)
@@ -192,10 +191,8 @@ class AdapterTrainer(Trainer):
         model = self._adapted
         call = f"{type(self).__name__}.train()"
         active = () if model.active_adapters is None else model.active_adapters.flatten()
-        own = [p for name in active for p in parameters_of(model, name)]
-        for fuse in fusions_of(model.active_adapters):
-            own += [p for _, layer in fusion_modules(model, fuse.name) for p in layer.parameters()]
-        if not any(p.requires_grad for p in own):
+        fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
+        if not any(p.requires_grad for p in own_parameters_of(model, active, fusions)):
             raise StateError(f"{call}: {listing(active)} is not trained. {_hint(model)}")
         if not has_frozen_matrix(model):
             raise StateError(

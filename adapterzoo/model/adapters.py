@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -42,9 +41,8 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     base_prefix,
-    fusion_modules,
     modules_of,
-    parameters_of,
+    own_parameters_of,
     stacks_of,
 )
 
@@ -198,10 +196,8 @@ def bring_in(
     if is_active:
         check_setup(model, setup, skipped, records={name: record})
     elif setup is not None and state.trains:
-        own = (p for each in setup.flatten() for p in parameters_of(model, each))
-        layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
-        trained = chain(own, (p for m in layers for p in m.parameters()))
-        if any(p.requires_grad for p in trained):
+        fusions = [fuse.name for fuse in fusions_of(setup)]
+        if any(p.requires_grad for p in own_parameters_of(model, setup.flatten(), fusions)):
             for module in record.coming.values():
                 module.requires_grad_(False)
     if name in state.records:
@@ -332,7 +328,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     # other adapters change no ties
     if copies.tables_of(model, name) or copies.rows_of(model, name):
         copies.update_rows(model)
-    copies.list_ties(model, name)
+    copies.list_ties(model)
 
 
 def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
@@ -351,7 +347,7 @@ def remove(model: AdaptedModel, name: str) -> None:
     release(model, name)
     copies.leave_groups(model, [name])
     uninstall(model, name)
-    copies.list_ties(model, name)
+    copies.list_ties(model)
 
 
 def uninstall(model: AdaptedModel, name: str) -> None:

@@ -197,7 +197,7 @@ def test_head_types(model):
         model.add_custom_head("mine", "new")
     with refused(model, ConfigError, "'classes'", "Its fields: "):
         model.add_prediction_head_from_config("new", {"head_type": "tagging", "classes": 3})
-    with refused(model, ConfigError, "register_custom_head('mine')", "Derive one from"):
+    with refused(model, ConfigError, "register_custom_head('mine')", "derive the config"):
         model.register_custom_head("mine", 5)
     with refused(model, UnknownNameError, "no head type None", "Known head types: "):
         model.add_prediction_head_from_config("new", {})
