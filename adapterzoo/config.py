@@ -300,9 +300,11 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
         needs: other fields and their values, `"use_gating=True"`, without which this one has no
             effect; a warning says so. Several are joined by ", ".
     """
-    metadata = (
-        declared(check) | ({"ours": True} if ours else {}) | ({"needs": needs} if needs else {})
-    )
+    metadata = declared(check)
+    if ours:
+        metadata["ours"] = True
+    if needs:
+        metadata["needs"] = needs, default
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -314,17 +316,21 @@ def declared(check: Check | None) -> dict[str, object]:
 
 
 @functools.cache
+def declarations(cls: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return what a config class and its bases declare of each field; the class comes first."""
+    found: dict[str, dict[str, Any]] = {}
+    for c in reversed(cls.__mro__):
+        for name, own in vars(c).get("__dataclass_fields__", {}).items():
+            flag = {"check": FLAG} if own.type in (bool, "bool") else {}
+            found[name] = flag | found.get(name, {}) | dict(own.metadata)
+    return {name: found[name] for name in fields_of(cls)}
+
+
+@functools.cache
 def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     """Return the check and the default of each field of a config class that has a check."""
-    found: dict[str, tuple[Check, object]] = {}
-    for own in dataclasses.fields(cls):
-        declared_in = [vars(c).get("__dataclass_fields__", {}).get(own.name) for c in cls.__mro__]
-        named = [f.metadata["check"] for f in declared_in if f and "check" in f.metadata]
-        if named:
-            found[own.name] = named[0], own.default
-        elif own.type in (bool, "bool"):
-            found[own.name] = FLAG, own.default
-    return found
+    found = {name: own.get("check") for name, own in declarations(cls).items()}
+    return {name: (c, fields_of(cls)[name].default) for name, c in found.items() if c}
 
 
 @functools.cache
@@ -336,13 +342,7 @@ def naming_checks(cls: Any) -> Mapping[str, Check]:
 @functools.cache
 def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
     """Return what fields of a config class need to have an effect, and their defaults."""
-    found = {
-        f.name: (f.metadata["needs"], f.default)
-        for c in reversed(cls.__mro__)
-        for f in vars(c).get("__dataclass_fields__", {}).values()
-        if "needs" in f.metadata
-    }
-    return {name: found[name] for name in found.keys() & defaults(cls).keys()}
+    return {name: own["needs"] for name, own in declarations(cls).items() if "needs" in own}
 
 
 def without_idle(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
