@@ -61,9 +61,11 @@ class Check(metaclass=ABCMeta):
 
     Attributes:
         legal: the legal values in words, for "`field` is …".
+        example: a legal value to suggest instead of another; None: the default of the field.
     """
 
     legal: str
+    example: ClassVar[object] = None
 
     @abstractmethod
     def fits(self, value: object) -> bool:
@@ -75,7 +77,7 @@ class Check(metaclass=ABCMeta):
 
     def nearest(self, value: object, default: object) -> object:
         """Return a legal value to suggest instead."""
-        return default
+        return default if self.example is None else self.example
 
     def below(self, value: Any, prefix: str, anatomy: Any) -> Any:
         """Return a legal value with names of layers as names below the base model.
@@ -247,6 +249,7 @@ class Layers(Check):
     """Numbers of layers: a list, a single number or None becomes a tuple."""
 
     legal = "a list of layer numbers from 0"
+    example: ClassVar[object] = [0, 1]
 
     def convert(self, value: object) -> object:
         """Return a tuple."""
@@ -259,10 +262,6 @@ class Layers(Check):
     def fits(self, value: object) -> bool:
         """Return whether each is a whole number from 0."""
         return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return the first two layers."""
-        return [0, 1]
 
 
 class StackLayers(Layers):
