@@ -232,7 +232,6 @@ def test_wrong_types_in_a_config_are_refused_by_name(fields):
         ({"key_mapping": {"a": "b"}}, "key_mapping=.*Leave it out"),
         ({"config": peft.LoraConfig()}, "config=.*Leave it out"),
         ({"dtype": "float32"}, r"dtype='float32' is not a dtype\. Write dtype=torch.float32"),
-        ({"max_memory": {}}, "no argument 'max_memory'"),
     ],
     ids=str,
 )
