@@ -51,7 +51,7 @@ from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import TokenIds, fault, is_named, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -70,10 +70,6 @@ TOKENS = "trainable_token_indices"
 
 # a hint for every adapter that PEFT can merge
 MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
-_CONVERT = (
-    "If it changes only weights of layers, convert it through an installed PEFT: write adapterzoo "
-    "convert SRC DST --to lora. Else use it with PEFT."
-)
 
 _SELECTION = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"
 
@@ -122,7 +118,7 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else _CONVERT}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
     )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")

@@ -179,7 +179,10 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     """Return why a config of PEFT's LoRA cannot be reproduced."""
     for name, reason in _REFUSED.items():
         if fields.get(name) and (name != _INVOCATION or fields.get("use_dora")):
-            return f"it says {name}={str(fields[name])[:80]}: {reason}. Merge it in PEFT."
+            return (
+                f"it says {name}={str(fields[name])[:100]}: {reason}. Merge the adapter with PEFT: "
+                f"peft_model.merge_and_unload().save_pretrained(…)."
+            )
     init = fields.get("init_lora_weights")
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
