@@ -76,8 +76,9 @@ def test_a_layer_that_the_file_lacks_is_noticed(case, tmp_path):
     assert {*left} < {*tensors}
     save_file(left, tmp_path / "cut" / TENSORS)
     name = layer.removeprefix("base_model.model.").removesuffix(".")
-    with refused(model, CheckpointError, "lacks 1 of the layers of target_modules", name):
+    with pytest.raises(CheckpointError, match=rf"lacks 1 of the layers of target_.*{name}"):
         model.load_adapter(tmp_path / "cut")
+    assert not model.adapters_config
     # unless the config does not ask for it
     change(tmp_path / "cut", exclude_modules=[name])
     model.load_adapter(tmp_path / "cut")

@@ -279,13 +279,12 @@ def test_a_learning_rate_is_a_number(two, rate):
 # --- values that are not finite ---
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "corda"])
-def test_weights_that_are_not_finite_give_no_initial_values(init, value):
+def test_weights_that_are_not_finite_give_no_initial_values(init):
     """The decomposition fails, and nothing has changed."""
     model = ours("llama")
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[0, 0] = value
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
     data = {"init_data": [INPUTS]} if init == "corda" else {}
     config = LoRAConfig(r=2, init_weights=init)
     with pytest.raises((ConfigError, torch.linalg.LinAlgError), match="finite"):
