@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
-Kind = Literal["adapter", "head"]
+Kind = Literal["adapter", "head", "adapter_fusion"]
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
-"""The kinds of folders; an adapter, with or without its head, comes before only a head."""
+"""The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
 
 OWN_OUTPUT = "own_output"
 """The key in a document of a task class: whether the output layer is the adapter's own."""
@@ -118,28 +118,10 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     return found
 
 
-def to_plain(
-    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
-) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """Return an adapter as files of the peers hold it, see `AdapterConfig.plain`.
-
-    Args:
-        config: of the adapter.
-        tensors: of all its places.
-        anatomy: of the model.
-    """
-    exported = config.plain
-    if exported is config or exported == config:
-        return config, dict(tensors)
-    return exported, _changed(
-        config, tensors, anatomy, lambda placed, tensors: placed.plain_tensors(tensors)
-    )
-
-
 def from_plain(
     config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
 ) -> dict[str, Tensor]:
-    """Return the tensors of an adapter from those that `plain` returned.
+    """Return the tensors of an adapter from those that `exported` returned.
 
     Args:
         config: of the adapter.
@@ -180,9 +162,9 @@ class Format:
     """A format of folders.
 
     Attributes:
-        recognizes: whether a folder holds an adapter, or only a head, of this format. Looks only at
-            file names and a config, and recognizes damaged files too, so that `read` can say what
-            is wrong with them.
+        recognizes: whether a folder holds an adapter, only a head, or a fusion, of this format.
+            Looks only at file names and a config, and recognizes damaged files too, so that `read`
+            can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
             damaged, or needs what the model or this library does not have.
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
@@ -278,10 +260,17 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
-    """Return a checkpoint with its adapter as files of the peers hold it."""
+    """Return a checkpoint with its adapter as files of the peers hold it.
+
+    See `AdapterConfig.plain`.
+    """
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
-    config, tensors = to_plain(config, checkpoint.adapter, info.anatomy)
-    metadata = {**checkpoint.metadata, "config": config.to_dict()}
+    if config.plain == config:
+        return checkpoint
+    tensors = _changed(
+        config, checkpoint.adapter, info.anatomy, lambda placed, own: placed.plain_tensors(own)
+    )
+    metadata = {**checkpoint.metadata, "config": config.plain.to_dict()}
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 
@@ -320,7 +309,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     """
     chosen, contents = formats.find(name), encoded(checkpoint, kind, name, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
-    for held in KINDS:
+    for held in dict.fromkeys((*KINDS, kind)):
         there = of(folder, held)
         if there is None:
             continue

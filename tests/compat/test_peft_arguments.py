@@ -279,16 +279,16 @@ def test_a_learning_rate_is_a_number(two, rate):
 # --- values that are not finite ---
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "corda"])
-def test_weights_that_are_not_finite_give_no_initial_values(init):
-    """The decomposition fails, and nothing has changed."""
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda"])
+def test_weights_that_are_not_finite_give_no_initial_values(init, value):
     model = ours("llama")
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = value
     data = {"init_data": [INPUTS]} if init == "corda" else {}
-    config = LoRAConfig(r=2, init_weights=init)
+    # torch refuses to decompose most of them itself
     with pytest.raises((ConfigError, torch.linalg.LinAlgError), match="finite"):
-        model.add_adapter("a", config, **data)
+        model.add_adapter("a", LoRAConfig(r=2, init_weights=init), **data)
     assert not model.has_adapters()
 
 
@@ -300,15 +300,6 @@ def test_a_file_that_needs_the_weight_names_the_layer(tmp_path):
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj.*non-finite"):
         model.load_adapter(tmp_path)
-
-
-def test_inputs_that_are_not_finite_give_no_components():
-    model = ours("llama")
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("inf")
-    with pytest.raises(torch.linalg.LinAlgError, match="non-finite"):
-        model.add_adapter("a", LoRAConfig(r=2, init_weights="eva"), init_data=[INPUTS])
-    assert not model.has_adapters()
 
 
 def test_components_without_variance_cannot_be_whitened():

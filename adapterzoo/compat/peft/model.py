@@ -522,10 +522,9 @@ def load_peft_weights(
 
     Raises:
         CheckpointError: there is no such file.
-        FieldError: an argument is unknown.
     """
     revision = kwargs.pop("revision", None)
-    folder = hub.resolve(model_id, revision, **hub.checked(kwargs))
+    folder = hub.resolve(model_id, revision, **kwargs)
     tensors = format_of_peft.tensors_in(folder)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 

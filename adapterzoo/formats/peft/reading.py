@@ -48,6 +48,7 @@ from adapterzoo.formats.checkpoint import (
     short,
 )
 from adapterzoo.formats.files import AGAIN
+from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import TokenIds, fault, is_named, short_names
@@ -885,10 +886,11 @@ def head_from(
             name.rpartition(".")[0], peft_config.modules_to_save
         )
         own_output |= is_own
-        if own is None or is_own or (name in info.output and _is_other(own, tensor)):
+        is_other = own is not None and not same_values(tensor, own)
+        if own is None or is_own or (name in info.output and is_other):
             head[name] = tensor
         # PEFT saves adapted embeddings too: ignore them if they equal the model's
-        elif _is_other(own, tensor):
+        elif is_other:
             trained.append(key)
     if trained:
         raise CheckpointError(
@@ -911,10 +913,6 @@ def head_from(
         )
     architecture = class_in(peft_config, info) or str(task)
     return info.from_static(architecture, head, info.config.get("label2id"))
-
-
-def _is_other(own: Tensor, tensor: Tensor) -> bool:
-    return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
 def _in_base(key: str, info: ModelInfo) -> Tensor | None:
