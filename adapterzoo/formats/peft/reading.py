@@ -155,7 +155,7 @@ def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> An
     value, check = metadata.get(name), cast("Check", argument.check)
     if value is None:
         return argument.default
-    if not check.fits(value):
+    if not check.fits(check.convert(value)):
         raise _wrong(name, value, check.legal, argument.default)
     return value
 

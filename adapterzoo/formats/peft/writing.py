@@ -78,7 +78,8 @@ def encode_adapter(
     modules = info.modules(task.model_class)
     if spelling.shared and len(config.members) > 1:
         raise inexpressible(
-            f"a file of PEFT has one {spelling.peft_type}, and this has {len(config.members)}"
+            f"a file of PEFT has one adapter, not a union of {len(config.members)} "
+            f"{spelling.peft_type}"
         )
     own, shared = spelling.write_model(
         config.members[0], shared_tensors(checkpoint.adapter), info.anatomy
