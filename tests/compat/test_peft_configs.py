@@ -95,7 +95,7 @@ def test_data_come_beside_the_config():
             r=2, init_lora_weights=start, target_modules=["q_proj", "v_proj"]
         )
         base = plain("llama")
-        with pytest.raises(ConfigError, match=r"initial values from batches.*Write init_data="):
+        with pytest.raises(ConfigError, match=r"from batches of inputs.*Write init_data="):
             adapterzoo.peft.get_peft_model(base, config)
         assert type(base) is type(plain("llama"))
         with pytest.raises(ConfigError, match="Leave init_data out"):
