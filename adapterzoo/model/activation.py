@@ -60,9 +60,8 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     FusionRecord,
-    fusion_modules,
     modules_of,
-    parameters_of,
+    own_parameters_of,
     stacks_of,
 )
 
@@ -336,10 +335,9 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
         raise StateError(
             f"{name!r} is active in an AdapterSetup of this thread. Leave the block first."
         )
-    own = [] if name not in model._adapter_state.records else [*parameters_of(model, name)]
-    if name in model._adapter_state.fusions:
-        own += [p for _, layer in fusion_modules(model, name) for p in layer.parameters()]
-    refuse_trained(model, name, own)
+    state = model._adapter_state
+    adapters, fusions = {name} & state.records.keys(), {name} & state.fusions.keys()
+    refuse_trained(model, name, own_parameters_of(model, adapters, fusions))
 
 
 def refuse_merged(model: AdaptedModel, name: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -42,9 +41,8 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     base_prefix,
-    fusion_modules,
     modules_of,
-    parameters_of,
+    own_parameters_of,
     stacks_of,
 )
 
@@ -198,10 +196,8 @@ def bring_in(
     if is_active:
         check_setup(model, setup, skipped, records={name: record})
     elif setup is not None and state.trains:
-        own = (p for each in setup.flatten() for p in parameters_of(model, each))
-        layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
-        trained = chain(own, (p for m in layers for p in m.parameters()))
-        if any(p.requires_grad for p in trained):
+        fusions = [fuse.name for fuse in fusions_of(setup)]
+        if any(p.requires_grad for p in own_parameters_of(model, setup.flatten(), fusions)):
             for module in record.coming.values():
                 module.requires_grad_(False)
     if name in state.records:

@@ -192,8 +192,8 @@ def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) ->
     if kinds[0] != kinds[1]:
         return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
     mine, theirs = _sites(slot.places), _sites(places)
-    lines = [f"{mine[key]}   of the slot only" for key in mine if key not in theirs]
-    lines += [f"{theirs[key]}   of the values only" for key in theirs if key not in mine]
+    shown = {**mine, **theirs}
+    lines = [f"{shown[key]}   in one of them only" for key in mine.keys() ^ theirs.keys()]
     for own, other in zip(slot.config.members, config.members, strict=True):
         left, right = own.to_dict(), other.to_dict()
         lines += [

@@ -12,7 +12,6 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -56,7 +55,7 @@ class Change(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much of a change to keep.
+    """How much of a change to keep; with both limits, the lower rank of the two.
 
     Attributes:
         rank: the largest rank; None: not limited.
@@ -70,15 +69,10 @@ class Size(NamedTuple):
         """Check the values.
 
         Raises:
-            ConfigError: both are given, or one is not legal.
+            ConfigError: one is not legal.
         """
-        rank, energy = self
-        if rank is not None and energy is not None:
-            raise ConfigError(
-                f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one."
-            )
-        Maybe(Range(1, MAX_WIDTH))("convert", "rank", rank, 8)
-        Maybe(Density())("convert", "energy", energy, 0.99)
+        Maybe(Range(1, MAX_WIDTH))("convert", "rank", self.rank, 8)
+        Maybe(Density())("convert", "energy", self.energy, 0.99)
 
 
 class Foreign(NamedTuple):
@@ -252,9 +246,8 @@ def _made(
     for placement in config.placements(model.anatomy):
         site = placement.site
         sites.setdefault(_key(site), []).append(site)
-        lead = (site.experts,) if site.experts else ()
         # factors of no change, where the adapter has none
-        a, b = torch.zeros(*lead, 0, site.d_in), torch.zeros(*lead, site.d_out, 0)
+        a, b = torch.zeros(*site.lead, 0, site.d_in), torch.zeros(*site.lead, site.d_out, 0)
         kept[*_key(site), site.output_slice] = Truncated(a, b, is_exact=True)
     for key, beside in sites.items():
         # an adapter of the whole weight takes the change, not those of its parts beside it
@@ -450,7 +443,10 @@ def changes_by_peft(
         CheckpointError: PEFT cannot load or merge the adapter.
         ConfigError: PEFT is not installed.
     """
-    peft = _installed(method)
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(f"{method!r} needs PEFT. Write pip install peft.") from error
     if not (folder / _TENSORS).is_file():
         raise CheckpointError(f"{str(folder)!r} has no {_TENSORS}. Save it again with PEFT.")
     base = copy.deepcopy(plain)
@@ -486,12 +482,3 @@ def changes_by_peft(
             f"Write the base model that it was trained on."
         )
     return Foreign(method, changes, inputs, found, are_given)
-
-
-def _installed(method: str) -> ModuleType:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"the changes of the method {method!r} are computed by PEFT. Write pip install peft."
-        ) from error
