@@ -319,7 +319,7 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    """Return PEFT's config fields for each layer: blocks by number where only their sizes differ."""
+    """Return PEFT's config fields for each layer: blocks by number if only sizes differ."""
     widths = [rotated_features(layer.parts[0].placement.site) for layer in layers]
     numbers = [f["r"] or d // f["oft_block_size"] for f, d in zip(said, widths, strict=True)]
     by_number = len({*numbers}) == 1 and len({f["oft_block_size"] for f in said}) > 1
