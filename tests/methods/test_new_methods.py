@@ -133,7 +133,7 @@ UNSAYABLE = [
     ("peft", "prefix_tuning[use_gating=True,positions='shifted']", "use_gating=True"),
     ("peft", "mam", "a BnConfig"),
     ("peft", "unipelt", "use_gating=True"),
-    ("peft", "ia3|lora", "architectures"),
+    ("peft", "ia3|lora", "one architecture"),
     ("peft", "ia3[target_modules=['word_embeddings']]", "an embedding"),
 ]
 
