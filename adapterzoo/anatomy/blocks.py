@@ -618,14 +618,10 @@ def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:
         return row.post_norm
     if any(NUMBERED.search(leaf(name)) for name in unclear):
         return False
-    return not _has_final_norm(branch)
-
-
-def _has_final_norm(branch: Branch) -> bool:
-    """Return whether a norm follows the stack: pre-LN stacks need one, post-LN stacks have none."""
+    # pre-LN stacks need a norm after them, post-LN stacks have none
     owner = parent(parent(branch.path))
     names = [*branch.tree.children(owner), *branch.tree.children(parent(owner))]
-    return any(
+    return not any(
         FINAL_NORM.search(leaf(name)) is not None
         and NORM_CLASS.search(type(branch.tree.modules[name]).__name__) is not None
         for name in names

@@ -31,7 +31,7 @@ from adapterzoo.contracts import (
     PromptAdapter,
     widest,
 )
-from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
+from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import ActiveState, Frame, Plan
 
 from .adapted import (
@@ -52,7 +52,7 @@ from .adapted import (
 from .attention import AdaptedAttention
 from .building import layer_at
 from .layers import ExpertAdapters, FusedAdapters, LayerCall, matrix, mergeable, stores_transposed
-from .tokens import AdaptedEmbeddings, AdaptedPositions, AdaptedStack
+from .tokens import AdaptedEmbeddings, AdaptedPositions
 
 
 def put(
@@ -78,13 +78,10 @@ def put(
         is_called: whether the adapter acts in calls of the layer; otherwise in reads only.
 
     Raises:
-        DuplicateNameError: the layer has an adapter of this name.
         StateError: the layer already has an attribute with the name of the container.
     """
     container = container_of(adapter)
     check_put(layer, path, container)
-    if isinstance(layer, Adapted) and name in adapters_of(layer):
-        raise DuplicateNameError(f"{path!r} has an adapter {name!r} already. Take it first.")
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     shown = Shown(read, is_called)
     swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
@@ -155,7 +152,12 @@ def take(layer: nn.Module, name: str) -> Adapter:
 
 
 def capture_input(
-    module: nn.Module, reader: str, name: str, active: ActiveState, path: str
+    module: nn.Module,
+    reader: str,
+    name: str,
+    active: ActiveState,
+    path: str,
+    kind: type[Adapted] | None = None,
 ) -> None:
     """Make a module pass its first input to a site when a plan requests it.
 
@@ -163,26 +165,15 @@ def capture_input(
 
     Args:
         module: of the model.
-        reader: path of the site that reads the input.
+        reader: path of the site that reads the input; of the module itself, if it is one whose
+            calls are recorded.
         name: of the adapter.
         active: the model's.
         path: of the module, as plans name it.
+        kind: `AdaptedStack` for an encoder or decoder whose calls are recorded.
     """
-    swap(module, active, path)
+    swap(module, active, path, kind=kind)
     cast("Adapted", module)._link.helps.add((reader, name))
-
-
-def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -> None:
-    """Record the calls of an encoder or decoder for the adapter `name` when a plan requests it.
-
-    Args:
-        module: of the model.
-        name: of the adapter.
-        active: the model's.
-        path: of the module, as plans name it.
-    """
-    swap(module, active, path, kind=AdaptedStack)
-    cast("Adapted", module)._link.helps.add((path, name))
 
 
 def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveState) -> None:
