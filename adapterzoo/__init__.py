@@ -63,71 +63,43 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# the module of each public name that is not of a method; imported on first use, so that
+# the public names of each module but those of methods; imported on first use, so that
 # `import adapterzoo` alone does not import torch or transformers
 _HOMES = {
-    "AdapterConfig": "config",
-    "AdapterInfo": "hub",
-    "AdapterModelMixin": "model",
-    "AdapterSetup": "model",
-    "AdapterTrainer": "trainer",
-    "AdapterZooError": "errors",
-    "AutoAdapterModel": "auto",
-    "Average": "composition",
-    "BatchSplit": "composition",
-    "ConfigUnion": "config",
-    "DependencyParsingHead": "heads",
-    "Fuse": "composition",
-    "LMHead": "heads",
-    "MultiTask": "composition",
-    "MultiTaskConfig": "config",
-    "MultipleChoiceHead": "heads",
-    "Parallel": "composition",
-    "PooledHead": "heads",
-    "PredictionHead": "heads",
-    "QuestionAnsweringHead": "heads",
-    "Seq2SeqAdapterTrainer": "trainer",
-    "Split": "composition",
-    "Stack": "composition",
-    "TaggingHead": "heads",
-    "TaskHead": "heads",
-    "adapter_info": "hub",
-    "init": "model",
-    "list_adapters": "hub",
-    "load_model": "model",
-}
+    "auto": ("AutoAdapterModel",),
+    "composition": (
+        "Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split", "Stack",
+    ),
+    "config": ("AdapterConfig", "ConfigUnion", "MultiTaskConfig"),
+    "errors": ("AdapterZooError",),
+    "heads": (
+        "DependencyParsingHead", "LMHead", "MultipleChoiceHead", "PooledHead", "PredictionHead",
+        "QuestionAnsweringHead", "TaggingHead", "TaskHead",
+    ),
+    "hub": ("AdapterInfo", "adapter_info", "list_adapters"),
+    "model": ("AdapterModelMixin", "AdapterSetup", "init", "load_model"),
+    "trainer": ("AdapterTrainer", "Seq2SeqAdapterTrainer"),
+}  # fmt: skip
 
 # names under which code for `adapters` finds things here
 _OF_ADAPTERS = {
-    "ADAPTERFUSION_CONFIG_MAP": "configuration",
-    "ADAPTER_CONFIG_MAP": "configuration",
-    "ADAPTER_MODEL_MAPPING": "models",
-    "AdapterArguments": "training",
-    "AdapterCompositionBlock": "composition",
-    "AdapterMethod": "interface",
-    "AdapterModelInterface": "interface",
-    "AdapterType": "utils",
-    "BertStyleMaskedLMHead": "heads",
-    "BiaffineParsingHead": "heads",
-    "CausalLMHead": "heads",
-    "ClassificationHead": "heads",
-    "DEFAULT_ADAPTERFUSION_CONFIG": "configuration",
-    "DEFAULT_ADAPTER_CONFIG": "configuration",
-    "DependencyParsingOutput": "model.heads.outputs",
-    "ImageClassificationHead": "heads",
-    "ModelAdaptersConfig": "configuration",
-    "ModelAdaptersMixin": "model",
-    "ModelWithFlexibleHeadsAdaptersMixin": "auto",
-    "ModelWithHeadsAdaptersMixin": "model",
-    "MultiHeadOutput": "model.heads.outputs",
-    "MultiLabelClassificationHead": "heads",
-    "Seq2SeqLMHead": "heads",
-    "get_adapter_config_hash": "utils",
-    "get_adapter_info": "utils",
-    "parse_composition": "composition",
-    "setup_adapter_training": "training",
-    "validate_composition": "composition",
-}
+    "auto": ("ModelWithFlexibleHeadsAdaptersMixin",),
+    "composition": ("AdapterCompositionBlock", "parse_composition", "validate_composition"),
+    "configuration": (
+        "ADAPTERFUSION_CONFIG_MAP", "ADAPTER_CONFIG_MAP", "DEFAULT_ADAPTERFUSION_CONFIG",
+        "DEFAULT_ADAPTER_CONFIG", "ModelAdaptersConfig",
+    ),
+    "heads": (
+        "BertStyleMaskedLMHead", "BiaffineParsingHead", "CausalLMHead", "ClassificationHead",
+        "ImageClassificationHead", "MultiLabelClassificationHead", "Seq2SeqLMHead",
+    ),
+    "interface": ("AdapterMethod", "AdapterModelInterface"),
+    "model": ("ModelAdaptersMixin", "ModelWithHeadsAdaptersMixin"),
+    "model.heads.outputs": ("DependencyParsingOutput", "MultiHeadOutput"),
+    "models": ("ADAPTER_MODEL_MAPPING",),
+    "training": ("AdapterArguments", "setup_adapter_training"),
+    "utils": ("AdapterType", "get_adapter_config_hash", "get_adapter_info"),
+}  # fmt: skip
 
 __all__ = [
     "AdapterConfig",
@@ -197,9 +169,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name) or _OF_ADAPTERS.get(name)
-    if home is None and name in __all__:
-        home = "methods"
+    homes = (*_HOMES.items(), *_OF_ADAPTERS.items(), ("methods", __all__))
+    home = next((module for module, names in homes if name in names), None)
     if home is not None:
         return getattr(importlib.import_module(f".{home}", __name__), name)
     if name.endswith("AdapterModel"):
@@ -209,4 +180,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_OF_ADAPTERS})
+    return sorted({*globals(), *__all__}.union(*_OF_ADAPTERS.values()))

@@ -58,15 +58,12 @@ def weighted(
     found = () if unordered else tuple(weights)
     if len(found) != len(names) or not all(map(_is_finite, found)):
         raise ConfigError(
-            f"weights={weights!r} is not a list of {len(names)} finite numbers, one for each name. "
+            f"weights={weights!r} is not a list of {len(names)} finite numbers. "
             f"Write weights={[1.0] * len(names)!r}."
         )
     total = float(sum(found)) if normalize else 1.0
     if total == 0 or math.isinf(total):
-        raise ConfigError(
-            f"the weights {list(found)!r} have the sum {total:g} and cannot be divided by it. "
-            f"Write normalize_weights=False."
-        )
+        raise ConfigError(f"weights={list(found)!r}: sum {total:g}. Write normalize_weights=False.")
     return tuple(names), tuple(float(weight) / total for weight in found)
 
 
@@ -359,9 +356,8 @@ class Combination:
             why: the reason, for the message.
         """
         return CompositionError(
-            f"{self.name!r} combines low-rank factors, and {why}. Write "
-            f"average_adapter(…, combine_strategy='linear'), the average of all parameters, or "
-            f"set_active_adapters(Average('a', 'b'))."
+            f"{self.name!r} combines low-rank factors, and {why}. Write combine_strategy='linear', "
+            f"the average of all parameters, or set_active_adapters(Average('a', 'b'))."
         )
 
 
@@ -398,34 +394,16 @@ class Density(Check):
         return is_number(value) and 0 < value <= 1
 
 
-class _Option(NamedTuple):
-    """An option of some strategies.
-
-    Attributes:
-        check: the legal values.
-        is_used: whether a strategy uses it.
-        unset: the default; a strategy with `needs_rank` or `prunes` needs another rank or density.
-        example: a legal value.
-    """
-
-    check: Check
-    is_used: Callable[[Combination], object]
-    unset: object
-    example: object
-
-
-_OPTIONS = {
-    "density": _Option(Density(), lambda s: s.prunes, None, 0.5),
-    "majority_sign_method": _Option(
-        Choice("total", "frequency"), lambda s: s.elects, "total", "total"
-    ),
-    "svd_rank": _Option(Range(1, MAX_WIDTH), lambda s: s.target == "change", None, 8),
-    "svd_clamp": _Option(Range(0.0, 1.0), lambda s: s.target == "change", None, 0.99),
-    "svd_full_matrices": _Option(FLAG, lambda s: s.target == "change", False, False),
-    "svd_driver": _Option(
-        Choice("gesvd", "gesvdj", "gesvda"), lambda s: s.target == "change", None, "gesvd"
-    ),
-    "seed": _Option(SEED, lambda s: s.prunes == "random", None, 0),
+# option → its legal values, one of them, and the default; a strategy with `needs_rank` or `prunes`
+# needs another rank or density
+_OPTIONS: Mapping[str, tuple[Check, object, object]] = {
+    "density": (Density(), 0.5, None),
+    "majority_sign_method": (Choice("total", "frequency"), "total", "total"),
+    "svd_rank": (Range(1, MAX_WIDTH), 8, None),
+    "svd_clamp": (Range(0.0, 1.0), 0.99, None),
+    "svd_full_matrices": (FLAG, False, False),
+    "svd_driver": (Choice("gesvd", "gesvdj", "gesvda"), "gesvd", None),
+    "seed": (SEED, 0, None),
 }
 
 
@@ -445,12 +423,19 @@ def combination(name: str, **options: Any) -> Combination:
         raise unknown_name("", "combination strategy", name, STRATEGIES)
     strategy = STRATEGIES[name]
     required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
-    for field, (check, is_used, unset, example) in _OPTIONS.items():
+    used = {
+        "density": strategy.prunes,
+        "majority_sign_method": strategy.elects,
+        "seed": strategy.prunes == "random",
+    }
+    for field, (check, example, unset) in _OPTIONS.items():
         value = options.setdefault(field, unset)
         if isinstance(value, float):
             # float64 of numpy is a float
             options[field] = value = float(value)
-        if value != unset and not is_used(strategy):
+        # those of the SVD
+        is_used = used.get(field, strategy.target == "change")
+        if value != unset and not is_used:
             raise ConfigError(
                 f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
             )

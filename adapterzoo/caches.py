@@ -98,16 +98,13 @@ def cached(
             marks.append(torch.cuda.current_stream(source.device).cuda_stream)
     known = values.get(owner)
     # freed memory may come back as that of another tensor
-    if known is not None and known.marks == marks and not _are_freed(known.storages):
+    is_alive = known is not None and not any(storage.expired() for storage in known.storages)
+    if known is not None and is_alive and known.marks == marks:
         return known.value
     value = compute()
     storages = [StorageWeakRef(source.untyped_storage()) for source in tensors]
     values[owner] = _Value(value, marks, storages)
     return value
-
-
-def _are_freed(storages: Sequence[StorageWeakRef]) -> bool:
-    return any(storage.expired() for storage in storages)
 
 
 def _is_recorded(sources: Sequence[Tensor]) -> bool:

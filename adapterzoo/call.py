@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -314,8 +313,14 @@ class StackCall:
     candidates of assisted decoding belong to it.
     """
 
-    _stack: RecordedCall
-    _own: Mapping[str, Any]
+    def __init__(self, stack: RecordedCall, own: Mapping[str, Any] | None = None) -> None:
+        """Keep the call of a stack as one of its layers sees it.
+
+        Args:
+            stack: the call.
+            own: arguments of the layer's forward, by name.
+        """
+        self._stack, self._own = stack, own or {}
 
     def real(self, x: Tensor) -> Tensor | None:
         """Return which tokens are real, `[rows, tokens]` bool; None if all are.
@@ -442,14 +447,14 @@ class StackCall:
         In a decoder these make the keys and values of cross-attention.
         """
         given = {"attention_mask": self._stack.encoder_mask}
-        return call_of(RecordedCall(self._stack.path, given, None))
+        return StackCall(RecordedCall(self._stack.path, given, None))
 
     def of_queries(self) -> StackCall:
         """Return the call for a layer that reads the decoder's states beside the encoder's.
 
         The mask among its own arguments is the encoder's.
         """
-        return call_of(self._stack)
+        return StackCall(self._stack)
 
     def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
         """Return where the first and the last real tokens of each prompt are.
@@ -550,18 +555,6 @@ class StackCall:
         return _PartOfCall(self, x, take, key)
 
 
-def call_of(stack: RecordedCall, own: Mapping[str, Any] = MappingProxyType({})) -> StackCall:
-    """Return the call of a stack as one of its layers sees it.
-
-    Args:
-        stack: the call.
-        own: arguments of the layer's forward, by name.
-    """
-    call = StackCall()
-    call._stack, call._own = stack, own
-    return call
-
-
 def _ends(prompt: Tensor, cached: int, tokens: int, first: int, last: int) -> Tensor:
     """Return the ends of prompts in a call; see `StackCall.prompt_ends`.
 
@@ -651,6 +644,7 @@ class _PartOfCall(StackCall):
     def __init__(
         self, whole: StackCall, x: Tensor, take: Callable[[Tensor], Tensor], key: object
     ) -> None:
+        super().__init__(whole._stack)
         self._whole = whole
         self._x = x
         self._take = take

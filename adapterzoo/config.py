@@ -297,8 +297,8 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
         default: a dict is copied for each config.
         check: the check of its values; None for only that of the annotation.
         ours: whether the peers' files lack the field: it is written only if it is not the default.
-        needs: another field and its value, `"use_gating=True"`, without which this one has no
-            effect; a warning says so.
+        needs: other fields and their values, `"use_gating=True"`, without which this one has no
+            effect; a warning says so. Several are joined by ", ".
     """
     metadata = (
         declared(check) | ({"ours": True} if ours else {}) | ({"needs": needs} if needs else {})
@@ -348,8 +348,14 @@ def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
 def without_idle(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config of a class without those that have no effect in it."""
     values = {**defaults(cls), **fields}
-    idle = {name for name, (need, _) in needs_of(cls).items() if not values[need.partition("=")[0]]}
+    idle = {name for name, (need, _) in needs_of(cls).items() if not _is_met(need, values)}
     return {name: value for name, value in fields.items() if name not in idle}
+
+
+def _is_met(need: str, values: Mapping[str, Any]) -> bool:
+    """Return whether fields have the values in a text such as "coft=True"."""
+    pairs = (each.partition("=") for each in need.split(", "))
+    return all(repr(values[name]) == value for name, _, value in pairs)
 
 
 def check_fields(config: Any) -> None:
@@ -367,9 +373,7 @@ def check_fields(config: Any) -> None:
         object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
     for name, (need, default) in needs_of(cls).items():
         value = getattr(config, name)
-        if value not in (default, defaults(cls)[name]) and not getattr(
-            config, need.partition("=")[0]
-        ):
+        if value not in (default, defaults(cls)[name]) and not _is_met(need, vars(config)):
             warnings.warn(
                 f"{cls.__name__}({name}={value!r}): has an effect only with {need}. Write "
                 f"{name}={default!r}.",
@@ -1179,10 +1183,6 @@ class ConfigUnion(AdapterConfig):
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the placements of all members, in their order."""
         return [placement for config in self.configs for placement in config.placements(anatomy)]
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """Raise: each placement of a union has the member that builds it as its config."""
-        raise NotImplementedError
 
     @classmethod
     def combined(

@@ -156,9 +156,9 @@ class InputPlan(ABC):
             ConfigError: no number of passes can be enough.
         """
 
-    @abstractmethod
     def changes(self) -> Mapping[str, Any]:
         """Return the fields of the config that the inputs decide, with their values."""
+        return {}
 
 
 class BaseLayer(ABC):
@@ -407,6 +407,12 @@ class Adapter(Contained, ABC):
             if name in identity:
                 value = value + (1 - sum(weights)) * upcast(identity[name], target)
             strategy.fill(target, value, name)
+
+    def extra_repr(self) -> str:
+        """Return the shapes of the parameters, and the scaling if there is one."""
+        shown = [f"{n}={[*p.shape]}" for n, p in self.named_parameters(recurse=False)]
+        scaling = getattr(self, "scaling", None)
+        return ", ".join([*shown, f"{scaling=:g}"] if isinstance(scaling, float) else shown)
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.named_parameters()) | dict(self.named_buffers())

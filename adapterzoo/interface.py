@@ -170,28 +170,17 @@ class AdapterModelInterface:
             base_model: of the model.
 
         Raises:
-            ConfigError: a module is missing.
+            AttributeError: a module is missing.
         """
-        self._named(base_model, "model_embeddings", self.model_embeddings, "base model")
-        layers = self._named(base_model, "model_layers", self.model_layers, "base model")
-        block = next(layers.children())
+        base_model.get_submodule(self.model_embeddings)
+        block = next(base_model.get_submodule(self.model_layers).children())
         attentions = [a for a in (self.layer_self_attn, self.layer_cross_attn) if a is not None]
         for field, value in self.to_dict().items():
             if value is not None and field.startswith("layer_"):
-                self._named(block, field, value, "first block")
+                block.get_submodule(value)
             elif value is not None and field.startswith("attn_"):
                 for attention in attentions:
-                    self._named(block, field, f"{attention}.{value}", "first block")
-
-    @staticmethod
-    def _named(module: nn.Module, field: str, path: str, where: str) -> nn.Module:
-        names = [name for name, _ in module.named_modules()]
-        if path not in names:
-            raise ConfigError(
-                f"AdapterModelInterface({field}={path!r}): there is no such module in the {where}. "
-                f"Write one of {listing(name for name in names[1:] if name.count('.') < 2)}."
-            )
-        return module.get_submodule(path)
+                    block.get_submodule(f"{attention}.{value}")
 
     def check_roles(self, anatomy: Anatomy) -> None:
         """Check that the layers do not have other roles in the anatomy.
@@ -211,8 +200,8 @@ class AdapterModelInterface:
                 if asked is not None and site.role not in ("other", asked):
                     path = next((s.path for s in block.sites if s.role == asked), "another layer")
                     raise ConfigError(
-                        f"AdapterModelInterface: {site.path!r} is given as {asked!r}, and is "
-                        f"{site.role!r} in this model; {asked!r} is {path!r}. Write that path."
+                        f"AdapterModelInterface: {site.path!r} is {site.role!r}, not {asked!r}, "
+                        f"which is {path!r}. Write that path."
                     )
 
     def check_method(self, config: AdapterConfig) -> None:
@@ -227,6 +216,6 @@ class AdapterModelInterface:
         wrong = [m for m in AdapterMethod.get_from_config(config) if m not in self.adapter_methods]
         if wrong:
             raise ConfigError(
-                f"{type(config).__name__} needs {listing(wrong)}, and the model's interface allows "
-                f"{listing(self.adapter_methods)}. Add {wrong[0]!r} to its adapter_methods."
+                f"the model's interface allows {listing(self.adapter_methods)}. Add {wrong[0]!r} "
+                f"to its adapter_methods."
             )

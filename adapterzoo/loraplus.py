@@ -70,28 +70,17 @@ def asked_rates(
         optimizers: that the trainer is given.
 
     Raises:
-        ConfigError: a value is not legal or has no effect.
+        ConfigError: a value has no effect.
     """
     if ratio is None:
         if embedding != EMBEDDING_RATE:
             raise ConfigError("loraplus_lr_embedding needs a ratio. Write loraplus_lr_ratio=16.")
         return None
-    check_rates(ratio, embedding)
     if any(optimizers):
         raise ConfigError(
             "loraplus_lr_ratio and optimizers: write optimizers=(create_loraplus_optimizer(…), …)."
         )
     return ratio, embedding
-
-
-def check_rates(ratio: object, embedding: object) -> None:
-    """Check the two rates.
-
-    Raises:
-        ConfigError: one is not legal.
-    """
-    Range(1.0, 1e6)("LoRA+", "loraplus_lr_ratio", ratio, 16.0)
-    Positive()("LoRA+", "loraplus_lr_embedding", embedding, EMBEDDING_RATE)
 
 
 def set_rates(
@@ -112,13 +101,11 @@ def set_rates(
         ConfigError: a value is not legal.
         StateError: nothing is trained that has an A and a B.
     """
-    check_rates(ratio, embedding)
+    Range(1.0, 1e6)("LoRA+", "loraplus_lr_ratio", ratio, 16.0)
+    Positive()("LoRA+", "loraplus_lr_embedding", embedding, EMBEDDING_RATE)
     fast, looked_up = _parameters(model)
     if not fast:
-        raise StateError(
-            "no adapter that is trained has factors A and B. Write model.train_adapter('name') "
-            "for a LoRA, or leave loraplus_lr_ratio out."
-        )
+        raise StateError("no trained adapter has factors A and B. Leave loraplus_lr_ratio out.")
     split: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         rates: dict[float, list[nn.Parameter]] = {}

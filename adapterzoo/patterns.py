@@ -1,9 +1,4 @@
-"""Names and regular expressions of layers in configs: their checks, and how they match layers.
-
-Expressions may come from untrusted files. Python's `re` backtracks and cannot be stopped: "(a+)+b"
-takes years on forty letters. An expression is refused before it runs if the number of ways to match
-has no known bound, or too high a one.
-"""
+"""Names and regular expressions of layers in configs: their checks, and how they match layers."""
 
 from __future__ import annotations
 

@@ -32,17 +32,6 @@ TASK_TYPES = (
 classes_of_peft: dict[type[Any], PeftArguments] = {}
 """Our config classes → the fields of PEFT's class for the method."""
 
-# each is more than a change of weights
-_INEXPRESSIBLE = {
-    "ADAPTION_PROMPT": "adds a gated prompt inside attention",
-    "BEFT": "adds to the outputs of layers",
-    "LILY": "mixes factors by a router that reads the input",
-    "MULTITASK_PROMPT_TUNING": "has a prompt for each of the task_ids that a call gives",
-    "POLY": "mixes adapters by the task_ids that a call gives",
-    "SHADOW": "runs a second model beside the base model",
-    "XLORA": "mixes adapters by a network that reads the input",
-}
-
 ADAPTED_BIASES = "lora_only"
 """PEFT's value of `bias` for the biases of the layers that a method adapts."""
 
@@ -139,18 +128,34 @@ def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mappi
     words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys()
     if not [name for name in given if name in words and (name not in legal)]:
         return cls, _mapped(own, given)
-    values = {**own.fixed, **given}
-    kin = {c: a for c, a in classes_of_peft.items() if a.peft_type == own.peft_type}
-    found = [c for c, arguments in kin.items() if arguments.fits(values)]
-    if not found:
-        shown = ", ".join(f"{name}={values[name]!r}" for name in own.fixed)
-        raise ConfigError(
-            f"{cls.__name__}({shown}): there is no such method. Write one of "
-            f"{listing(sorted(c.__name__ for c in kin))}."
-        )
-    chosen = max(found, key=lambda c: (c is cls, len(kin[c].fixed)))
+    chosen = class_of(own.peft_type, {**own.fixed, **given}, cls)
     rest = {k: v for k, v in given.items() if k not in own.fixed or k in _names(chosen)}
     return chosen, translated(chosen, rest)
+
+
+def class_of(
+    peft_type: str, values: Mapping[str, Any], preferred: type[Any] | None = None
+) -> type[Any]:
+    """Return our config class for the values of one of PEFT's.
+
+    Args:
+        peft_type: PEFT's name of the method.
+        values: of its fields.
+        preferred: of several that fit.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kin = {c: a for c, a in classes_of_peft.items() if a.peft_type == peft_type}
+    if found := [c for c, arguments in kin.items() if arguments.fits(values)]:
+        return max(found, key=lambda c: (c is preferred, len(kin[c].fixed)))
+    fixed = {name: values.get(name) for arguments in kin.values() for name in arguments.fixed}
+    shown = "".join(f", {name}={value!r}" for name, value in fixed.items())
+    legal = sorted({a.peft_type for a in classes_of_peft.values()})
+    raise ConfigError(
+        f"peft_type={peft_type!r}{shown}: there is no such method here. Write one of "
+        f"{listing(sorted(c.__name__ for c in kin) or legal, limit=40)}."
+    )
 
 
 def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,13 +176,12 @@ def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         argument = own.fields.get(name) or COMMON.get(name)
         if argument is None or argument.ours == name:
             ours, kept = name, value
-        elif argument.ours is None:
-            _check(cls, name, value, argument)
-            continue
         elif value is None and argument.default is None:
             continue
         else:
             ours, kept = argument.ours, _value(cls, name, value, argument)
+            if ours is None:
+                continue
         if ours in made or (ours != name and ours in given):
             raise ConfigError(
                 f"{cls.__name__}({name}={value!r}, {ours}=…): the same. Write only {ours}={kept!r}."
@@ -197,22 +201,16 @@ def _mapped(own: PeftArguments, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**given, **changed} if changed else given
 
 
-def _check(cls: type[Any], name: str, value: object, argument: PeftArgument) -> None:
-    if argument.parts is not None and value:
-        _options(cls, name, value, argument.parts)
-        return
-    listed = isinstance(value, (str, bool)) and value in (argument.values or {})
-    if not (listed or argument.asks_for_nothing(value)):
-        raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")
-
-
 def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any:
-    if argument.parts is not None:
+    """Return our value of a field of PEFT; None if there is no field here and it asks for none."""
+    if argument.parts is not None and (value or argument.ours):
         return _options(cls, name, value, argument.parts)
-    if argument.values is None:
+    if isinstance(value, (str, bool)) and value in (argument.values or {}):
+        return (argument.values or {})[value]
+    if argument.ours is None and argument.asks_for_nothing(value):
+        return None
+    if argument.ours is not None and argument.values is None:
         return argument.default if value is None else value
-    if isinstance(value, (str, bool)) and value in argument.values:
-        return argument.values[value]
     if argument.passes and isinstance(value, str):
         return value
     raise ConfigError(f"{cls.__name__}({name}={value!r}): {argument.hint}")
@@ -238,7 +236,7 @@ def _options(
                 f"{listing(sorted(parts))}."
             )
         if part.ours is None:
-            _check(cls, f"{name}.{key}", option, part)
+            _value(cls, f"{name}.{key}", option, part)
         elif option != part.default:
             made[part.ours] = option
     return made
@@ -246,16 +244,6 @@ def _options(
 
 def _names(cls: type[Any]) -> set[str]:
     return {f.name for f in dataclasses.fields(cls)}
-
-
-def instead(peft_type: object) -> str:
-    """Return what to do with a file of a method that does not exist here."""
-    if (reason := _INEXPRESSIBLE.get(str(peft_type))) is not None:
-        return f"{peft_type} {reason}, so that it cannot become LoRA. Use it with PEFT."
-    return (
-        "If it changes only weights of layers, convert it through an installed PEFT: write "
-        "adapterzoo convert SRC DST --to lora."
-    )
 
 
 # --- methods of a model that take PEFT's arguments too ---

@@ -219,19 +219,6 @@ class CallContext:
                 return functools.reduce(getattr, path.removeprefix(above).split("."), found)
         raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
-    @contextmanager
-    def generating(self, generation: Generation) -> Iterator[None]:
-        """Share a record between the calls of this thread until the context ends.
-
-        Args:
-            generation: the record of a `generate`.
-        """
-        outer, self.generation = self.generation, generation
-        try:
-            yield
-        finally:
-            self.generation = outer
-
 
 def shared_by(modules: Mapping[str, nn.Module], key: SharedKey) -> nn.Module:
     """Return the module that the layers of an adapter share.

@@ -4,8 +4,7 @@
 registers one spelling per peer with `spelled`, so that deleting the family deletes its formats.
 
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
-tensor: a `KeyError` in `Container.read` leaves the file's names unchanged, and the comparison with
-the model shows what is missing.
+tensor: a `KeyError` in `Container.read` leaves the names unchanged.
 """
 
 from __future__ import annotations
@@ -58,8 +57,10 @@ class Container:
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         held_by: at "model": whether an adapter of a config has such tensors.
-        read: AdapterHub's tensors of one place, and the config, to ours.
-        write: ours to AdapterHub's.
+        prefix: of our names of the tensors; others are not in the container.
+        names: AdapterHub's names → ours, without the prefix, where they differ.
+        read: tensors of one place under these names, and the config, to ours.
+        write: undoes `read`.
     """
 
     name: str
@@ -70,8 +71,26 @@ class Container:
     duplicates: tuple[str, ...] = ()
     in_encoder: bool = False
     held_by: Callable[[AdapterConfig], bool] = lambda _config: True
+    prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
     write: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
+
+    def to_ours(self, tensors: Tensors, config: AdapterConfig) -> Tensors:
+        """Return our tensors of AdapterHub's at one place."""
+        named = {self.prefix + self.names.get(name, name): t for name, t in tensors.items()}
+        try:
+            return self.read(named, config)
+        except KeyError:
+            # the comparison with the model shows what is missing
+            return named
+
+    def to_theirs(self, tensors: Tensors, config: AdapterConfig) -> Tensors:
+        """Return AdapterHub's tensors of ours at one place; undoes `to_ours`."""
+        theirs = {ours: name for name, ours in self.names.items()}
+        own = {n: t for n, t in self.write(tensors, config).items() if n.startswith(self.prefix)}
+        short = {name.removeprefix(self.prefix): tensor for name, tensor in own.items()}
+        return {theirs.get(name, name): tensor for name, tensor in short.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +269,6 @@ class PeftSpelling:
         patterns: fields that map layer names to numbers (same name in PEFT and here) → PEFT's
             field with the number for all other layers.
         inert: fields that are not in `arguments` and do not change what an adapter computes.
-        refused: fields that cannot be reproduced unless they are off → the reason.
         beside: the fields for what is trained beside the adapters, the same in PEFT and here.
         of_parameters: whether PEFT's method has `target_parameters`: adapters of parameters.
         of_norms: whether the layers are norms; otherwise they have a weight matrix.
@@ -289,7 +307,6 @@ class PeftSpelling:
     fields: Mapping[str, PeftArgument] = field(default_factory=dict)
     patterns: Mapping[str, str] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     of_parameters: bool = False
     of_norms: bool = False

@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
 from .model.hf import fusion_files
 from .model.hf.hosts import collated
+from .model.hotswap import Write, write
 from .model.mixin import AdapterModelMixin
 from .model.sharding import class_name
 from .model.state import (
@@ -41,7 +41,6 @@ from .model.state import (
     modules_of,
     named_tensors,
     own_parameters_of,
-    parameters_of,
 )
 from .model.training import trainable_when_quantized
 from .names import one_of
@@ -141,7 +140,7 @@ class AdapterTrainer(Trainer):
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the active named heads; none for a model with a static head."""
-        return named.active_heads(self._adapted)
+        return named.heads_by_name(self._adapted)
 
     def _take(self, model: nn.Module) -> None:
         adapted = unwrapped(model)
@@ -193,18 +192,12 @@ class AdapterTrainer(Trainer):
         model = self._adapted
         call = f"{type(self).__name__}.train()"
         active = () if model.active_adapters is None else model.active_adapters.flatten()
-        own = [p for name in active for p in parameters_of(model, name)]
-        for fuse in fusions_of(model.active_adapters):
-            own += [p for _, layer in fusion_modules(model, fuse.name) for p in layer.parameters()]
-        if not any(p.requires_grad for p in own):
-            raise StateError(
-                f"{call}: no parameter of the active adapters {listing(active)} is trained. "
-                f"{_hint(model)}"
-            )
+        fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
+        if not any(p.requires_grad for p in own_parameters_of(model, active, fusions)):
+            raise StateError(f"{call}: {listing(active)} is not trained. {_hint(model)}")
         if not has_frozen_matrix(model):
             raise StateError(
-                f"{call}: the base model is not frozen, so all of it would be trained. "
-                f"{_hint(model)} To train all of it write Trainer(…)."
+                f"{call}: the base model is not frozen. {_hint(model)} To train all, write Trainer."
             )
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,8 +291,8 @@ class AdapterTrainer(Trainer):
                 labels = self._counted(inputs) if len(heads) == 1 else None
                 if labels is None or labels.is_floating_point():
                     raise ConfigError(
-                        f"label_smoothing_factor is for one head with class numbers, not "
-                        f"{listing(heads)}. Write label_smoothing_factor=0."
+                        f"{listing(heads)} is not one head with classes. "
+                        "Write label_smoothing_factor=0."
                     )
                 inputs["labels"] = labels
         loss, outputs = super().compute_loss(
@@ -367,8 +360,7 @@ class AdapterTrainer(Trainer):
         folder = Path(resume_from_checkpoint)
         if not (folder / TRAINER_STATE_NAME).is_file():
             raise CheckpointError(
-                f"{resume_from_checkpoint!r} is not a whole checkpoint: {TRAINER_STATE_NAME} is "
-                f"missing. Write the one before it."
+                f"{resume_from_checkpoint!r} has no {TRAINER_STATE_NAME}. Write the one before it."
             )
         self._restore(resume_from_checkpoint)
 
@@ -402,19 +394,9 @@ def _hint(model: Any) -> str:
 UNFROZEN = "unfrozen.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One adapter, one head, the layers of one fusion or the unfrozen parameters.
-
-    Attributes:
-        what: its name in messages.
-        file: the saved tensors.
-        model: the tensors of the model to fill in place.
-    """
-
-    what: str
-    file: dict[str, Tensor]
-    model: dict[str, Tensor]
+# the name in messages, the saved tensors, and the tensors of the model to fill in place: of an
+# adapter, a head, the layers of a fusion, or the unfrozen parameters
+_Part: TypeAlias = tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 def save_trained(model: AdaptedModel, folder: Path) -> None:
@@ -430,8 +412,8 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
     state, heads = model._adapter_state, saved_names(model)
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
-    for name in _apart(model):
-        store.save(model, folder / _folder_of(name), name)
+    for name, own in _apart(model).items():
+        store.save(model, folder / own, name)
     for name, fusion in state.fusions.items():
         fusion_files.save(model, folder / name, Fuse(*fusion.adapters, name=name))
     if tensors := unfrozen(model):
@@ -450,16 +432,14 @@ def restore_trained(model: AdaptedModel, folder: Path) -> None:
         CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
             filled.
     """
-    parts = list(_parts(model, folder))
-    for part in parts:
+    writes: list[Write] = []
+    for what, saved, own in _parts(model, folder):
         try:
-            fit.check_fit(type(model).__name__, part.file, part.model, None)
+            fit.check_fit(type(model).__name__, saved, own, None)
         except CheckpointError as error:
-            raise CheckpointError(f"{part.what}: {error}") from error
-    with torch.no_grad():
-        for part in parts:
-            for key, tensor in part.file.items():
-                part.model[key].copy_(tensor)
+            raise CheckpointError(f"{what}: {error}") from error
+        writes += [Write(own[key], tensor) for key, tensor in saved.items()]
+    write(writes)
 
 
 def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
@@ -490,22 +470,20 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
     )
 
 
-def _apart(model: AdaptedModel) -> list[str]:
-    """Return the heads that are not in an adapter's file, those of fusions included."""
-    names = saved_names(model)
-    return [name for name in names if name not in model._adapter_state.records]
+def _apart(model: AdaptedModel) -> dict[str, str]:
+    """Return the heads that are not in an adapter's file, with their folders.
+
+    The folder of a fusion's head is that of its layers.
+    """
+    names = [name for name in saved_names(model) if name not in model._adapter_state.records]
+    return {name: name.removeprefix(fusion_key("")) for name in names}
 
 
-def _folder_of(head: str) -> str:
-    """Return the folder of a head; for a fusion's head, the folder of its layers."""
-    return head.removeprefix(fusion_key(""))
-
-
-def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
+def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
     apart, state = _apart(model), model._adapter_state
     for kind, names in (
         ("adapter", list(state.records)),
-        ("head", [_folder_of(name) for name in apart]),
+        ("head", list(apart.values())),
         (native.FUSION, list(state.fusions)),
     ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{kind}.safetensors"))
@@ -520,38 +498,35 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
-                f"it was saved from a {family!r}, this is a {model.config.model_type!r}. Load the "
-                "model that it was saved from."
+                f"it was saved from a {family!r}. Load it into one, not a "
+                f"{model.config.model_type!r}."
             )
         saved = AdapterConfig.from_dict(stored.metadata["config"])
         fit.check_same(f"adapter {name!r}", saved, record.config)
         tensors = named_tensors(dict(modules_of(model, name)), keep_vars=True)
         _, in_file = expand(model, stored.metadata.get("embeddings"), stored.adapter)
-        yield Part(f"adapter {name!r}", in_file, tensors)
+        yield f"adapter {name!r}", in_file, tensors
         if name in heads:
             yield _head_part(model, name, stored)
         elif stored.head:
             raise CheckpointError(
-                f"the checkpoint has a head of the adapter {name!r}, the model none. Write "
-                f"train_adapter({name!r}) first."
+                f"it has a head of {name!r}, the model none. Write train_adapter({name!r}) first."
             )
-    for name in apart:
-        yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))
+    for name, own in apart.items():
+        yield _head_part(model, name, native.load(folder / own, "head"))
     for name, fusion in state.fusions.items():
         stored = native.load(folder / name, native.FUSION)
         fused = stored.metadata["adapter_names"], stored.metadata["config"]
         mine = list(fusion.adapters), fusion.config.to_dict()
         fit.check_same(f"fusion {name!r}", fused, mine)
         layers = named_tensors(dict(fusion_modules(model, name)), keep_vars=True)
-        yield Part(f"fusion {name!r}", stored.adapter, layers)
+        yield f"fusion {name!r}", stored.adapter, layers
     file = folder / UNFROZEN
     saved_base = native.read(file)[1] if file.is_file() else {}
-    yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
+    yield "parameters of the base model that are not frozen", saved_base, unfrozen(model)
 
 
-def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
-    document = stored.metadata.get("head")
-    record, saved = record_of(model, name), dict(stored.head)
-    if document is not None:
-        saved = dict(completed(model, name, document, saved))
-    return Part(f"head {name!r}", saved, {} if record is None else record.tensors)
+def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> _Part:
+    document, record = stored.metadata.get("head"), record_of(model, name)
+    saved = stored.head if document is None else completed(model, name, document, stored.head)
+    return f"head {name!r}", saved, {} if record is None else record.tensors

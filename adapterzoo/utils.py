@@ -40,7 +40,7 @@ ADAPTERFUSION_WEIGHTS_NAME, ADAPTERFUSION_CONFIG_NAME = native.names_of_files(na
 
 SAFE_WEIGHTS_NAME = adapterhub.names_of_files("adapter")[1]
 SAFE_HEAD_WEIGHTS_NAME = adapterhub.names_of_files("head")[1]
-SAFE_ADAPTERFUSION_WEIGHTS_NAME = adapterhub.names_of_files("fusion")[1]
+SAFE_ADAPTERFUSION_WEIGHTS_NAME = adapterhub.names_of_files(native.FUSION)[1]
 
 get_adapter_info = adapter_info
 

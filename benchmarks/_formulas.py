@@ -76,7 +76,7 @@ class Rotated(nn.Module):
     def __init__(self, base: nn.Module, adapter: Any) -> None:
         super().__init__()
         self.base, self.R = base, adapter.oft_R
-        self.size, self.number = adapter.blocks.size, adapter.blocks.number
+        self.size, self.number = adapter.block_size, adapter.block_number
         self.register_buffer("places", torch.triu_indices(self.size, self.size, 1))
         self.register_buffer("eye", torch.eye(self.size))
 

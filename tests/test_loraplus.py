@@ -110,7 +110,7 @@ def test_a_model_without_factors_is_refused():
     model = peft_world.ours("bert")
     model.add_adapter("a", "seq_bn", set_active=True)
     model.train_adapter("a")
-    with refused(model, StateError, "factors A and B", "leave loraplus_lr_ratio out"):
+    with refused(model, StateError, "factors A and B", "Leave loraplus_lr_ratio out"):
         create_loraplus_optimizer(model, torch.optim.SGD, lr=1e-3, loraplus_lr_ratio=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from snapshots import adapter_bits, refused, same_bits, stir
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel, BOFTConfig, ConfigUnion, DoRAConfig, IA3Config, LoRAConfig
-from adapterzoo.errors import SiteError
+from adapterzoo.errors import CheckpointError, SiteError
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 
@@ -61,6 +62,25 @@ def check_golden(model, inputs, expected):
 
 def named_golden(folder):
     return AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_that_the_file_lacks_is_noticed(case, tmp_path):
+    folder, _, _ = golden(case)
+    model, tensors = named_golden(folder), load_file(folder / TENSORS)
+    # the first layer in a block
+    key = next(key for key in sorted(tensors) if re.search(r"\.\d+\.", key))
+    layer = re.sub(r"\.(lora|hada|lokr|oft|boft|ia3|vera|miss)_.*", ".", key)
+    shutil.copytree(folder, tmp_path / "cut")
+    left = {k: t for k, t in tensors.items() if not k.startswith(layer)}
+    assert {*left} < {*tensors}
+    save_file(left, tmp_path / "cut" / TENSORS)
+    name = layer.removeprefix("base_model.model.").removesuffix(".")
+    with refused(model, CheckpointError, "lacks 1 of the layers of target_modules", name):
+        model.load_adapter(tmp_path / "cut")
+    # unless the config does not ask for it
+    change(tmp_path / "cut", exclude_modules=[name])
+    model.load_adapter(tmp_path / "cut")
 
 
 # --- PEFT's checkpoints here ---

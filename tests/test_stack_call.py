@@ -4,7 +4,7 @@ import pytest
 import torch
 from stack_calls import running
 
-from adapterzoo.call import Generation, RecordedCall, call_of
+from adapterzoo.call import Generation, RecordedCall, StackCall
 from adapterzoo.errors import StateError
 
 STATES = torch.zeros(3, 6, 8)
@@ -16,7 +16,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def at(given, own=None):
-    return call_of(running(**given).stack, own or {})
+    return StackCall(running(**given).stack, own or {})
 
 
 def causal(mask, tokens=6):
@@ -129,7 +129,7 @@ def test_rows_of_padding_alone_are_named(form):
 def test_compiled_code_looks_at_no_number():
     def ends(states, mask):
         stack = RecordedCall("", {"attention_mask": mask}, None)
-        return call_of(stack, {}).prompt_ends(states, 2, 1)
+        return StackCall(stack, {}).prompt_ends(states, 2, 1)
 
     compiled = torch.compile(ends, fullgraph=True, backend="eager")
     for side in MASKS.values():
@@ -141,7 +141,7 @@ def test_compiled_code_looks_at_no_number():
 def generated(generation, tokens, path="decoder", **given):
     """A layer's view of a call of `generate` that goes up to a number of tokens."""
     generation.step(tokens, None)
-    return call_of(RecordedCall(path, given, generation), {})
+    return StackCall(RecordedCall(path, given, generation), {})
 
 
 def test_candidates_and_new_tokens_do_not_belong_to_the_prompt():
@@ -181,7 +181,7 @@ def test_a_prompt_in_parts_shows_its_first_tokens_alone():
 
 def test_a_call_outside_of_the_sequence_is_refused():
     generation = Generation(["decoder"]).of_prompt(6)
-    call = call_of(RecordedCall("decoder", {}, generation), {})
+    call = StackCall(RecordedCall("decoder", {}, generation), {})
     with pytest.raises(StateError, match=r"outside of the sequence.*guidance_scale"):
         call.has_prompt(STATES)
 

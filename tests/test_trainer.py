@@ -218,7 +218,7 @@ def test_an_active_adapter_that_is_not_trained_is_refused(tmp_path):
     model.train_adapter("other")
     model.set_active_adapters("task")
     trainer = AdapterTrainer(model, args(tmp_path, max_steps=1), train_dataset=rows(4))
-    with pytest.raises(StateError, match=r"active adapters 'task' is trained.*train_adapter\('ta"):
+    with pytest.raises(StateError, match=r"'task' is not trained.*train_adapter\('ta"):
         trainer.train()
 
 
@@ -378,7 +378,7 @@ def test_label_smoothing_without_classes_is_refused(tmp_path):
     trainer = AdapterTrainer(
         model, args(tmp_path, label_smoothing_factor=0.1), train_dataset=rows(4, "number")
     )
-    with pytest.raises(ConfigError, match=r"not 'task'. Write label_smoothing_factor=0"):
+    with pytest.raises(ConfigError, match=r"'task' is not one head with classes"):
         trainer.train()
 
 
@@ -630,14 +630,14 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     half = named()
     half.adapter_to("task", dtype=torch.bfloat16)
     refused(half, r"file torch.float32   model torch.bfloat16")
-    refused(named("roberta"), r"saved from a 'bert', this is a 'roberta'")
+    refused(named("roberta"), r"saved from a 'bert'.*not a 'roberta'")
 
 
 def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path):
     shuffled(tmp_path, named(), steps=4).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     trainer = shuffled(tmp_path, named(), steps=4)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4' is not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4' has no trainer_state.json"):
         trainer.train(resume_from_checkpoint=True)
 
 

@@ -418,8 +418,6 @@ def convert_command(
     given = [option for option, value in options.items() if value is not None]
     if to in FORMATS and given:
         raise click.UsageError(f"--{given[0]} needs --to with a method, not a format.")
-    if options["rank"] is not None and options["energy"] is not None:
-        raise click.UsageError("--rank and --energy both limit the ranks. Write one of them.")
     report = options.pop("report")
     if report is not None:
         Path(report).open("a").close()

@@ -17,6 +17,7 @@ from adapterzoo.formats import adapterhub, files, native, peft
 from adapterzoo.formats.fit import fingerprint
 from adapterzoo.heads import STATIC
 from adapterzoo.hub.names import ADAPTER_CONFIG, wanted
+from adapterzoo.hub.upload import BASE_NAMES
 
 _HEAD_CONFIG = "head_config.json"
 
@@ -35,6 +36,7 @@ class CheckpointFolder:
         meta: the author's metadata.
         tensors: all tensors by their keys in the file.
         sizes: bytes of each file.
+        fingerprint: the `adapter_fingerprint`; None if only a model can give it.
     """
 
     path: str
@@ -46,18 +48,18 @@ class CheckpointFolder:
     meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     sizes: Mapping[str, int]
+    fingerprint: str | None
 
     @property
     def base(self) -> str | None:
         """The name of its base model; None if the files do not have it."""
-        names = (self.metadata.get(key) for key in ("model_name", "base_model_name_or_path"))
+        names = (self.metadata.get(key) for key in BASE_NAMES)
         return next((name for name in names if isinstance(name, str) and name), None)
 
     @property
     def method(self) -> str | None:
         """The format's name of the method."""
-        config = self.metadata.get("config")
-        own = config.get("architecture") if isinstance(config, Mapping) else None
+        own = _config_in(self.metadata).get("architecture")
         return _text(own or self.metadata.get("peft_type"))
 
     @property
@@ -72,28 +74,17 @@ class CheckpointFolder:
         return dtypes.most_common(1)[0][0] if dtypes else torch.get_default_dtype()
 
     @property
-    def fingerprint(self) -> str | None:
-        """The `adapter_fingerprint`; None if only a model can give it."""
-        if self.format != "native" or self.kind == "head":
-            return None
-        stored = native.load(self.folder, self.kind)
-        config = stored.metadata.get("config")
-        return fingerprint(config, stored.adapter) if isinstance(config, Mapping) else None
-
-    @property
     def head_type(self) -> str | None:
         """The head's type or the name of its class; None without a head."""
-        if self.head is None:
-            return None
-        config = self.head.get("config")
-        own = config.get("head_type") if isinstance(config, Mapping) else None
-        return _text(own or self.head.get(STATIC) or self.head.get("model_class"))
+        head = self.head or {}
+        return _text(
+            _config_in(head).get("head_type") or head.get(STATIC) or head.get("model_class")
+        )
 
     @property
     def labels(self) -> list[str] | None:
         """The head's classes in the order of their ids."""
-        config = self.head.get("config") if self.head is not None else None
-        numbers = config.get("label2id") if isinstance(config, Mapping) else None
+        numbers = _config_in(self.head or {}).get("label2id")
         if isinstance(numbers, Mapping) and all(isinstance(n, int) for n in numbers.values()):
             return sorted(numbers, key=numbers.__getitem__)
         return None
@@ -120,12 +111,13 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         )
     names = wanted(file.name for file in folder.iterdir() if file.is_file())
     sizes = {file: (folder / file).stat().st_size for file in names}
+    own_fingerprint = None
     if name == "native":
         stored = native.load(folder, kind)
-        head = stored.metadata.get("head")
-        tensors = native.keyed(stored)
-        metadata: Mapping[str, Any] = stored.metadata
-        meta: object = metadata.get("meta")
+        metadata, tensors = stored.metadata, native.keyed(stored)
+        head, meta = metadata.get("head"), metadata.get("meta")
+        if kind == "adapter":
+            own_fingerprint = fingerprint(_config_in(metadata), stored.adapter)
     else:
         tensors = {}
         for file in names:
@@ -138,8 +130,14 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     return CheckpointFolder(
         path, folder, kind, name, metadata,
         head if isinstance(head, Mapping) else None,
-        meta if isinstance(meta, Mapping) else {}, tensors, sizes,
+        meta if isinstance(meta, Mapping) else {}, tensors, sizes, own_fingerprint,
     )  # fmt: skip
+
+
+def _config_in(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config in a file; an empty one if there is none."""
+    config = document.get("config")
+    return config if isinstance(config, Mapping) else {}
 
 
 def _text(value: object) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import safetensors
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig
 
 from adapterzoo import formats
@@ -124,6 +125,11 @@ def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
         wanted: the user's choice; None: 128.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    for table in model.modules():
+        # RoBERTa and its relatives count positions from the row behind that of padding
+        if isinstance(table, nn.Embedding) and table.num_embeddings == positions:
+            positions -= 0 if table.padding_idx is None else table.padding_idx + 1
+            break
     limits = (tokenizer.model_max_length, positions, wanted or _MAX_LENGTH)
     return min(n for n in limits if isinstance(n, int) and n > 0)
 
@@ -208,9 +214,8 @@ def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitte
     if name is None and fetched and stored.metadata.get("name") is None:
         # in the cache, folders have the names of commits
         name = Path(checkpoint.path).name
-    if checkpoint.kind == "head":
-        return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
-    return Fitted(model, model.load_adapter(checkpoint.folder, load_as=name), stored)
+    fill = model.load_head if checkpoint.kind == "head" else model.load_adapter
+    return Fitted(model, fill(checkpoint.folder, load_as=name), stored)
 
 
 def _class_of(checkpoint: CheckpointFolder) -> Any:

@@ -51,14 +51,6 @@ class Prompts:
     filler: int
     places: tuple[str, ...] = ()
 
-    def longest(self, index: Sequence[int] | None) -> int:
-        """Return the largest number of tokens that a row gets.
-
-        Args:
-            index: the part of each row; None if there is one part.
-        """
-        return max(self.length(part) for part in set(index or (0,)))
-
     def length(self, part: int, after_first: bool | None = None) -> int:
         """Return the number of tokens that each row of a part gets.
 
@@ -109,7 +101,7 @@ class Joined:
             adds: whether this call gets the tokens, rather than an earlier one.
         """
         self.prompts, self.adds = prompts, adds
-        self.count = prompts.longest(index)
+        self.count = max(map(prompts.length, set(index or (0,))))
         self.is_laid_out = False
         self._index = index
         # the input of the layer that the tokens join, which identifies the call of the layer

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
-Kind = Literal["adapter", "head"]
+Kind = Literal["adapter", "head", "adapter_fusion"]
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
-"""The kinds of folders; an adapter, with or without its head, comes before only a head."""
+"""The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
 
 OWN_OUTPUT = "own_output"
 """The key in a document of a task class: whether the output layer is the adapter's own."""
@@ -180,9 +180,9 @@ class Format:
     """A format of folders.
 
     Attributes:
-        recognizes: whether a folder holds an adapter, or only a head, of this format. Looks only at
-            file names and a config, and recognizes damaged files too, so that `read` can say what
-            is wrong with them.
+        recognizes: whether a folder holds an adapter, only a head, or a fusion, of this format.
+            Looks only at file names and a config, and recognizes damaged files too, so that `read`
+            can say what is wrong with them.
         read: returns the contents of a folder; raises `CheckpointError` if a file is missing or
             damaged, or needs what the model or this library does not have.
         encode: returns names and contents of the files to write; raises `CheckpointError` for what
@@ -269,25 +269,12 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     name = of(folder, kind)
     if name is None:
         raise CheckpointError(
-            f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); "
-            f"{_elsewhere(folder, kind)}"
+            f"{str(folder)!r} holds no {kind} in a known format ({listing(formats)}); its files: "
+            f"{listing(sorted(path.name for path in folder.iterdir()))}. Write "
+            f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
         )
     with files.one_save(folder):
         return formats[name].read(folder, kind, info)
-
-
-def _elsewhere(folder: Path, kind: Kind) -> str:
-    """Return the end of a message: what the folder holds instead, and what to write."""
-    # of all adapters, or of a trainer with its checkpoints
-    below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
-    held = [str(path) for path in below if of(path, kind) is not None]
-    if held:
-        return f"those below it do: {listing(held)}. Write load_{kind}({held[0]!r})."
-    names = sorted(path.name for path in folder.iterdir())
-    return (
-        f"its files: {listing(names)}. Write "
-        f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
-    )
 
 
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
@@ -333,7 +320,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     """
     chosen, contents = formats.find(name), encoded(checkpoint, kind, name, info)
     touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
-    for held in KINDS:
+    for held in dict.fromkeys((*KINDS, kind)):
         there = of(folder, held)
         if there is None:
             continue

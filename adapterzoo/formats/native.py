@@ -23,7 +23,7 @@ from .fit import fingerprint
 
 FORMAT = "adapterzoo"
 VERSION = 1
-FUSION = "adapter_fusion"
+FUSION: Kind = "adapter_fusion"
 """The kind of a folder with the layers of a fusion."""
 # two slashes: not even a site called "head" can have such a key
 _HEAD = "head//"

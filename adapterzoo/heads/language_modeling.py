@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -174,10 +174,8 @@ class LMHead(PredictionHead):
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the cross entropy of `labels` `[batch, tokens]`."""
-        if isinstance(logits, tuple):
-            (logits,) = logits
         # shift the labels, not the logits, which would have to be copied
-        return cross_entropy(logits, self.config.shift(labels), count)
+        return cross_entropy(cast("Tensor", logits), self.config.shift(labels), count)
 
     # --- the vocabulary ---
 

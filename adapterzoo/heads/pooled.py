@@ -8,7 +8,7 @@ Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -141,8 +141,7 @@ class PooledHead(LayersHead):
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
-        scores = logits[0] if isinstance(logits, tuple) else logits
-        return LOSSES[self.config.problem_type](scores, labels, count)
+        return LOSSES[self.config.problem_type](cast("Tensor", logits), labels, count)
 
 
 def is_multilabel(static: Static) -> bool:

@@ -11,7 +11,7 @@ after the text do not count (AdapterHub reads negative ones as 0).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -80,9 +80,7 @@ class TaggingHead(LayersHead):
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the cross entropy of `labels` `[batch, tokens]`."""
-        if isinstance(logits, tuple):
-            (logits,) = logits
-        return cross_entropy(logits, labels, count)
+        return cross_entropy(cast("Tensor", logits), labels, count)
 
 
 @adds_head(TaggingConfig)

@@ -5,11 +5,6 @@ Nothing that this package raises, logs or writes contains a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from adapterzoo.errors import FieldError, listing
-
 from .download import resolve, resolve_setup
 from .search import AdapterInfo, adapter_info, list_adapters
 from .upload import CardText, push
@@ -26,17 +21,3 @@ __all__ = [
 
 OPTIONS = "cache_dir", "force_download", "local_files_only", "revision", "token"
 """The arguments of `resolve` besides the folder or name."""
-
-
-def checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments, if they are `OPTIONS` without the revision.
-
-    Raises:
-        FieldError: there is no such argument.
-    """
-    legal = {*OPTIONS} - {"revision"}
-    if unknown := sorted(given.keys() - legal):
-        raise FieldError(
-            f"there is no argument {unknown[0]!r}. Those for the Hub are {listing(sorted(legal))}."
-        )
-    return given

@@ -25,7 +25,7 @@ from adapterzoo.anatomy import OutputSlice
 from adapterzoo.anatomy.blocks import experts_transposed
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.averaging import Combination
-from adapterzoo.call import StackCall, call_of
+from adapterzoo.call import StackCall
 from adapterzoo.composition.compile import LayerView, Nested
 from adapterzoo.contracts import (
     Adapter,
@@ -174,7 +174,7 @@ class LayerCall(BaseLayer):
         """
         positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
         named = dict(zip(positions, self._args, strict=False))
-        return call_of(cast("CallContext", self._context).stack, {**named, **self._kwargs})
+        return StackCall(cast("CallContext", self._context).stack, {**named, **self._kwargs})
 
     @property
     def is_in_call(self) -> bool:

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from adapterzoo.errors import KernelError
 
 from . import ops
-from .low_rank import dropout_bits, dropout_mask, dropout_scale, dropout_seed, low_rank_reference
+from .low_rank import dropout_bits, dropout_mask, dropout_scale, dropout_seed
 from .ops import product
 
 # in the index: no adapter
@@ -39,89 +39,37 @@ CHUNK = 3
 _MOST_TENSORS = 64
 
 
-class Stacked(NamedTuple):
-    """Factors of n adapters, for `grouped_low_rank(y, x, *stack, groups)`.
-
-    Attributes:
-        a: `[n, rank, d_in]`; zero beyond an adapter's own rank.
-        b: `[n, d_out, rank]`; zero beyond an adapter's own rank.
-        scaling: the factor s of each.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: tuple[float, ...]
-
-
-def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Stacked:
-    """Stack factors, padded to the widest rank; differentiable.
-
-    A caller may keep the stack as long as its factors do not change.
-
-    Args:
-        a: n factors `[rank_i, d_in]`.
-        b: n factors `[d_out, rank_i]`.
-        scaling: n factors s.
-    """
-    return Stacked(stacked_down(a), stacked_up(b), tuple(scaling))
-
-
 def stacked_down(a: Sequence[Tensor]) -> Tensor:
-    """Return n factors `[rank_i, d_in]` as `[n, rank, d_in]`; see `stacked`."""
+    """Return n factors `[rank_i, d_in]` as `[n, rank, d_in]`, with zeros beyond their ranks."""
     if len({factor.shape for factor in a}) == 1:
         return torch.stack([*a])
     return pad_sequence([*a], batch_first=True)
 
 
 def stacked_up(b: Sequence[Tensor]) -> Tensor:
-    """Return n factors `[d_out, rank_i]` as `[n, d_out, rank]`; see `stacked`."""
+    """Return n factors `[d_out, rank_i]` as `[n, d_out, rank]`, with zeros beyond their ranks."""
     if len({factor.shape for factor in b}) == 1:
         return torch.stack([*b])
     return pad_sequence([factor.T for factor in b], batch_first=True).mT  # [n, d_out, rank]
 
 
-def grouped_low_rank_reference(
-    y: Tensor,
-    x: Tensor,
-    a: Sequence[Tensor] | Tensor,
-    b: Sequence[Tensor] | Tensor,
-    scaling: Sequence[float],
-    groups: Groups,
-) -> Tensor:
-    """Return `low_rank_reference` of each row with its adapter, in the dtype of `y`.
-
-    Args:
-        y: `[batch, *tokens, d_out]`, the output that gets the update.
-        x: `[batch, *tokens, d_in]`, in the dtype of the factors.
-        a: n factors `[rank_i, d_in]`.
-        b: n factors `[d_out, rank_i]`.
-        scaling: n factors s.
-        groups: which adapter each row of the batch takes.
-    """
-    rows = [
-        y[row] if i == BASE else low_rank_reference(y[row], x[row], a[i], b[i], scaling[i])
-        for row, i in enumerate(groups.index)
-    ]
-    return torch.stack(rows) if rows else y.clone()  # [batch, *tokens, d_out]
-
-
 def grouped_low_rank(
     y: Tensor,
     x: Tensor,
-    a: Sequence[Tensor] | Tensor,
-    b: Sequence[Tensor] | Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
     scaling: Sequence[float],
     groups: Groups,
     dropout: float = 0.0,
     training: bool = False,
 ) -> Tensor:
-    """Return `grouped_low_rank_reference` for `x` of any dtype, with dropout, in few calls.
+    """Return `low_rank_reference` of each row with its adapter, with dropout, in few calls.
 
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
         x: `[batch, *tokens, d_in]`, in any floating dtype.
-        a: n factors `[rank_i, d_in]`, or a stack of them.
-        b: n factors `[d_out, rank_i]`, or a stack of them.
+        a: n factors `[rank_i, d_in]`.
+        b: n factors `[d_out, rank_i]`.
         scaling: n factors s.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
@@ -135,9 +83,8 @@ def grouped_low_rank(
         KernelError: the groups are those of another batch or name an adapter that does not exist;
             or the mode is `"triton"`, and Triton cannot take the operands.
     """
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        a, b, scaling = stacked([*a], [*b], scaling)
-    return grouped_expand(y, grouped_shrink(x, a, groups, dropout, training), b, scaling, groups)
+    t = grouped_shrink(x, stacked_down(a), groups, dropout, training)
+    return grouped_expand(y, t, stacked_up(b), scaling, groups)
 
 
 def grouped_shrink(
@@ -147,7 +94,7 @@ def grouped_shrink(
 
     Args:
         x: `[batch, *tokens, d_in]`, in any floating dtype.
-        a: `[n, rank, d_in]`, from `stacked`.
+        a: `[n, rank, d_in]`, from `stacked_down`.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x.
         training: whether to drop features.
@@ -178,7 +125,7 @@ def grouped_expand(
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
         t: `[batch, *tokens, rank]`, from `grouped_shrink`.
-        b: `[n, d_out, rank]`, from `stacked`.
+        b: `[n, d_out, rank]`, from `stacked_up`.
         scaling: n factors s.
         groups: which adapter each row of the batch takes.
 
@@ -277,16 +224,7 @@ class Groups:
             name: of the attribute.
             device: of the tensor.
         """
-        return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
-
-    def row_scales(
-        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the scaling of each row, `[batch]`; 1 for rows without an adapter."""
-        key = ("rows", scaling, device, dtype)
-        return self._kept(
-            key, device, dtype, lambda: [1.0 if i == BASE else scaling[i] for i in self.index]
-        )
+        return self.kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
     def scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
@@ -294,7 +232,7 @@ class Groups:
         """Return the scaling of each adapter, `[n]`; layers with equal scalings share it."""
         if torch.compiler.is_compiling():
             return torch.tensor(scaling, dtype=dtype, device=device)
-        return self._kept((scaling, device, dtype), device, dtype, lambda: scaling)
+        return self.kept((scaling, device, dtype), device, dtype, lambda: scaling)
 
     def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
         """Return the plan for the Triton kernels, int32; see `plan_of`.
@@ -305,9 +243,9 @@ class Groups:
             device: of the plan.
         """
         key = (tokens, n, device)
-        return self._kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
+        return self.kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
 
-    def _kept(
+    def kept(
         self,
         key: tuple[object, ...],
         device: torch.device,
@@ -489,7 +427,10 @@ def _summed(own: Tensor, like: Tensor, groups: Groups) -> Tensor:
 def _scales(scaling: Sequence[float] | Tensor, like: Tensor, groups: Groups) -> Tensor:
     """Return the factor s of each row with an adapter, `[rows, 1, 1]`."""
     each = tuple(scaling.tolist() if isinstance(scaling, Tensor) else scaling)
-    scales = groups.row_scales(each, like.device, like.dtype)  # [batch]
+    key = ("rows", each, like.device, like.dtype)
+    scales = groups.kept(
+        key, like.device, like.dtype, lambda: [1.0 if i == BASE else each[i] for i in groups.index]
+    )  # [batch]
     return _own(scales.view(-1, 1, 1), groups)
 
 

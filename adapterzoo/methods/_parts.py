@@ -9,6 +9,8 @@ all tokens of the call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -108,6 +110,17 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
         )
     real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]
     return (values * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+
+
+def affine(
+    shape: tuple[int, int],
+    fill: Callable[[Tensor], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Affine:
+    """Return x Wᵀ + b with W `[d_out, d_in]` of this shape, filled on the CPU, and b = 0."""
+    bias = drawn(shape[:1], constant(0.0), device, dtype)
+    return Affine(drawn(shape, fill, device, dtype), bias)
 
 
 class Affine(nn.Module):

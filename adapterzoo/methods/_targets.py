@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
@@ -370,6 +370,40 @@ def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bo
     if (is_embedding or site.is_only_read) and any(config[name] for name in dropouts):
         zeros = ", ".join(f"{name}=0.0" for name in dropouts)
         raise ConfigError(f"{call}: there are no features to drop. Write {zeros}.")
+
+
+def check_size(
+    config: AdapterConfig,
+    site: Site,
+    name: str,
+    asked: int,
+    legal: Collection[int],
+    rest: str = "",
+    otherwise: str = "",
+) -> None:
+    """Check that a size fits the widths of a site.
+
+    Args:
+        config: of the adapter.
+        site: of the adapter.
+        name: of the field with the size.
+        asked: the size.
+        legal: those that fit.
+        rest: what must be written with another size.
+        otherwise: what to write if none fits; empty: to exclude the site.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if asked in legal:
+        return
+    near = sorted(sorted(legal, key=lambda size: abs(size - asked))[:2])
+    none = otherwise or f"exclude_modules=[{site.path!r}]"
+    raise ConfigError(
+        f"{type(config).__name__}({name}={asked}) at {site.path!r}: not legal for d_in={site.d_in} "
+        f"and d_out={site.d_out}; near it are {near}. Write "
+        f"{f'{name}={near[-1]}{rest}' if near else none}."
+    )
 
 
 def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:

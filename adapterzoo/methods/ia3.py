@@ -44,7 +44,7 @@ from adapterzoo.spelling import (
     spelled,
 )
 
-from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
+from ._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
 from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 
@@ -112,10 +112,6 @@ class IA3Config(TargetedConfig):
         by_role = self.target_modules is None and self.intermediate_lora
         return by_role and site.role == "mlp_out" and self.convention == "paper"
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> IA3:
-        """Return a fresh adapter for the site."""
-        return IA3(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
-
 
 class IA3(WeightAdapter):
     """y = base(x) ⊙ ℓ · alpha, or base(x ⊙ ℓ · alpha).
@@ -137,7 +133,7 @@ class IA3(WeightAdapter):
             config: of the adapter.
             site: gives the widths.
             device: of the vector.
-            dtype: of the vector.
+            dtype: of the layer.
 
         Raises:
             ConfigError: the input of an embedding is to be scaled.
@@ -157,6 +153,7 @@ class IA3(WeightAdapter):
             "bert": normal(0.02, generator(config.init_weights_seed, f"{site.path}{site.role}")),
             "lora": constant(0.0),
         }[config.init_weights]
+        dtype = dtype_named(config.dtype, dtype)
         self.ia3_l = drawn((*lead, width), fresh, device, dtype)
         self.alpha = config.alpha
 
@@ -184,6 +181,9 @@ class IA3(WeightAdapter):
     def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
         """Return the vector that changes nothing at alpha = 1."""
         return {"ia3_l": torch.full_like(self.ia3_l, 1.0 / self.alpha)}
+
+
+IA3Config.adapter_class = IA3
 
 
 # --- in the peers' files ---

@@ -40,7 +40,7 @@ from adapterzoo.spelling import (
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
 from ._peft import EXCLUDED, TARGETS, bias, only_native, ours, row_numbers, unsayable, whole_width
-from ._targets import TargetedConfig, check_site
+from ._targets import TargetedConfig, check_site, check_size
 
 FORMS = Choice(True, False, "mini", "bat")
 
@@ -64,7 +64,7 @@ class MissConfig(TargetedConfig):
 
     r: int = field(64, Range(1, MAX_WIDTH))
     init_weights: bool | str = field(True, FORMS)
-    mini_r: int = field(1, Range(1, MAX_WIDTH))
+    mini_r: int = field(1, Range(1, MAX_WIDTH), needs="init_weights='mini'")
     miss_dropout: float = field(0.0, Share())
     init_weights_seed: int | None = field(None, SEED)
     dtype: str | None = field(None, DTYPE)
@@ -94,27 +94,17 @@ class MissConfig(TargetedConfig):
             ConfigError: r or mini_r does not fit the widths.
         """
         r, d_in, d_out, form = self.r, site.d_in, site.d_out, self.init_weights
+        shards = range(1, d_in + 1)
         if form == "bat":
-            self._require("r", r, range(1, d_in + 1), (d_in, d_out), site)
+            both = [n for n in shards if not (d_in % n or d_out % n)]
+            check_size(self, site, "r", r, both)
             return d_out // r, r, r
-        self._require("r", r, range(1, d_in + 1), (), site)
+        check_size(self, site, "r", r, shards)
         if form != "mini":
             return r, d_out
-        self._require("mini_r", self.mini_r, range(1, d_out + 1), (d_out,), site)
+        divisors = [n for n in range(1, d_out + 1) if not d_out % n]
+        check_size(self, site, "mini_r", self.mini_r, divisors)
         return r, self.mini_r
-
-    def _require(
-        self, name: str, value: int, legal: range, widths: tuple[int, ...], site: Site
-    ) -> None:
-        """Raise unless the value is legal and divides the widths."""
-        fits = [n for n in legal if not any(width % n for width in widths)]
-        if value in fits:
-            return
-        near = sorted(sorted(fits, key=lambda n: abs(n - value))[:2])
-        raise ConfigError(
-            f"{type(self).__name__}({name}={value}) at {site.path!r}: not legal for d_in="
-            f"{site.d_in} and d_out={site.d_out}; near it are {near}. Write {name}={near[-1]}."
-        )
 
 
 class Miss(WeightAdapter):
@@ -206,10 +196,6 @@ class Miss(WeightAdapter):
         a = eye.repeat(1, -(-self.d_in // self.rank))[:, : self.d_in]  # [r, d_in]
         return a.expand(*b.shape[:-2], *a.shape), b
 
-    def extra_repr(self) -> str:
-        """Return widths and r."""
-        return f"d_in={self.d_in}, d_out={self.d_out}, r={self.rank}"
-
 
 MissConfig.adapter_class = Miss
 
@@ -261,10 +247,6 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     return {"miss_block": joined}
 
 
-def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    return [_written(*each) for each in zip(layers, said, strict=True)]
-
-
 def _written(layer: PeftOutput, said: Fields) -> Fields:
     """Return the fields of PEFT's config for a layer.
 
@@ -296,6 +278,8 @@ spelled(
         read_fields=_read_fields,
         unsayable=lambda placement: unsayable(placement, "a MissConfig", "PEFT has no MiSS"),
         join=_join,
-        write_layers=_write_layers,
+        write_layers=lambda layers, said: [
+            _written(layer, fields) for layer, fields in zip(layers, said, strict=True)
+        ],
     )
 )(MissConfig)

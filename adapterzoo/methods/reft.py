@@ -84,6 +84,8 @@ class ReftConfig(ConfigWithCopies):
     """
 
     architecture: ClassVar[str] = "reft"
+    starts_as_identity = False
+
     layers: str | tuple[int, ...] = field("all", Either(Choice("all"), Layers()))
     prefix_positions: int = field(3, _COUNT)
     suffix_positions: int = field(0, _COUNT)
@@ -103,11 +105,6 @@ class ReftConfig(ConfigWithCopies):
         if not self.layers or not self.prefix_positions + self.suffix_positions:
             hint = "prefix_positions=3" if self.layers else "layers='all'"
             raise ConfigError(f"{type(self).__name__}: nothing is left to edit. Write {hint}.")
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """False: A and R start with random values."""
-        return False
 
     @property
     def slot_fields(self) -> frozenset[str]:

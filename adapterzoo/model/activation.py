@@ -60,9 +60,8 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     FusionRecord,
-    fusion_modules,
     modules_of,
-    parameters_of,
+    own_parameters_of,
     stacks_of,
 )
 
@@ -103,7 +102,7 @@ def make_plan(
     refuse_mixed(model, state.merged, acting)
     if setup is None:
         return Plan(None, heads, skip_layers=skip_layers)
-    present: dict[str, dict[str, Adapter]] = {}
+    present: dict[str, dict[str, Any]] = {}
     for name in acting:
         places = state.records[name].places
         for path, module in modules_of(model, name):
@@ -118,17 +117,23 @@ def make_plan(
     entry = model.anatomy.entry
     names_of = (fuse.name for fuse in fusions_of(setup))
     first_acts = [n for n in names_of if state.fusions[n].config.entry == "first"]
-    fusions = _fusion_layers(model, setup)
+    for fuse in fusions_of(setup):
+        key = fusion_key(fuse.name)
+        for path in state.fusions[fuse.name].paths:
+            layers = adapters_of(layer_at(model._backbone, path))
+            # a fusion that is only checked has no layers yet
+            if path in present and key in layers:
+                present[path][key] = layers[key]
     for path, modules in present.items():
         unfused = first_acts if entry is not None and path == entry.path else []
-        step = compile_site(parts, {**modules, **fusions.get(path, {})}, unfused)
+        step = compile_site(parts, modules, unfused)
         if step is not None:
             sites[path] = step
     sites.update(copies.steps_of(model, parts))
     outputs = copies.row_steps(model, parts, acting)
     if both := sorted(sites.keys() & outputs.keys()):
         raise CompositionError(
-            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, and "
+            f"{setup!r}: at {both[0].removeprefix(HEAD)!r} one adapter has the output layer, "
             "another rows of it. Activate one of them."
         )
     sites.update(outputs)
@@ -167,18 +172,6 @@ def _counted(model: AdaptedModel, present: Mapping[str, Mapping[str, Adapter]]) 
     # the innermost model around a stack numbers its tokens
     found = ([p for p in ("", *paths) if below(stack, p)] for stack in with_prefix & anatomy.rotary)
     return frozenset(max(around, key=len) for around in found)
-
-
-def _fusion_layers(model: AdaptedModel, setup: Composition) -> dict[str, dict[str, Any]]:
-    """Return the fusion layers of a composition by path and key; one only checked has none yet."""
-    found: dict[str, dict[str, Any]] = {}
-    for fuse in fusions_of(setup):
-        key = fusion_key(fuse.name)
-        for path in model._adapter_state.fusions[fuse.name].paths:
-            layers = adapters_of(layer_at(model._backbone, path))
-            if key in layers:
-                found.setdefault(path, {})[key] = layers[key]
-    return found
 
 
 def check_setup(
@@ -225,8 +218,7 @@ def _prompts(
     joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
     if len(joins) > 1:
         raise CompositionError(
-            f"{listing(adapters)} join {listing(joins)}, and all tokens of a call must join the "
-            "same. Activate them one by one."
+            f"{listing(adapters)} add tokens at {listing(joins)}. Activate them one by one."
         )
     tokens = cast("TokenInput", model.anatomy.tokens)
     return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), token_places())
@@ -343,10 +335,9 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
         raise StateError(
             f"{name!r} is active in an AdapterSetup of this thread. Leave the block first."
         )
-    own = [] if name not in model._adapter_state.records else [*parameters_of(model, name)]
-    if name in model._adapter_state.fusions:
-        own += [p for _, layer in fusion_modules(model, name) for p in layer.parameters()]
-    refuse_trained(model, name, own)
+    state = model._adapter_state
+    adapters, fusions = {name} & state.records.keys(), {name} & state.fusions.keys()
+    refuse_trained(model, name, own_parameters_of(model, adapters, fusions))
 
 
 def refuse_merged(model: AdaptedModel, name: str) -> None:
@@ -401,11 +392,9 @@ def fusible_paths(model: AdaptedModel, names: tuple[str, ...], entry: str = "fus
             own = [pair for pair in own if not isinstance(pair[1], InvertibleAdapter)]
         for path, module in own:
             if not isinstance(module, FusibleAdapter):
-                stack = f"set_active_adapters(Stack{names!r}), or " if len(names) > 1 else ""
                 raise ConfigError(
-                    f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
-                    f"outputs of bottlenecks. Write {stack}add_adapter('another_name', 'seq_bn') "
-                    f"and fuse such adapters."
+                    f"{name!r} is a {type(module).__name__} at {path!r}, and only bottlenecks are "
+                    f"fused. Write add_adapter('another_name', 'seq_bn') and fuse such adapters."
                 )
         if name == names[0]:
             paths = [path for path, _ in own]
@@ -426,8 +415,8 @@ def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
             fusible_paths(model, asked)
             again = "" if found is None else ", overwrite_ok=True"
             raise StateError(
-                f"there are no fusion layers {fuse.name!r} for {fuse!r}; fusions: "
-                f"{listing(fusions)}. Write add_adapter_fusion({fuse!r}{again})."
+                f"there are no fusion layers for {fuse!r}. "
+                f"Write add_adapter_fusion({fuse!r}{again})."
             )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -43,9 +42,8 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     base_prefix,
-    fusion_modules,
     modules_of,
-    parameters_of,
+    own_parameters_of,
     stacks_of,
 )
 
@@ -199,10 +197,8 @@ def bring_in(
     if is_active:
         check_setup(model, setup, skipped, records={name: record})
     elif setup is not None and state.trains:
-        own = (p for each in setup.flatten() for p in parameters_of(model, each))
-        layers = (m for fuse in fusions_of(setup) for _, m in fusion_modules(model, fuse.name))
-        trained = chain(own, (p for m in layers for p in m.parameters()))
-        if any(p.requires_grad for p in trained):
+        fusions = [fuse.name for fuse in fusions_of(setup)]
+        if any(p.requires_grad for p in own_parameters_of(model, setup.flatten(), fusions)):
             for module in record.coming.values():
                 module.requires_grad_(False)
     if name in state.records:
@@ -223,30 +219,30 @@ def eject(model: AdaptedModel, name: str) -> None:
     Raises:
         StateError: the model is sharded, or another name uses the adapter.
     """
-    record = model._adapter_state.find(name)
+    config = model._adapter_state.find(name).config
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
     shared = dict(modules_of(model, name)).get("")
-    old = record.config.members
-    ejected: dict[int, AdapterConfig] = {}
-    is_union = len(old) > 1
-    for number, member in enumerate(old):
-        own = shared._modules.get(str(number)) if is_union and shared is not None else shared
+    members = []
+    for number, member in enumerate(config.members):
+        own = shared
+        if shared is not None and len(config.members) > 1:
+            own = shared._modules.get(str(number))
         changes = own.eject() if isinstance(own, Ejectable) else {}
-        ejected[id(member)] = member.replace(**changes) if changes else member
-    members = [ejected[id(member)] for member in old]
-    if members == list(old):
-        raise StateError(
-            f"{name!r} has no network to eject, which a prefix with flat=False has. Leave it out."
-        )
-    places = {
-        path: tuple(
-            dataclasses.replace(p, config=ejected.get(id(p.config), p.config)) for p in placements
-        )
-        for path, placements in record.places.items()
-    }
-    config = ConfigUnion(*members) if is_union else members[0]
-    model._adapter_state.records[name] = dataclasses.replace(record, config=config, places=places)
+        members.append(member.replace(**changes) if changes else member)
+    if members == list(config.members):
+        raise StateError(f"{name!r} has no network to eject, as a prefix with flat=False has.")
+    ejected = members[0] if len(members) == 1 else ConfigUnion(*members)
+    _set_config(model, name, make(model, ejected, torch.device("meta")))
+
+
+def _set_config(model: AdaptedModel, name: str, made: AdapterRecord) -> None:
+    """Give an adapter the config and the placements of one with the same modules."""
+    record = model._adapter_state.records[name]
+    places = {**record.places, **made.places}
+    model._adapter_state.records[name] = dataclasses.replace(
+        record, config=made.config, places=places
+    )
     replan(model)
 
 
@@ -333,7 +329,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     # other adapters change no ties
     if copies.tables_of(model, name) or copies.rows_of(model, name):
         copies.update_rows(model)
-    copies.list_ties(model, name)
+    copies.list_ties(model)
 
 
 def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
@@ -352,7 +348,7 @@ def remove(model: AdaptedModel, name: str) -> None:
     release(model, name)
     copies.leave_groups(model, [name])
     uninstall(model, name)
-    copies.list_ties(model, name)
+    copies.list_ties(model)
 
 
 def uninstall(model: AdaptedModel, name: str) -> None:
@@ -413,9 +409,9 @@ def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
 
 def widen(model: AdaptedModel, name: str) -> None:
     """Convert the parameters of a loaded adapter as `autocast_adapter_dtype` does in `add`."""
-    record = model._adapter_state.find(name)
-    config = _in_float32(model, record.config)
-    if config == record.config:
+    before = model._adapter_state.find(name).config
+    config = _in_float32(model, before)
+    if config == before:
         return
     made = make(model, config, torch.device("meta"))
     modules = dict(modules_of(model, name))
@@ -424,10 +420,7 @@ def widen(model: AdaptedModel, name: str) -> None:
             own = dict(find(modules[path]))
             for key, tensor in find(like):
                 own[key].data = own[key].data.to(tensor.dtype)
-    model._adapter_state.records[name] = dataclasses.replace(
-        record, config=config, places={**record.places, **made.places}
-    )
-    replan(model)
+    _set_config(model, name, made)
 
 
 def move(

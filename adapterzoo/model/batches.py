@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
@@ -87,13 +87,14 @@ def plan_of_call(
         if plan.rows is None:
             return plan, 1
     rows = cast("RowMap", plan.rows)
-
-    def what() -> str:
-        if adapter_names is None:
-            return f"{plan.setup!r} is active"
-        return f"adapter_names=… names {len(adapter_names)} rows"
-
-    batch = _batch_of(inputs, what)
+    named = None if adapter_names is None else f"adapter_names=… names {len(adapter_names)} rows"
+    found = _rows_of_inputs(inputs)
+    if len(set(found.values())) > 1:
+        raise CompositionError(
+            f"{named or f'{plan.setup!r} is active'}: the inputs have different numbers of rows "
+            f"({', '.join(f'{name}: {count}' for name, count in found.items())})."
+        )
+    batch = batch_size(inputs)
     count = batch * rows.repeats
     if rows.tasks is not None and len(tasks) != batch:
         raise CompositionError(
@@ -102,8 +103,8 @@ def plan_of_call(
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
         raise BatchError(
-            f"{what()}: the batch has {batch} rows, legal are {legal}. "
-            f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
+            f"{named or f'{plan.setup!r} is active'}: the batch has {batch} rows, legal are "
+            f"{legal}. Write {'one name, or None, for each row' if named else 'other sizes'}."
         )
     # in calls that name rows, or generate, the output has as many rows
     by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
@@ -143,9 +144,9 @@ def _tasks(
         is_number = isinstance(task, Integral) and not isinstance(task, bool)
         number = int(cast("int", task)) if is_number else tasks.number(task)
         if number is None or not 0 <= number < count:
+            names = listing(n for n in tasks.names[0] if n is not None)
             raise CompositionError(
-                f"task_ids=…: there is no task {task!r}. Write one of these: 0 to {count - 1}, "
-                f"{listing(n for n in tasks.names[0] if n is not None)}."
+                f"task_ids=…: there is no task {task!r}. Write 0 to {count - 1}, or {names}."
             )
         found.append(number)
     return tuple(found)
@@ -276,11 +277,3 @@ def _rows_of_inputs(inputs: Mapping[str, Any]) -> dict[str, int]:
     if not named:
         named = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and n not in _NO_ROWS}
     return {name: value.shape[0] for name, value in named.items() if value.dim() > 0}
-
-
-def _batch_of(inputs: Mapping[str, Any], what: Callable[[], str]) -> int:
-    rows = _rows_of_inputs(inputs)
-    if len(set(rows.values())) > 1:
-        shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
-        raise CompositionError(f"{what()}: the inputs have different numbers of rows ({shown}).")
-    return batch_size(inputs)

@@ -217,7 +217,7 @@ def found(
         return Path(path), None
     folder = hub.resolve(
         path, revision, source, model_name=asked.model_name or name_of(model), config=asked.config,
-        **hub.checked(options),
+        **options,
     )  # fmt: skip
     return folder, None if folder == Path(path) else str(path)
 
@@ -236,7 +236,9 @@ def fitting(
     stored = formats.read(Path(path), "adapter", info)
     name = name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
-    head_name = head_name_of(model, stored, asked, name)
+    head_name, own_name = name, stored.metadata.get("head_name")
+    if asked.load_as is None and own_name is not None and model._has_named_heads:
+        head_name = check_name(own_name)
     known, heads = model._adapter_state.records, tuple(heads_of(model))
     there = {"adapter": known, **({"head": heads} if with_head and head_name == name else {})}
     of_head, warn_of_head = asked.overwriting(head_name, head=heads)
@@ -272,14 +274,6 @@ def fitting(
         asked.report()
 
     return name, enter
-
-
-def head_name_of(model: AdaptedModel, stored: Checkpoint, asked: LoadOptions, name: str) -> str:
-    """Return the name of an adapter's head: the adapter's, unless its file gives another one."""
-    own = stored.metadata.get("head_name")
-    if asked.load_as is not None or own is None or not model._has_named_heads:
-        return name
-    return check_name(own)
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:

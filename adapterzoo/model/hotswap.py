@@ -78,7 +78,12 @@ def load(
         name = checkpointing.load_adapter(model, folder, asked, hub_name)
         widen(model, name, rank)
         return name, True
-    _refuse_changes(asked)
+    ignored = ["overwrite_ok"] if asked.overwrite_ok is False else []
+    ignored += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
+    if ignored:
+        raise ConfigError(
+            f"hotswap=True replaces only values. Leave {ignored[0]} out, or write hotswap=False."
+        )
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     slot = _slot(model, name)
     coming = checkpointing.filled(model, stored, (), asked.dtype)
@@ -90,7 +95,6 @@ def load(
         refuse_while_batching(model)
         check_setup(model, parse(name), ())
     write(writes)
-    _forget_former(model, name)
     model._adapter_state.records[name] = dataclasses.replace(slot, meta=coming.meta)
     if asked.set_active:
         set_active(model, name)
@@ -117,14 +121,7 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     slot = _slot(model, into)
     modules = dict(modules_of(model, name))
     write(_writes(model, into, record.config, record.places, modules))
-    _forget_former(model, into)
     model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
-
-
-def _forget_former(model: AdaptedModel, name: str) -> None:
-    """Clear what the adapter's modules keep of their former values."""
-    for _, module in modules_of(model, name):
-        module.train(module.training)
 
 
 def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
@@ -141,16 +138,6 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
         if name in names:
             raise StateError(f"{name!r} shares parameters. Write unshare_parameters({group!r}).")
     return record
-
-
-def _refuse_changes(asked: LoadOptions) -> None:
-    names = ["overwrite_ok"] if asked.overwrite_ok is False else []
-    names += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
-    if names:
-        raise ConfigError(
-            f"hotswap=True replaces values, not layers or labels. Leave {names[0]} out, or write "
-            f"hotswap=False."
-        )
 
 
 def _writes(
@@ -184,8 +171,8 @@ def _writes(
     if lines:
         shown = "\n  ".join(sorted(lines)[:10])
         raise ConfigError(
-            f"the values do not fit into the adapter {name!r}:\n  {shown}\nA hotswap needs the "
-            f"same layers, method, options and room. Write hotswap=False, overwrite_ok=True."
+            f"the values do not fit into the adapter {name!r}:\n  {shown}\n"
+            f"Write hotswap=False, overwrite_ok=True."
         )
     return found
 
@@ -205,8 +192,8 @@ def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) ->
     if kinds[0] != kinds[1]:
         return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
     mine, theirs = _sites(slot.places), _sites(places)
-    lines = [f"{mine[key]}   of the slot only" for key in mine if key not in theirs]
-    lines += [f"{theirs[key]}   of the values only" for key in theirs if key not in mine]
+    shown = {**mine, **theirs}
+    lines = [f"{shown[key]}   in one of them only" for key in mine.keys() ^ theirs.keys()]
     for own, other in zip(slot.config.members, config.members, strict=True):
         left, right = own.to_dict(), other.to_dict()
         lines += [

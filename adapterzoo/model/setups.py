@@ -88,7 +88,7 @@ def load(
         DuplicateNameError: a name is taken.
     """
     wanted = one_of(version=version, revision=revision)
-    folder = hub.resolve_setup(path, wanted, source, **hub.checked(hub_options))
+    folder = hub.resolve_setup(path, wanted, source, **hub_options)
     setup, heads = setup_files.read(folder)
     state = model._adapter_state
     fused = [fuse.name for fuse in fusions_of(setup)]
@@ -103,7 +103,7 @@ def load(
     ]
     with ExitStack() as undo:
         undo.callback(setattr, model._active.default, "plan", model._active.default.plan)
-        undo.callback(_delete_heads, model, known)
+        undo.callback(lambda: [model.delete_head(n) for n in {*heads_of(model)} - known])
         for name, enter in loads:
             enter()
             undo.callback(adapters.delete, model, name)
@@ -126,12 +126,6 @@ def load(
             enter_head()
         undo.pop_all()
     return setup, heads
-
-
-def _delete_heads(model: AdaptedModel, known: set[str]) -> None:
-    """Delete the named heads that are not known."""
-    for name in {*heads_of(model)} - known:
-        model.delete_head(name)
 
 
 # --- Publishing an adapter on the Hub ---

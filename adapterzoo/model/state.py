@@ -245,18 +245,12 @@ class LoadOptions:
         Raises:
             ConfigError: what the user gives is not a config.
         """
-        if self.config is not None:
-            wanted, found = AdapterConfig.load(self.config).to_dict(), config.to_dict()
-            shown = ", ".join(
-                f"{key}={found.get(key)!r} and not {wanted.get(key)!r}"
-                for key in sorted(wanted.keys() | found.keys())
-                if wanted.get(key) != found.get(key)
+        wanted = None if self.config is None else AdapterConfig.load(self.config).to_dict()
+        if wanted is not None and wanted != config.to_dict():
+            warnings.warn(
+                f"config=…: the checkpoint has its own config, {config!r}. Leave config out.",
+                stacklevel=2,
             )
-            if shown:
-                warnings.warn(
-                    f"config=…: the checkpoint has its own config, with {shown}. Leave config out.",
-                    stacklevel=2,
-                )
         if self.model_name is not None and model_name not in (None, self.model_name):
             warnings.warn(
                 f"model_name={self.model_name!r}: the checkpoint was saved from {model_name!r}. "
@@ -452,10 +446,12 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
     return ((path, cast("Fusion", adapters_of(layer)[key])) for path, layer in layers)
 
 
-def own_parameters_of(model: AdaptedModel) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all adapters and fusions; shared ones may come twice."""
-    for name in model._adapter_state.records:
+def own_parameters_of(
+    model: AdaptedModel, names: Iterable[str] | None = None, fusions: Iterable[str] | None = None
+) -> Iterator[nn.Parameter]:
+    """Yield the parameters of adapters and fusions, of all without names; some may come twice."""
+    for name in model._adapter_state.records if names is None else names:
         yield from parameters_of(model, name)
-    for name in model._adapter_state.fusions:
+    for name in model._adapter_state.fusions if fusions is None else fusions:
         for _, layer in fusion_modules(model, name):
             yield from layer.parameters()

@@ -94,10 +94,8 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
     for name in setup.flatten():
         model._adapter_state.find(name)
     _check_heads(model, setup)
-    layers = (layer for fuse in fuses for _, layer in fusion_modules(model, fuse.name))
-    trained = [p for layer in layers for p in layer.parameters()]
-    for name in setup.flatten() if unfreeze_adapters else ():
-        trained += parameters_of(model, name)
+    names = setup.flatten() if unfreeze_adapters else ()
+    trained = [*own_parameters_of(model, names, [fuse.name for fuse in fuses])]
     refuse_untrained(model, setup, trained)
     set_active(model, setup)
     _train(model, trained, False)

@@ -13,6 +13,7 @@ classes of configs are made from what the files of methods declare.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import Any
 
@@ -24,7 +25,6 @@ from adapterzoo.compat.peft.classes import (
     TaskType,
     config_classes,
     field_classes,
-    missing,
     not_made,
 )
 from adapterzoo.compat.peft.model import (
@@ -46,6 +46,7 @@ from adapterzoo.compat.peft.model import (
     replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
+from adapterzoo.errors import listing
 
 __all__ = [
     "AutoPeftModel",
@@ -82,7 +83,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # `from … import name` would replace the message of an AttributeError
     is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-    raise (ImportError if is_import else AttributeError)(missing(name, [*__all__, *known]))
+    there = sorted([*__all__, *known])
+    close = difflib.get_close_matches(name, there, 1) or there
+    raise (ImportError if is_import else AttributeError)(
+        f"adapterzoo.peft has no {name!r}; its names: {listing(close, limit=50)}. Write one of "
+        f"these, or what docs/from-peft.md shows in its place."
+    )
 
 
 def __dir__() -> list[str]:

@@ -43,7 +43,7 @@ class _Attention(nn.Module):
         return cast("Tensor", self.out_proj(gate * self.v_proj(x)))
 
 
-class _InterfaceAttention(nn.Module):
+class _InterfaceAttention(_Attention):
     """Attention that transformers' functions compute, as in LLaMA; two heads."""
 
     head_dim = WIDTH // 2
@@ -53,10 +53,6 @@ class _InterfaceAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation="sdpa")
-        self.q_proj = nn.Linear(WIDTH, WIDTH, False)
-        self.k_proj = nn.Linear(WIDTH, WIDTH, False)
-        self.v_proj = nn.Linear(WIDTH, WIDTH, False)
-        self.o_proj = nn.Linear(WIDTH, WIDTH, False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         layers = self.q_proj, self.k_proj, self.v_proj
@@ -65,7 +61,7 @@ class _InterfaceAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _attend)
         seen = None if mask is None else mask[:, None, None].bool()  # [rows, 1, 1, tokens]
         out, _ = attend(self, *heads, seen, scaling=self.head_dim**-0.5)
-        return cast("Tensor", self.o_proj(out.flatten(2)))
+        return cast("Tensor", self.out_proj(out.flatten(2)))
 
 
 def _attend(*args: Any, **kwargs: Any) -> Any:

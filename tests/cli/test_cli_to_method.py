@@ -84,7 +84,6 @@ def test_dst_has_the_format_of_src_and_peft_loads_it(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (["--to", "lora", "--rank", 2, "--energy", 0.5], 2, "--rank and --energy"),
         (["--to", "lora", "--rank", 0], 2, "--rank"),
         (["--to", "lora", "--energy", 0], 2, "--energy"),
         (["--to", "lora", "--energy", 1.5], 2, "--energy"),

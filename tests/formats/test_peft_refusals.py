@@ -79,7 +79,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a pattern with text": ({"alpha_pattern": {"key": "4"}}, ("alpha_pattern", "a number from")),
     "a pattern of rank 1e9": ({"rank_pattern": {"key": 10**9}}, ("rank_pattern", "65536")),
     "no expression": ({"alpha_pattern": {"(": 4}}, ("'('", "regular expression")),
-    "an endless expression": ({"alpha_pattern": {"(a+)+b": 4}}, ("(a+)+b", "hours")),
     "a head of no task": ({"task_type": 5}, ("task_type=5",)),
     "modules as a number": ({"modules_to_save": 3}, ("modules_to_save=3",)),
     "rotations": ({"peft_type": "BOFT"}, ("boft_R", "boft_s")),

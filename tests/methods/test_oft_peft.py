@@ -157,7 +157,7 @@ def test_sizes_that_peft_adjusted_load_as_they_are(asked, tmp_path):
     model.load_adapter(tmp_path / "theirs", load_as="a", set_active=True)
     close(logits(model, "bert"), expected)
     # one block of each layer, 32 and 64 wide; or blocks of 32
-    sizes = {module.blocks.size for _, module in model.adapter_modules("a")}
+    sizes = {module.block_size for _, module in model.adapter_modules("a")}
     assert sizes == ({32} if asked == 40 else {32, 64})
     model.save_adapter(tmp_path / "back", "a", format="peft")
     close(reloaded("bert", tmp_path / "back"), expected)

@@ -330,7 +330,7 @@ def test_every_tensor_must_have_its_shape(name, method, tmp_path):
             save({**tensors, key: torch.ones(*shape)}, file)
             # the number of BOFT's factors is that of the tensors, with a warning
             with (
-                pytest.raises(AdapterZooError, match="load_adapter"),
+                pytest.raises(CheckpointError, match="load_adapter"),
                 warnings.catch_warnings(action="ignore"),
             ):
                 model.load_adapter(tmp_path, load_as="b")

@@ -197,11 +197,11 @@ def test_head_types(model):
         model.add_custom_head("mine", "new")
     with refused(model, ConfigError, "'classes'", "Its fields: "):
         model.add_prediction_head_from_config("new", {"head_type": "tagging", "classes": 3})
-    with refused(model, ConfigError, "register_custom_head('mine')", "Derive one from"):
+    with refused(model, ConfigError, "register_custom_head('mine')", "derive the config"):
         model.register_custom_head("mine", 5)
     with refused(model, UnknownNameError, "no head type None", "Known head types: "):
         model.add_prediction_head_from_config("new", {})
-    with refused(model, ConfigError, "is a dict of its fields", "Write {'head_type': "):
+    with refused(model, ConfigError, "is not a dict of fields", "Write {'head_type': "):
         model.add_prediction_head_from_config("new", "tagging")
     with refused(model, UnknownNameError, "no head 5", "Known heads: "):
         model.active_head = 5

@@ -10,7 +10,7 @@ from variants import VARIANTS
 
 from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, init
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import ConfigError, StateError, UnknownNameError
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, UnknownNameError
 
 _GATED = "lora_bias=True,use_gating=True"
 # methods whose sizes zeros make up for: the slot, and configs that fit
@@ -230,7 +230,7 @@ def test_a_head_is_swapped_with_its_adapter(tmp_path):
     bare.load_adapter(tmp_path, load_as="slot", hotswap=True, with_head=False)
     other = with_head("slot", 8)
     other.add_classification_head("slot", num_labels=4, overwrite_ok=True)
-    with refused(other, ValueError, "num_labels", "nothing has been loaded"):
+    with refused(other, CheckpointError, "num_labels=3", "num_labels=4"):
         other.load_adapter(tmp_path, load_as="slot", hotswap=True)
 
 

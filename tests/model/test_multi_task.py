@@ -209,7 +209,7 @@ def test_trainers_hand_on_the_column_of_tasks(make, tmp_path):
     [
         (None, CompositionError, ("needs the task of each row", "Write task_ids=[0, 1, …]")),
         ([0, 1], CompositionError, ("2 tasks for 4 rows", "one task for each")),
-        ([0, 1, 2, 0], CompositionError, ("there is no task 2", "0 to 1, 'a', 'b'")),
+        ([0, 1, 2, 0], CompositionError, ("there is no task 2", "0 to 1, or 'a', 'b'")),
         ([0, -1, 0, 0], CompositionError, ("there is no task -1",)),
         (["a", "c", "a", "b"], CompositionError, ("there is no task 'c'", "'a', 'b'")),
         ([0, None, 0, 0], CompositionError, ("there is no task None",)),
@@ -253,7 +253,7 @@ def test_tasks_and_names_of_rows_are_refused_together():
     model.set_active_adapters(MultiTask("a", "b"))
     with refused(CompositionError, "are both given", "Write one of them"):
         model(**inputs, task_ids=[0, 1], adapter_names=["a", "b"])
-    with refused(StateError, "task_ids=…", "part of the model was called"):
+    with refused(StateError, "task_ids=…", "a part of the model ignores this"):
         model.bert(**inputs, task_ids=[0, 1])
     with refused(StateError, "only the whole model knows the tasks of rows"):
         model.bert(**inputs)

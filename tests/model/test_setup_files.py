@@ -149,7 +149,7 @@ def test_a_failed_load_leaves_the_head_of_a_task_class(tmp_path):
     # it can be saved, and not be active
     model.save_adapter_setup(tmp_path, Stack("a", "b"), head_setup=True)
     again = adapterzoo.init(BertForSequenceClassification(tiny_config("bert"))).eval()
-    with refused(again, CompositionError, "join 'inputs', 'embeddings'", "Activate them"):
+    with refused(again, CompositionError, "add tokens at 'inputs', 'embeddings'", "Activate them"):
         again.load_adapter_setup(tmp_path, set_active=True)
     again.load_adapter_setup(tmp_path)
     assert torch.equal(again.classifier.weight, model.classifier.weight)

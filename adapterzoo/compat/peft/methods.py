@@ -55,8 +55,10 @@ from adapterzoo.names import one_of
 from adapterzoo.patterns import Targets, fault, is_named
 from adapterzoo.peft_arguments import (
     COMMON,
+    TASK_TYPES,
     PeftArguments,
     also_named,
+    class_of,
     classes_of_peft,
     is_peft,
     or_with_config_of_peft,
@@ -90,8 +92,16 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
         ConfigError: there is no such method, or a field has no meaning here.
     """
     values = dict(config if isinstance(config, Mapping) else config.to_dict())
-    spelling, arguments = _method(values)
-    task = _checked_task(model, values.get("task_type"))
+    cls = class_of(str(getattr(values["peft_type"], "value", values["peft_type"])), values)
+    spelling, arguments = peft_spellings[cls.architecture], classes_of_peft[cls]
+    task = getattr(asked := values.get("task_type"), "value", asked)
+    own_task = None if model._has_named_heads else task_of(class_name(model))
+    tasks = TASK_TYPES if own_task is None else (own_task,)
+    if task is not None and task not in tasks:
+        raise ConfigError(
+            f"task_type={task!r}: a {class_name(model)} has {listing(tasks)}. Write "
+            f"task_type={tasks[0]!r}, or add the adapter to a model for that task."
+        )
     if "modules_to_save" in values:
         values["modules_to_save"] = _saved(model, values["modules_to_save"], task)
     if values.get("tokenizer_name_or_path") == model.config.name_or_path:
@@ -130,45 +140,6 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     is_frozen = values.get("inference_mode", False)
     FLAG(arguments.class_name, "inference_mode", is_frozen, False)
     return found, is_frozen
-
-
-def _method(values: Mapping[str, Any]) -> tuple[PeftSpelling, PeftArguments]:
-    """Return the method of a config.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    kind = str(getattr(values["peft_type"], "value", values["peft_type"]))
-    found = [s for s in peft_spellings.values() if s.peft_type == kind and s.arguments is not None]
-    fitting = [s for s in found if not s.differing(values)]
-    if not fitting:
-        known = sorted({s.peft_type for s in peft_spellings.values() if s.arguments is not None})
-        shown = "".join(f", {n}={values.get(n)!r}" for s in found[:1] for n in s.differing(values))
-        raise ConfigError(
-            f"peft_type={kind!r}{shown}: there is no such method here. Write one of "
-            f"{listing(known, limit=40)}."
-        )
-    spelling = max(fitting, key=lambda s: s.strictness)
-    return spelling, classes_of_peft[spelling.config]
-
-
-def _checked_task(model: AdaptedModel, task: Any) -> Any:
-    """Return the name of a task, which is that of the model's class.
-
-    Raises:
-        ConfigError: the class has another one.
-    """
-    asked = getattr(task, "value", task)
-    own = None if model._has_named_heads else task_of(class_name(model))
-    # a list: values of any type can be looked for in it
-    legal = [*(COMMON["task_type"].values or ())]
-    if asked is not None and (asked not in legal or own not in (None, asked)):
-        kind = f"a {class_name(model)} has {own!r}. Write task_type={own!r}"
-        raise ConfigError(
-            f"task_type={asked!r}: {kind if asked in legal else COMMON['task_type'].hint}"
-            + (", or add the adapter to a model for that task." if asked in legal else "")
-        )
-    return asked
 
 
 def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:

@@ -90,7 +90,7 @@ class PeftModel:
         Args:
             *args: see there.
             autocast_adapter_dtype: as in `get_peft_model`.
-            **kwargs: see there.
+            **kwargs: see there; `low_cpu_mem_usage` has no effect, as in `get_peft_model`.
 
         Raises:
             CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
@@ -121,11 +121,13 @@ class PeftModel:
             model_id: a folder, or a name on the Hub; `subfolder` is a part of it.
             adapter_name: to give it; an adapter of this name is replaced.
             is_trainable: whether its parameters get gradients.
-            torch_device: where PEFT reads the file; tensors go to the devices of the layers.
+            torch_device: where PEFT reads the file. It has no effect: nothing is needed, as tensors
+                are read on the CPU and go to the devices of the layers.
             autocast_adapter_dtype: whether parameters in half precision are converted to float32,
                 as in `get_peft_model`.
             ephemeral_gpu_offload: must be False.
-            low_cpu_mem_usage: a file's tensors are never initialized first, with or without it.
+            low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
+                initialized first.
             key_mapping: must be None.
             config: must be None: it is that of the folder.
             **kwargs: as `AdapterModelMixin.load_adapter` takes them.
@@ -314,7 +316,7 @@ class PeftModel:
         """Merge adapters, and return the plain model.
 
         Args:
-            progressbar: has no effect.
+            progressbar: has no effect: nothing is needed, as a merge takes one product per layer.
             safe_merge: PEFT's switch; weights that are not finite are always refused.
             adapter_names: None: the active ones.
 
@@ -398,7 +400,8 @@ def get_peft_model(
         adapter_name: to give it.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
-        low_cpu_mem_usage: has no effect: a new adapter has values from the start.
+        low_cpu_mem_usage: has no effect: nothing is needed, as a new adapter is made once, with its
+            values, on the devices of the layers.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
             "corda", which PEFT takes in functions of their own; or the weights before quantization
             for "loftq", see `add_adapter`.
@@ -436,7 +439,7 @@ def inject_adapter_in_model(
         peft_config: a config of PEFT.
         model: changed in place.
         adapter_name: to give it.
-        low_cpu_mem_usage: has no effect: a new adapter has values from the start.
+        low_cpu_mem_usage: has no effect, as in `get_peft_model`.
 
     Returns:
         The same object.
@@ -519,10 +522,9 @@ def load_peft_weights(
 
     Raises:
         CheckpointError: there is no such file.
-        FieldError: an argument is unknown.
     """
     revision = kwargs.pop("revision", None)
-    folder = hub.resolve(model_id, revision, **hub.checked(kwargs))
+    folder = hub.resolve(model_id, revision, **kwargs)
     tensors = format_of_peft.tensors_in(folder)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 

@@ -20,7 +20,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,6 @@ from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
     Container,
-    Tensors,
     adapterhub_spellings,
 )
 
@@ -356,7 +355,7 @@ def _read_group(
         return {
             shared_key(parameter, number if len(members) > 1 else None): tensor
             for number, config in holding
-            for parameter, tensor in _from_container(_of(config, container), own, config).items()
+            for parameter, tensor in _of(config, container).to_ours(own, config).items()
         }
     if not places:
         return texts
@@ -370,7 +369,7 @@ def _read_group(
     for number, place in enumerate(places):
         config = place.placement.config
         part = {k: t.chunk(len(places))[number] for k, t in own.items()} if fused else own
-        mine = _from_container(_of(config, container), part, config)
+        mine = _of(config, container).to_ours(part, config)
         found |= {place.key(parameter): tensor for parameter, tensor in mine.items()}
     return found
 
@@ -386,14 +385,6 @@ def _holds(config: AdapterConfig, container: Container) -> bool:
 def _of(config: AdapterConfig, container: Container) -> Container:
     """Return the container as the method of the config declares it."""
     return _containers(config)[container.name]
-
-
-def _from_container(container: Container, tensors: Tensors, config: AdapterConfig) -> Tensors:
-    try:
-        return container.read(tensors, config)
-    except KeyError:
-        # the comparison with the model shows what is missing
-        return tensors
 
 
 def check_fused(places: Sequence[Place]) -> None:
@@ -447,7 +438,7 @@ def write_adapter(
                 path = _joined_path(prefix_of(info), below_model(info, container), container.name)
                 theirs = {
                     f"{path}.{name}.{from_location(layout, key)}": tensor
-                    for key, tensor in container.write(shared, member).items()
+                    for key, tensor in container.to_theirs(shared, member).items()
                 }
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
                 if theirs and before and not _are_equal(theirs, before):
@@ -525,7 +516,7 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 
 def _to_container(
     container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
-) -> Tensors:
+) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
         check_fused(places)
@@ -542,7 +533,7 @@ def _to_container(
     for place in places:
         start = place.key("")
         own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
-        each.append(container.write(own, place.placement.config))
+        each.append(container.to_theirs(own, place.placement.config))
     return {name: torch.cat([part[name] for part in each]) for name in each[0]}
 
 
@@ -576,26 +567,30 @@ _ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
 
 _HEAD = ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin")
 
+_FUSION = (
+    "adapter_fusion_config.json",
+    "model_adapter_fusion.safetensors",
+    "pytorch_model_adapter_fusion.bin",
+)
+
 _COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
 
 
-def names_of_files(kind: str) -> tuple[str, str, str]:
-    """Return the names of the config, of the tensors in safetensors, and of those in a pickle.
-
-    Args:
-        kind: "adapter", "head" or "fusion".
-    """
-    return {"adapter": _ADAPTER, "head": _HEAD, "fusion": (FUSION_CONFIG, *FUSION_TENSORS)}[kind]
+def names_of_files(kind: Kind) -> tuple[str, str, str]:
+    """Return the names of the config, of the tensors in safetensors, and of those in a pickle."""
+    return {"adapter": _ADAPTER, "head": _HEAD, "adapter_fusion": _FUSION}[kind]
 
 
 def _recognizes(folder: Path, kind: Kind) -> bool:
-    config, safe, pickled = _ADAPTER if kind == "adapter" else _HEAD
+    config, safe, pickled = names_of_files(kind)
     if (folder / safe).is_file() or (folder / pickled).is_file():
         return True
     return {"config", "model_class"} <= fields_of(folder / config).keys()
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+    if kind == "adapter_fusion":
+        return _read_fusion(folder, info)
     head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
     name = None
     if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
@@ -620,6 +615,8 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
+    if kind == "adapter_fusion":
+        return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
     name = str(metadata["name"])
     common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
@@ -650,7 +647,7 @@ for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
             _read,
             functools.partial(_encode, safe=_safe),
             base=lambda folder: base_of(read_json(folder / _ADAPTER[0]), "model_name", ""),
-            owned=lambda kind: (*_ADAPTER, *_HEAD) if kind == "adapter" else _HEAD,
+            owned=lambda kind: (*_ADAPTER, *_HEAD) if kind == "adapter" else names_of_files(kind),
         )
     )
 
@@ -787,17 +784,6 @@ def _read_static(
     return {STATIC: theirs}, mine
 
 
-FUSION_CONFIG = "adapter_fusion_config.json"
-
-# of two files with the same tensors the one that cannot hold code goes first
-FUSION_TENSORS = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
-
-
-def holds_fusion(folder: Path) -> bool:
-    """Return whether a folder holds fusion layers under AdapterHub's names."""
-    return any((folder / name).is_file() for name in FUSION_TENSORS)
-
-
 def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
     """Return the adapters that a fusion fuses, in their order.
 
@@ -810,34 +796,27 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise CheckpointError(
-            f"{FUSION_CONFIG} has adapter_names={names!r}; it is a list of names. {AGAIN}."
+            f"{_FUSION[0]} has adapter_names={names!r}; it is a list of names. {AGAIN}."
         )
     return names
 
 
-def read_fusion(
-    info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig]
-) -> Checkpoint:
+def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     """Return the fusion, in our terms.
 
     What has no place in the model keeps its key of AdapterHub, so that the comparison with the
     model names it.
 
-    Args:
-        info: of the model.
-        folder: one that `recognizes` accepts.
-        config_of: the config of the adapter of a name.
-
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
-    metadata, held = _files_in(folder, (FUSION_CONFIG, *FUSION_TENSORS))
+    metadata, held = _files_in(folder, _FUSION)
     names = _fused_names(metadata)
-    configs = [config_of(name) for name in names]
+    configs = [info.adapter_config(name) for name in names]
     places = _fusion_places(info, configs)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
-        raise CheckpointError(f"{FUSION_CONFIG} has no 'config' of a fusion. {AGAIN}.")
+        raise CheckpointError(f"{_FUSION[0]} has no 'config' of a fusion. {AGAIN}.")
     name = metadata.get("name") if isinstance(metadata.get("name"), str) else ",".join(names)
     containers = {container.name: container for container, _ in places.values()}
     tensors: dict[str, Tensor] = {}
@@ -861,21 +840,14 @@ def read_fusion(
     return Checkpoint(described, tensors)
 
 
-def encode_fusion(
-    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
-) -> dict[str, bytes]:
-    """Return the names and contents of the files to write.
-
-    Args:
-        info: of the model.
-        checkpoint: the fusion.
-        fused: the configs of its adapters.
-        safe: whether tensors are written in safetensors instead of a pickle.
+def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[str, bytes]:
+    """Return the names and contents of the files of a fusion.
 
     Raises:
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
     """
     metadata = dict(checkpoint.metadata)
+    fused = [info.adapter_config(name) for name in metadata["adapter_names"]]
     config = dict(metadata["config"])
     if config.pop("entry", "fused") == "fused" and _at_entry(info, fused):
         raise inexpressible(
@@ -907,10 +879,8 @@ def encode_fusion(
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
     meta = meta_for(metadata.get("meta") or {})
-    return {
-        FUSION_TENSORS[not safe]: tensor_bytes(tensors, {}) if safe else pickle_bytes(tensors),
-        FUSION_CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
-    }
+    contents = _tensor_file(_FUSION, tensors, safe)
+    return contents | {_FUSION[0]: json_bytes({**meta, **fields, "version": VERSION})}
 
 
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:

@@ -41,9 +41,8 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
     if kind != "adapter":
-        raise CheckpointError(
-            f"PEFT has no heads without an adapter. Write {argument('format', 'native')}."
-        )
+        what = "heads without an adapter" if kind == "head" else "fusions"
+        raise CheckpointError(f"PEFT has no {what}. Write {argument('format', 'native')}.")
     config, tensors = encoded(checkpoint, info)
     # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
     meta = checkpoint.metadata.get("meta")

@@ -7,8 +7,7 @@ the file: tensors without a place in the adapter keep PEFT's keys.
 
 A file is refused if a field changes what the adapter computes in a way that cannot be reproduced
 here. Fields that only matter to PEFT's training, and fields that are off, are ignored. PEFT matches
-the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`. Keys from a file are regular
-expressions that are not trusted: their search time is bounded before they run.
+the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`.
 
 Besides an adapter PEFT trains whole modules, rows of embeddings and biases. A copy of a module has
 the keys of the module itself, and so has a bias; rows are a tensor
@@ -27,7 +26,8 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -50,8 +50,8 @@ from adapterzoo.formats.checkpoint import (
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
-from adapterzoo.patterns import fault, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
+from adapterzoo.patterns import TokenIds, fault, is_named, short_names
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -70,8 +70,12 @@ TOKENS = "trainable_token_indices"
 
 # a hint for every adapter that PEFT can merge
 MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
+_CONVERT = (
+    "If it changes only weights of layers, convert it through an installed PEFT: write adapterzoo "
+    "convert SRC DST --to lora. Else use it with PEFT."
+)
 
-_PARAMETERS = "target_parameters"
+_SELECTION = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +92,7 @@ class FileConfig:
         target_parameters: ends of the names of parameters that it adapts.
         trainable_token_indices: the tokens whose rows it has, as in the file.
         bias: which biases it has.
+        selection: the fields that select layers, unchecked.
     """
 
     spelling: PeftSpelling
@@ -99,6 +104,7 @@ class FileConfig:
     target_parameters: Sequence[str] = ()
     trainable_token_indices: Any = None
     bias: str = "none"
+    selection: Mapping[str, Any] = field(default_factory=dict)
 
 
 def checked(metadata: Mapping[str, Any]) -> FileConfig:
@@ -116,13 +122,8 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else _CONVERT}",
     )
-    for name, reason in spelling.refused.items():
-        if metadata.get(name):
-            raise CheckpointError(
-                f"{CONFIG} says {name}={short(metadata[name])}: {reason}. {MERGE}"
-            )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
     known = {*COMMON}
@@ -136,8 +137,6 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         )
     mapping = metadata.get("auto_mapping")
     base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
-    saved = _listed(metadata, "modules_to_save")
-    parameters = _listed(metadata, _PARAMETERS) if spelling.of_parameters else []
     return FileConfig(
         spelling=spelling,
         fields={name: _value(metadata, name, a) for name, a in spelling.fields.items()},
@@ -147,10 +146,11 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         },
         task_type=_value(metadata, "task_type", PeftArgument(check=Text())),
         base_class=base_class if isinstance(base_class, str) else None,
-        modules_to_save=saved,
-        target_parameters=parameters,
+        modules_to_save=_listed(metadata, "modules_to_save"),
+        target_parameters=_listed(metadata, "target_parameters") if spelling.of_parameters else (),
         trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
         bias=_value(metadata, "bias", PeftArgument("none", check=Text())),
+        selection={name: metadata.get(name) for name in _SELECTION},
     )
 
 
@@ -181,12 +181,9 @@ def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
 
 def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
     """Return the tokens of each table, checked."""
-    value = metadata.get(name)
-    lists = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
-    for ids in lists:
-        legal = isinstance(ids, list) and all(type(n) is int and n >= 0 for n in ids)
-        if not legal or len({*ids}) < len(ids):
-            raise _wrong(name, value, "a list of different token numbers from 0", None)
+    value, check = metadata.get(name), TokenIds()
+    if value and not check.fits(check.convert(value)):
+        raise _wrong(name, value, check.legal, None)
     return value
 
 
@@ -198,9 +195,6 @@ def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointErro
 
 
 _T = TypeVar("_T")
-
-# texts that match themselves, except that a dot matches any character
-_PLAIN = re.compile(r"[\w.\-]*")
 
 
 def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
@@ -220,15 +214,11 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
             f"{field} has the key {whole[wrong[0]]!r}: {wrong[1]}. Write names of layers as its "
             f"keys: {{'q_proj': …}}."
         )
-    compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
-    # most keys are names, whose last part excludes most paths without a search
-    ends = {p: p.rpartition(".")[2] if _PLAIN.fullmatch(p) else "" for p in patterns}
+    compiled = [(re.compile(expression), patterns[key]) for expression, key in whole.items()]
     found: dict[str, _T] = {}
     for path in paths:
-        for pattern, value in patterns.items():
-            if path.endswith(ends[pattern]) and compiled[pattern].match(path):
-                found[path] = value
-                break
+        if fitting := [value for expression, value in compiled if expression.match(path)]:
+            found[path] = fitting[0]
     return found
 
 
@@ -241,10 +231,7 @@ def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
     """Return the preferred value if any path has it, else the most common one."""
     if preferred in values.values():
         return preferred
-    counts: dict[_T, int] = {}
-    for value in values.values():
-        counts[value] = counts.get(value, 0) + 1
-    return max(counts, key=counts.__getitem__)
+    return Counter(values.values()).most_common(1)[0][0]
 
 
 def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
@@ -349,7 +336,6 @@ PATTERNS = {"rank_pattern": "r", "alpha_pattern": "alpha"}
 """Our fields with numbers for some layers → the field with the number for all others."""
 
 Layers = Mapping[str, PeftLayer]
-Find = Callable[[str, Mapping[str, Site]], "str | None"]
 
 
 def read_adapter(
@@ -363,11 +349,11 @@ def read_adapter(
     """
     spelling = peft_config.spelling
     layers, shared, lost, rest = _sorted(peft_config, tensors, info)
-    extras, rest = _read_extras(
-        peft_config, rest, info, lambda name, sites: _here(name, sites, info)
-    )
+    extras, rest = _read_extras(peft_config, rest, info)
+    if not lost:
+        _check_layers(peft_config, layers, info)
     rows = {path: tensor for path, (_, tensor) in extras.rows.items()}
-    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, rows, info)
+    dtype = _to_one_dtype(spelling, layers, shared, rows, info)
     extras.rows = {path: (ids, rows[path]) for path, (ids, _) in extras.rows.items()}
     try:
         fields, shared = spelling.read_model(
@@ -395,13 +381,51 @@ def read_adapter(
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
+def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> None:
+    """Check that the layers that the config names have tensors, in each stack of which some have.
+
+    The class of models that wrote the file may lack whole stacks, and layers outside of blocks.
+
+    Raises:
+        CheckpointError: a layer has none.
+    """
+    names, excluded, numbers, patterns = (peft_config.selection[name] for name in _SELECTION)
+    if not isinstance(names, str | list) or patterns:
+        return
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    there = {layer.site.path for layer in layers.values()}
+    stacks = {layer.site.stack for layer in layers.values()} - {""}
+
+    def is_chosen(path: str, wanted: Any) -> bool:
+        if isinstance(wanted, str):
+            return fault([wanted]) is None and re.fullmatch(wanted, path) is not None
+        return any(is_named(path, name) for name in wanted or ())
+
+    lacking = []
+    for site in _sites(peft_config.spelling, info):
+        path = f"{info.prefix}.{site.path}".removeprefix(".")
+        if site.stack not in stacks or site.path in there or not is_chosen(path, names):
+            continue
+        number = re.match(r".*?\.[^.]*\.(\d+)\.", path)
+        in_layers = not numbers or path in names or (number and int(number[1]) in numbers)
+        is_copy = _is_saved(path, peft_config.modules_to_save)
+        if in_layers and not is_copy and not is_chosen(path, excluded):
+            lacking.append(path)
+    if lacking:
+        raise CheckpointError(
+            f"the file lacks {len(lacking)} of the layers of target_modules={short(names)}: "
+            f"{listing(lacking)}. {AGAIN}."
+        )
+
+
 def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
     try:
         return spelling.read(layer)
     except (IndexError, KeyError, RuntimeError) as error:
         shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
         raise CheckpointError(
-            f"at {layer.name!r} the tensors do not fit together: {shown or 'none'}. {AGAIN}."
+            f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
+            f"{AGAIN}."
         ) from error
 
 
@@ -475,7 +499,7 @@ def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
 
 def _weight(site: Site, info: ModelInfo) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
-    found = info.tensor(f"{info.prefix}.{site.path}.weight".removeprefix("."))
+    found = base_tensor(site.path, "weight", info)
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
         return None
     return found.detach().mT if site.transposed else found.detach()
@@ -510,10 +534,10 @@ def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | Non
     return None
 
 
-def _in_one_dtype(
+def _to_one_dtype(
     spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
-) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
-    """Return the config's dtype, and the tensors converted to it without loss."""
+) -> str | None:
+    """Convert the tensors to one dtype without loss, and return the config's `dtype`."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
@@ -531,8 +555,7 @@ def _in_one_dtype(
         for name in tensors:
             to = compute_dtype(dtype) if name in spelling.wide else dtype
             tensors[name] = tensors[name].to(to)
-    said = None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
-    return said, dict(layers), shared
+    return None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
 
 
 def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
@@ -588,10 +611,9 @@ def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] |
 
 def unwrapped(named: str) -> tuple[str, int]:
     """Return the path of the module in a path with wrappers, and how many wrap it."""
-    words = named.split(".")
-    inner = [word for word in words if word != WRAPPED]
-    last = len(words) - next((i for i, w in enumerate(reversed(words)) if w != WRAPPED), 0)
-    return ".".join(inner), len(words) - last
+    outer = named.removesuffix("".join(re.findall(rf"(?:\.{WRAPPED})+$", named)))
+    depth = (len(named) - len(outer)) // len(f".{WRAPPED}")
+    return outer.replace(f".{WRAPPED}", ""), depth
 
 
 def adapted(named: str, own: Iterable[Site], targets: Sequence[str]) -> list[Site]:
@@ -629,7 +651,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo, find: Find
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -637,7 +659,6 @@ def _read_extras(
         peft_config: the config.
         rest: all tensors but the adapter's, by key in the task class.
         info: of the model to fill.
-        find: path in the file, and sites by path, to the path in this model.
 
     Raises:
         CheckpointError: the tokens in the config are not those of the rows.
@@ -653,18 +674,17 @@ def _read_extras(
     for key, tensor in rest.items():
         if key.endswith(delta) and TOKENS in can:
             named = key.removesuffix(delta)
-            if (path := find(named, sites)) is not None:
+            if (path := _here(named, sites, info)) is not None:
                 extras.rows[path] = _rows(peft_config, named, left.pop(key), sites[path], info)
             else:
                 copies.append(key)
             continue
         if key.endswith(kept):
-            named = key.removesuffix(kept)
-            if (path := find(named, sites)) is not None:
+            if (path := _here(key.removesuffix(kept), sites, info)) is not None:
                 tables[path] = key, tensor
             continue
         layer, _, parameter = _plain(key).rpartition(".")
-        path = None if ".original_module." in key else find(layer, sites)
+        path = None if ".original_module." in key else _here(layer, sites, info)
         if path is None:
             continue
         if "modules_to_save" in can and _is_saved(layer, peft_config.modules_to_save):
@@ -674,7 +694,7 @@ def _read_extras(
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES
     _refuse_other_rows(extras, anatomy)
     if extras.kind == "all":
-        extras.biases = _outside_of_task(peft_config, info, find, sites) | extras.biases
+        extras.biases = _outside_of_task(peft_config, info, sites) | extras.biases
     for path, (key, table) in tables.items():
         if path in extras.rows and _is_same(table, path, extras.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
@@ -688,12 +708,12 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: FileConfig, info: ModelInfo, find: Find, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: ModelInfo, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
         return {}
-    there = {find(path, sites) for path in info.modules(task)}
+    there = {_here(path, sites, info) for path in info.modules(task)}
     own = (
         (s.path, base_tensor(s.path, "bias", info))
         for s in info.anatomy.biases

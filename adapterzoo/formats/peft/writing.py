@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
-from adapterzoo.errors import StateError, argument, listing
+from adapterzoo.errors import argument, listing
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
     Place,
@@ -183,15 +183,8 @@ def _output(
             f"at {name!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
             "one"
         )
-    key = f"{info.prefix}.{name}.weight".removeprefix(".")
-
-    def weight() -> Tensor | None:
-        found = info.tensor(key)
-        if found is not None and found.is_meta:
-            raise StateError(f"{key!r} is on the meta device. Load the model with its weights.")
-        return found
-
-    return PeftOutput(parts, spelling.join(parts, weight), is_parameter)
+    tensors = spelling.join(parts, lambda: base_tensor(name, "weight", info))
+    return PeftOutput(parts, tensors, is_parameter)
 
 
 def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:

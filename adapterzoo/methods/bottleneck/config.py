@@ -145,6 +145,8 @@ class BnConfig(ConfigWithCopies):
     architecture: ClassVar[str] = "bottleneck"
     training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
 
+    averages_shared = True
+
     mh_adapter: bool
     output_adapter: bool
     reduction_factor: float | Mapping[str, float] = dataclasses.field(
@@ -187,7 +189,7 @@ class BnConfig(ConfigWithCopies):
     hypercomplex_nonlinearity: str = field(
         "glorot-uniform", Choice("glorot-uniform", "glorot-normal", "normal"), needs=_PHM
     )
-    phm_rank: int = field(1, Range(1, MAX_WIDTH), needs=_PHM)
+    phm_rank: int = field(1, Range(1, MAX_WIDTH), needs=f"{_PHM}, factorized_phm_W=True")
     phm_bias: bool = field(True, needs=_PHM)
 
     def __post_init__(self) -> None:
@@ -230,11 +232,6 @@ class BnConfig(ConfigWithCopies):
         row = PLACES.get(self.site_convention)
         alone = self.inv_adapter is None and (row is None or row.has_languages)
         return zero and keeps and alone and not self.adapter_residual_before_ln
-
-    @property
-    def averages_shared(self) -> bool:
-        """True, as for the bottlenecks themselves."""
-        return True
 
     @property
     def shares_matrices(self) -> bool:

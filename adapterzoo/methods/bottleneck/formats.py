@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -91,32 +91,19 @@ _CONTAINER = Container(
 )
 
 
-def _put_below(part: str) -> Callable[[Tensors, AdapterConfig], Tensors]:
-    return lambda tensors, _config: {f"{part}.{key}": t for key, t in tensors.items()}
-
-
-def _take_below(part: str) -> Callable[[Tensors, AdapterConfig], Tensors]:
-    start = f"{part}."
-    return lambda tensors, _config: {
-        key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)
-    }
-
-
 _COUPLING = Container(
     "invertible_adapters",
     "model",
     aliases=("invertible_lang_adapters",),
     in_encoder=True,
     held_by=lambda config: config["inv_adapter"] is not None,
-    read=_put_below("invertible"),
-    write=_take_below("invertible"),
+    prefix="invertible.",
 )
 _SHARED = Container(
     "shared_parameters",
     "model",
     held_by=lambda config: cast("BnConfig", config).shares_matrices,
-    read=_put_below("phm"),
-    write=_take_below("phm"),
+    prefix="phm.",
 )
 
 # --- what adapters 1.3 computes otherwise than its documentation says, seen in its sources ---

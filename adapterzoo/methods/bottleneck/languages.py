@@ -96,13 +96,9 @@ class NoLanguageAdaptersConfig(AdapterConfig):
     """
 
     architecture: ClassVar[str] = "no_language_adapters"
+    starts_as_identity = False
 
     leave_out: tuple[int, ...] = field((), Layers())
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """False."""
-        return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the places of the language adapters, block after block."""

@@ -16,7 +16,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
-from adapterzoo.methods._parts import Affine, Gate
+from adapterzoo.methods._parts import Affine, Gate, affine
 
 from .compacter import HypercomplexProjection, MatrixProduct
 from .languages import JOINING, norm_of
@@ -111,26 +111,6 @@ class BottleneckLayer(FusibleAdapter):
             instead: replaces f.
         """
 
-    def products(
-        self, base: BaseLayer, device: torch.device
-    ) -> tuple[MatrixProduct, MatrixProduct]:
-        """Return the down and the up projection.
-
-        Args:
-            base: the module.
-            device: of the bottleneck's input.
-        """
-        down: Affine | HypercomplexProjection = getattr(self.adapter_down, self.down_name)
-        up: Affine | HypercomplexProjection = self.adapter_up
-        if isinstance(down, Affine) or isinstance(up, Affine):
-            pair = cast("Affine", down), cast("Affine", up)
-            first, last = (MatrixProduct((p.weight,), (1,), p.bias) for p in pair)
-            return first, last
-        shared = None
-        if self.shares:
-            shared = cast("nn.ModuleDict", base.shared(self))["phm"]
-        return down.product(shared, device), up.product(shared, device)
-
     def transformed(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
 
@@ -138,9 +118,12 @@ class BottleneckLayer(FusibleAdapter):
             x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
             base: the module.
         """
-        down, up = self.products(base, x.device)
+        down, up = getattr(self.adapter_down, self.down_name), self.adapter_up
+        if isinstance(up, HypercomplexProjection):
+            shared = cast("nn.ModuleDict", base.shared(self))["phm"] if self.shares else None
+            down, up = down.product(shared, x.device), up.product(shared, x.device)
         # the parameters may have another dtype than the model
-        x = x.to(up.matrices[0].dtype)
+        x = x.to(up.matrices[0].dtype if isinstance(up, MatrixProduct) else up.weight.dtype)
         inner = cast("nn.LayerNorm", self.adapter_down[0])(x) if self.reads_normed else x
         return x, up(self.activation(down(inner)))  # inside: [*batch, width]
 
@@ -205,18 +188,16 @@ def _projections(
     if config.phm_layer:
         made = partial(HypercomplexProjection, config, source=source, device=device, dtype=dtype)
         return made("down", d_model, width), made("up", width, d_model)
-    bert, houlsby, zeros = normal(0.02, source), _truncated_normal(0.01, source), constant(0.0)
+    bert = normal(0.02, source)
+    # cut off at two deviations
+    houlsby = partial(nn.init.trunc_normal_, std=0.01, a=-0.02, b=0.02, generator=source)
     fresh_down, fresh_up = {
         "bert": (bert, bert),
-        "mam_adapter": (kaiming(source), zeros),
+        "mam_adapter": (kaiming(source), constant(0.0)),
         "houlsby": (houlsby, houlsby),
     }[config.init_weights]
-
-    def affine(shape: tuple[int, int], fresh: Callable[[Tensor], Tensor]) -> Affine:
-        bias = drawn(shape[:1], zeros, device, dtype)
-        return Affine(drawn(shape, fresh, device, dtype), bias)
-
-    return affine((width, d_model), fresh_down), affine((d_model, width), fresh_up)
+    down = affine((width, d_model), fresh_down, device, dtype)
+    return down, affine((d_model, width), fresh_up, device, dtype)
 
 
 def drop_rows(x: Tensor, p: float) -> Tensor:
@@ -230,11 +211,6 @@ def drop_rows(x: Tensor, p: float) -> Tensor:
     """
     kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1.0 - p)
     return x * kept.div_(1.0 - p)
-
-
-def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Normal with mean 0, cut off at two deviations."""
-    return lambda t: nn.init.trunc_normal_(t, 0.0, std, -2 * std, 2 * std, generator=source)
 
 
 # --- the documented places ---

@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,18 +84,21 @@ class Magnitudes(LowRankUpdate):
         adapterhub: whether the convention is that of adapters.
     """
 
-    def make_magnitudes(
-        self, shape: tuple[int, ...], convention: str, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """Make the magnitudes; they are ones until `init_from_layer`.
+    def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the parameters; the magnitudes are ones until `init_from_layer`.
 
         Args:
-            shape: `[*experts, d_out]`.
-            convention: "paper" or "adapterhub".
-            device: of the parameter.
+            config: of the adapter, with a `convention`.
+            site: gives the widths.
+            device: of the parameters.
             dtype: of the layer.
+
+        Raises:
+            ConfigError: the site cannot have such an adapter.
         """
-        self.adapterhub = convention == "adapterhub"
+        super().__init__(config, site, device, dtype)  # type: ignore[call-arg]
+        self.adapterhub = config.convention == "adapterhub"
+        shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
 
@@ -137,6 +140,12 @@ class Magnitudes(LowRankUpdate):
             return compose(y, gain, bias, t, b, self.scaling)
         whole = compose(plain.to(gain.dtype), gain, bias, t, b, self.scaling)
         return (y + (whole - plain)).to(y.dtype)
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of the same dtypes, dropout and convention, on features."""
+        kinds = {(a.dropout, a.adapterhub, *(p.dtype for p in a.parameters())) for a in adapters}
+        return len(kinds) == 1 and not any(a.at_embedding or a.m.dim() > 1 for a in adapters)
 
     @classmethod
     def forward_batched(
@@ -189,32 +198,9 @@ class Magnitudes(LowRankUpdate):
 class DoRA(Magnitudes, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
 
-    def __init__(
-        self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """Make the parameters; the magnitudes are ones until `init_from_layer`.
-
-        Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
-
-        Raises:
-            ConfigError: there is dropout, and the site has no features to drop.
-        """
-        super().__init__(config, site, device, dtype)
-        self.make_magnitudes(self.lora_B.shape[:-1], config.convention, device, dtype)
-
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return A and B."""
         return self.lora_A, self.lora_B
-
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtypes, dropout and convention, on features."""
-        kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
-        return len(kinds) == 1 and not any(a.at_embedding or a.m.dim() > 1 for a in adapters)
 
     def combine(
         self,
@@ -230,12 +216,12 @@ class DoRA(Magnitudes, LowRank):
         c (W + Σ wᵢ s gᵢ/c · Bᵢ Aᵢ): each Bᵢ is multiplied by gᵢ/c, and m = c ‖W + B A‖.
         """
         if strategy.target not in ("ranks", "change"):
-            self.combine_factors(adapters, weights, strategy)
+            super().combine(adapters, weights, strategy, base)
             self.combine_linearly(["m"], adapters, weights, strategy, base)
             return
         gains = [adapter.gain(base) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
-        self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
+        super().combine(adapters, weights, strategy, base, [gain / c for gain in gains])
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 

@@ -329,23 +329,15 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         weights: Sequence[float],
         strategy: Combination,
         base: BaseLayer,
-    ) -> None:
-        """Set the factors to the combination of several adapters, by any strategy."""
-        self.combine_factors(adapters, weights, strategy)
-
-    def combine_factors(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
         gains: Sequence[Tensor] | None = None,
     ) -> None:
-        """Set A and B to the combination of several adapters.
+        """Set A and B to the combination of several adapters, by any strategy.
 
         Args:
             adapters: of the same layer.
             weights: one for each.
             strategy: the strategy and its options.
+            base: the layer.
             gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
         """
         pairs = [adapter.whole_factors(adapter.lora_A) for adapter in adapters]
@@ -374,8 +366,3 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             a, b = weighted_sum(down, of_a), weighted_sum(up, chosen)
         strategy.fill(self.lora_A, a, "lora_A")
         strategy.fill(self.lora_B, b if strategy.keeps_scaling else b / self.scaling, "lora_B")
-
-    def extra_repr(self) -> str:
-        """Return widths, rank and scaling."""
-        rank, d_in = self.lora_A.shape[-2:]
-        return f"d_in={d_in}, d_out={self.lora_B.shape[-2]}, rank={rank}, scaling={self.scaling:g}"

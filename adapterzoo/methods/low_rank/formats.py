@@ -19,7 +19,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config import FACTOR, FLAG, AdapterConfig, AnyValue, Items, Placement, Range, Share
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.methods import _parts, _targets
 from adapterzoo.methods._peft import (
     EXCLUDED,
@@ -177,6 +177,9 @@ _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 def _refuse(fields: Mapping[str, Any]) -> str | None:
     """Return why a config of PEFT's LoRA cannot be reproduced."""
+    for name, reason in _REFUSED.items():
+        if fields.get(name) and (name != _INVOCATION or fields.get("use_dora")):
+            return f"it says {name}={str(fields[name])[:80]}: {reason}. Merge it in PEFT."
     init = fields.get("init_lora_weights")
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
@@ -222,7 +225,9 @@ def _write_layer(layer: PeftOutput) -> Fields:
     if len(said) > 1:
         what = f"scaling or dropout (scaling, use_rslora, dropout: {listing(sorted(said))})"
         raise only_native(f"the adapters at {site.name!r} differ in {what}")
-    _check_parameter(layer, one)
+    if layer.is_parameter and (one.dropout or "lora_B_bias" in layer.tensors):
+        has = f"dropout={one.dropout} or a bias of B, which a parameter cannot have"
+        raise only_native(f"the adapter at {site.name!r} has {has}")
     alpha = one.alpha_at(site.name)
     if len(parts) > 1:
         alpha = one.scaling_at(site.name) * (rank**0.5 if one.use_rslora else rank)
@@ -243,7 +248,6 @@ def _of_lora(
 ) -> Callable[[type[AdapterConfig]], PeftSpelling]:
     """Return the spelling of a method that PEFT calls LORA; `tensors`: besides A and B."""
     chosen: dict[str, Any] = {
-        "refused": _REFUSED,
         "arguments": _ARGUMENTS,
         "write_layers": lambda layers, _said: [_write_layer(layer) for layer in layers],
         "unsayable": _unsayable,
@@ -349,18 +353,6 @@ def _as_parameter(site: Site, tensors: Tensors) -> Tensors:
     return {**tensors, "lora_A": a.contiguous(), "lora_B": b.contiguous()}
 
 
-def _check_parameter(layer: PeftOutput, config: LowRankConfig) -> None:
-    """Check that PEFT can have the adapter, if it must be one of a parameter.
-
-    Raises:
-        CheckpointError: it has dropout or a bias.
-    """
-    site = layer.parts[0].placement.site
-    if layer.is_parameter and (config.dropout or "lora_B_bias" in layer.tensors):
-        has = f"dropout={config.dropout} or a bias of B, which a parameter cannot have"
-        raise only_native(f"the adapter at {site.name!r} has {has}")
-
-
 def _is_flipped(site: Site) -> bool:
     """Return whether PEFT's A belongs to the outputs of the weight."""
     if site.experts:
@@ -372,7 +364,7 @@ def _read_start(layer: PeftLayer) -> Tensors:
     """Return the tensors of a layer, and the part that PEFT has subtracted from its weight.
 
     Raises:
-        CheckpointError: the layer has no weight to compute it from, or one that is not finite.
+        CheckpointError: the layer has no weight to compute it from.
     """
     init, fields = layer.fields["init_lora_weights"], layer.fields
     if init not in _REPRODUCED:
@@ -385,10 +377,7 @@ def _read_start(layer: PeftLayer) -> Tensors:
         )
     rank = layer.tensors["lora_A"].shape[0]
     s = fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
-    try:
-        a, b = factors(init, w.to(compute_dtype(w.dtype)), rank, s, None)
-    except ConfigError as error:
-        raise CheckpointError(f"at {layer.name!r}: {error}") from error
+    a, b = factors(init, w.to(compute_dtype(w.dtype)), rank, s, None)
     like = layer.tensors["lora_A"]
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
 
@@ -567,7 +556,6 @@ spelled(
         {"use_dora": False},
         {"lora_B_bias": ("lora_B.bias",)},
         write_layers=_write_invoked_layers,
-        refused={name: why for name, why in _REFUSED.items() if name != _INVOCATION},
         of_parameters=True,
         arguments=replace(
             _ARGUMENTS,
@@ -641,7 +629,6 @@ _ADAPTERHUB_FIELDS = _targets.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
 _VERA_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
-_OF_LAYER = Callable[[Tensors, AdapterConfig], Tensors]
 
 
 def _read_adapterhub_fields(fields: Fields, file: AdapterHubFile) -> Fields:
@@ -691,29 +678,20 @@ def _unsayable_dora_in_adapterhub(config: AdapterConfig) -> str | None:
 
 
 def _read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """Return a file's tensors with its `m.weight` `[d_out, 1]` as `m` `[d_out]`."""
-    found = dict(tensors)
-    m = found.pop("m.weight")
+    """Return a file's tensors with m `[d_out, 1]` as `[d_out]`."""
+    m = tensors["m"]
     # any other shape is found by the comparison with the model
-    found["m"] = m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)  # [d_out]
-    return found
+    return {**tensors, "m": m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)}  # [d_out]
 
 
 def _write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     """Undo `_read_magnitudes`."""
-    found = dict(tensors)
-    return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
+    return {**tensors, "m": tensors["m"].unsqueeze(1)}  # [d_out, 1]
 
 
-def _read_adapterhub_vera(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """Return a file's tensors of one layer under our names."""
-    return {_VERA_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
-
-
-def _write_adapterhub_vera(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """Undo `_read_adapterhub_vera`."""
-    theirs = {ours: name for name, ours in _VERA_NAMES.items()}
-    return {theirs.get(name, name): tensor for name, tensor in tensors.items()}
+_MAGNITUDES = Container(
+    "loras", "layer", names={"m.weight": "m"}, read=_read_magnitudes, write=_write_magnitudes
+)
 
 
 def _adapterhub_of_lora(
@@ -743,15 +721,14 @@ def _adapterhub_of_lora(
 
 
 def _adapterhub_of_vera(
-    name: str, fixed: Mapping[str, Any], read: _OF_LAYER, write: _OF_LAYER
+    name: str, fixed: Mapping[str, Any], container: Container
 ) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
     """Return the spelling of a method with A and B once for all layers.
 
     Args:
         name: of the method, for errors.
         fixed: the fields that identify it.
-        read: a layer's tensors to ours.
-        write: ours to a layer's.
+        container: of the tensors of a layer.
     """
     return lambda config: AdapterHubSpelling(
         config=config,
@@ -763,10 +740,7 @@ def _adapterhub_of_vera(
         fields=_targets.FLAGS
         | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
         omitted=("projection_prng_key",),
-        containers=(
-            Container("loras", "layer", read=read, write=write),
-            Container("shared_parameters", "model"),
-        ),
+        containers=(container, Container("shared_parameters", "model")),
         fused=f"adapters cannot run {name} in a fused layer",
         feed_forward=_targets.FEED_FORWARD,
         place=_targets.place,
@@ -785,7 +759,7 @@ spelled(
 spelled(
     _adapterhub_of_lora(
         {"use_dora": True, "use_gating": False},
-        Container("loras", "layer", read=_read_magnitudes, write=_write_magnitudes),
+        _MAGNITUDES,
         implied={"convention": "adapterhub"},
         fused="adapters cannot run DoRA in a fused layer",
         unsayable=_unsayable_dora_in_adapterhub,
@@ -802,13 +776,12 @@ spelled(
     )
 )(MTLLoRAConfig)
 spelled(
-    _adapterhub_of_vera("VeRA", {"use_dora": False}, _read_adapterhub_vera, _write_adapterhub_vera)
+    _adapterhub_of_vera("VeRA", {"use_dora": False}, Container("loras", "layer", names=_VERA_NAMES))
 )(VeraConfig)
 spelled(
     _adapterhub_of_vera(
         "DVoRA",
         {"use_dora": True},
-        lambda tensors, config: _read_magnitudes(_read_adapterhub_vera(tensors, config), config),
-        lambda tensors, config: _write_adapterhub_vera(_write_magnitudes(tensors, config), config),
+        replace(_MAGNITUDES, names={**_MAGNITUDES.names, **_VERA_NAMES}),
     )
 )(DvoRAConfig)

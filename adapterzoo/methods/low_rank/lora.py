@@ -160,8 +160,8 @@ class LoRAConfig(LowRankConfig):
     @property
     def options(self) -> dict[str, Any]:
         """All options of the initial values."""
-        defaults = {name: value for name, (value, _) in OPTIONS[self.init_weights].items()}
-        return defaults | dict(self.init_options)
+        known = OPTIONS.get(self.init_weights, {})
+        return {name: value for name, (value, _) in known.items()} | dict(self.init_options)
 
     def init_plan(self, anatomy: Anatomy) -> InputPlan | WeightPlan | None:
         """Return what EVA, CorDA and LoftQ need."""
@@ -315,8 +315,7 @@ class LoRA(LowRank):
                 f"use_gating=False, lora_bias=False."
             )
         self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
-        self._options = config.options if config.init_weights in OPTIONS else {}
-        self.reads_data = config.init_weights in OPTIONS
+        self._options = config.options
         self.start: Start | None = None
         if starts_from_weight(config.init_weights):
             _check_start(config, site)
@@ -393,8 +392,8 @@ class LoRA(LowRank):
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take the initial values that replace a part of the weight."""
-        if self.start is not None and not self.reads_data:
-            name, seed, place = self._drawing
+        name, seed, place = self._drawing
+        if self.start is not None and name not in OPTIONS:
             source, rank = generator(seed, f"{place}/start"), self.lora_A.shape[-2]
             self._begin(factors(name, _weight(base), rank, self.scaling, source))
 
@@ -418,17 +417,24 @@ class LoRA(LowRank):
                 )
             # the principal part of what quantization has removed from the weight
             w = _weight(base)
-            a, b = principal(data.read().to(w) - w, rank, s)
-            self.lora_A.copy_(a)
-            self.lora_B.copy_(b)
+            self._begin(principal(data.read().to(w) - w, rank, s))
 
     def _begin(self, values: Factors) -> None:
-        """Set the factors, and those of the start to the same rounded values."""
-        start = cast("Start", self.start)
-        own = (self.lora_A, start.lora_A), (self.lora_B, start.lora_B)
-        for (factor, of_start), value in zip(own, values, strict=True):
+        """Set the factors, and those of a start to the same rounded values.
+
+        Raises:
+            ConfigError: they are not finite.
+        """
+        for name, value in zip(("lora_A", "lora_B"), values, strict=True):
+            if not bool(value.isfinite().all()):
+                raise ConfigError(
+                    f"init_weights={self._drawing[0]!r}: the weight is not finite. Write "
+                    f"init_weights='lora'."
+                )
+            factor = self.get_parameter(name)
             factor.copy_(value)
-            of_start.copy_(factor)
+            if self.start is not None:
+                self.start.get_buffer(name).copy_(factor)
 
     def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
         """Return the tensors; a slot without a start gets the factors of the whole update."""

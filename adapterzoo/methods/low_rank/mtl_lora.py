@@ -185,9 +185,5 @@ class MTLLoRA(LowRank):
         self.weights.data.fill_(1.0)
         Adapter.combine(self, adapters, weights, strategy, base)
 
-    def extra_repr(self) -> str:
-        """Return widths, rank and scaling."""
-        return f"{super().extra_repr()}, n_up_projection={self.lora_B.shape[0]}"
-
 
 MTLLoRAConfig.adapter_class = MTLLoRA

@@ -400,17 +400,12 @@ class CordaPlan(InputPlan):
     def check(self) -> None:
         """Accept any data: one pass is all."""
 
-    def changes(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
 
-
-def _original_weights(
-    config: LowRankConfig, _options: Mapping[str, Any], anatomy: Anatomy
-) -> WeightPlan:
-    """Return the plan of LoftQ: the original weights of all layers."""
-    return WeightPlan({site.path: (site.d_out, site.d_in) for site in sites_of(config, anatomy)})
-
-
-PLANS: Mapping[str, Any] = {"eva": EvaPlan, "corda": CordaPlan, "loftq": _original_weights}
+PLANS: Mapping[str, Any] = {
+    "eva": EvaPlan,
+    "corda": CordaPlan,
+    "loftq": lambda config, _options, anatomy: WeightPlan(
+        {site.path: (site.d_out, site.d_in) for site in sites_of(config, anatomy)}
+    ),
+}
 """Initial values to what they need."""

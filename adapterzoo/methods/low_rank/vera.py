@@ -24,6 +24,7 @@ Cannot do: embeddings; DVoRA also layers without a floating-point weight to take
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self, cast
 
 import torch
@@ -79,7 +80,7 @@ class ProjectedConfig(TargetedConfig):
     init_weights: str = field("vera", Choice("vera"))
     init_weights_seed: int | None = field(None, Maybe(Range(0, 2**63 - 1)))
     convention: str = field("paper", Choice("paper", "adapterhub"))
-    alpha: float = field(8, FACTOR)
+    alpha: float = field(8, FACTOR, needs="convention='adapterhub'")
     dtype: str | None = field(None, DTYPE)
 
     @property
@@ -161,10 +162,7 @@ class Projections(nn.Module):
         super().__init__()
         seed = config.init_weights_seed
         source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
-
-        def kaiming(t: Tensor) -> Tensor:
-            return nn.init.kaiming_uniform_(t, generator=source)
-
+        kaiming = partial(nn.init.kaiming_uniform_, generator=source)
         d_in, d_out = max(site.d_in for site in sites), max(site.d_out for site in sites)
         # buffers: they are saved and moved, and never trained
         for name, shape in (("lora_A", (config.r, d_in)), ("lora_B", (d_out, config.r))):
@@ -235,10 +233,6 @@ class Projected(WeightAdapter):
         d, s = self.lambda_d.to(a.dtype), self.lambda_b.to(b.dtype)
         return (d @ a, s @ b) if self.dense else (d.unsqueeze(-1) * a, s.unsqueeze(-1) * b)
 
-    def extra_repr(self) -> str:
-        """Return widths and rank."""
-        return f"d_in={self.d_in}, d_out={self.d_out}, rank={self.lambda_d.shape[-1]}"
-
 
 class Vera(Projected):
     """y = base(x) + s · Λ_b B Λ_d A dropout(x), with s = 1 in the paper."""
@@ -291,24 +285,6 @@ VeraConfig.adapter_class = Vera
 class DvoRA(Magnitudes, Projected):
     """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
 
-    def __init__(
-        self, config: DvoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """Make the parameters; the magnitudes are ones until `init_from_layer`.
-
-        Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the layer.
-
-        Raises:
-            ConfigError: the site cannot have such an adapter.
-        """
-        super().__init__(config, site, device, dtype)
-        shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
-        self.make_magnitudes(shape, config.convention, device, dtype)
-
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return Λ_d A and Λ_b B."""
         with exactly(self.lambda_d.device):
@@ -317,12 +293,6 @@ class DvoRA(Magnitudes, Projected):
     def sources_of_gain(self, base: BaseLayer) -> list[Tensor]:
         """Return the tensors that g is computed from, the projections too."""
         return [*super().sources_of_gain(base), *base.shared(self).buffers()]
-
-    @classmethod
-    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they are of the same dtypes, dropout and convention, without experts."""
-        kinds = {(a.lambda_d.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
-        return len(kinds) == 1 and not any(a.m.dim() > 1 for a in adapters)
 
 
 DvoRAConfig.adapter_class = DvoRA

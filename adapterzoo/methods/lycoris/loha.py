@@ -92,21 +92,17 @@ class LoHa(Lycoris):
         self.hada_w2_b = made(rank, site.d_in, zero=config.init_weights)
         self.is_low_rank = rank**2 * (site.d_in + site.d_out) < site.d_in * site.d_out
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A `[r², d_in]` and B `[d_out, r²]` with ΔW = B A."""
+    def factors(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A `[*experts, r², d_in]` and B `[*experts, d_out, r²]` with ΔW = B A."""
         # row i · r + j of A is the product of rows i and j, as is column i · r + j of B
-        a = self.hada_w1_b.unsqueeze(1) * self.hada_w2_b  # [r, r, d_in]
-        b = self.hada_w1_a.unsqueeze(2) * self.hada_w2_a.unsqueeze(1)  # [d_out, r, r]
-        kept = self.kept_rows(b)
-        b = b if kept is None else b * kept[:, None, None]
-        return a.flatten(0, 1), b.flatten(1)  # [r², d_in], [d_out, r²]
+        one, two = self.hada_w1_b.to(like), self.hada_w2_b.to(like)
+        a = (one.unsqueeze(-2) * two.unsqueeze(-3)).flatten(-3, -2)  # [*experts, r², d_in]
+        one, two = self.hada_w1_a.to(like), self.hada_w2_a.to(like)
+        return a, (one.unsqueeze(-1) * two.unsqueeze(-2)).flatten(-2)
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
-        """Return A `[*experts, r², d_in]` and s · B `[*experts, d_out, r²]`, without dropout."""
-        one, two = self.hada_w1_b.to(w), self.hada_w2_b.to(w)
-        a = (one.unsqueeze(-2) * two.unsqueeze(-3)).flatten(-3, -2)  # [*experts, r², d_in]
-        one, two = self.hada_w1_a.to(w), self.hada_w2_a.to(w)
-        b = (one.unsqueeze(-1) * two.unsqueeze(-2)).flatten(-2)  # [*experts, d_out, r²]
+        """Return A and s · B, without dropout."""
+        a, b = self.factors(w)
         return a, self.scaling * b
 
     def delta(self, dtype: torch.dtype) -> Tensor:
@@ -118,16 +114,14 @@ class LoHa(Lycoris):
         """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
         if self.is_low_rank:
-            return low_rank(y, x, *self.factors(), self.scaling)
+            a, b = self.factors(self.hada_w1_a)
+            kept = self.kept_rows(b)
+            b = b if kept is None else b * kept[:, None]
+            return low_rank(y, x, a, b, self.scaling)
         w = self.delta(self.hada_w1_a.dtype)
         kept = self.kept_rows(w)
         update = linear(x.to(w.dtype), w if kept is None else w * kept[:, None])  # [*batch, d_out]
         return torch.add(y, update.to(y.dtype), alpha=self.scaling)
-
-    def extra_repr(self) -> str:
-        """Return widths, rank and scaling."""
-        rank = self.hada_w1_a.shape[-1]
-        return f"d_in={self.d_in}, d_out={self.d_out}, rank={rank}, scaling={self.scaling:g}"
 
 
 LoHaConfig.adapter_class = LoHa

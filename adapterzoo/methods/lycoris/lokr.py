@@ -151,11 +151,6 @@ class LoKr(Lycoris):
         update = update if kept is None else update * kept
         return torch.add(y, update.to(y.dtype), alpha=self.scaling)
 
-    def extra_repr(self) -> str:
-        """Return widths, shapes of the matrices, and scaling."""
-        shapes = ", ".join(f"{n[5:]}={list(getattr(self, n).shape)}" for n in self.names)
-        return f"d_in={self.d_in}, d_out={self.d_out}, {shapes}, scaling={self.scaling:g}"
-
 
 LoKrConfig.adapter_class = LoKr
 

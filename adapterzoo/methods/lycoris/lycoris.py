@@ -19,7 +19,7 @@ from adapterzoo.config import (
     FACTOR,
     SEED,
     AdapterConfig,
-    Check,
+    Choice,
     Share,
     config_class,
     field,
@@ -39,18 +39,6 @@ from adapterzoo.methods._targets import (
 from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftOutput, PeftSpelling
-
-
-class _Off(Check):
-    """False, in a field of PEFT for convolutions."""
-
-    legal = (
-        "False: convolutions have no adapters here, and linear layers are not decomposed like them"
-    )
-
-    def fits(self, value: object) -> bool:
-        """Return whether it is False."""
-        return value is False
 
 
 @config_class
@@ -79,7 +67,7 @@ class LycorisConfig(TargetedConfig):
     dtype: str | None = field(None, DTYPE)
     rank_dropout: float = field(0.0, Share())
     module_dropout: float = field(0.0, Share())
-    use_effective_conv2d: bool = field(False, _Off())
+    use_effective_conv2d: bool = field(False, Choice(False))
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -212,13 +200,11 @@ def peft_spelling(
         unsayable=lambda placement: unsayable(
             placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"
         ),
-        write_layers=_write_layers,
+        write_layers=lambda layers, said: [
+            _written(layer, fields) for layer, fields in zip(layers, said, strict=True)
+        ],
         **more,
     )
-
-
-def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    return [_written(*each) for each in zip(layers, said, strict=True)]
 
 
 def _written(layer: PeftOutput, said: Fields) -> Fields:

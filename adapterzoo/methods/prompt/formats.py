@@ -66,15 +66,7 @@ def prefix_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
                 read=_read_table,
                 write=_write_table,
             ),
-            Container(
-                "prefix_gates",
-                "attention",
-                below="prefix_tuning",
-                read=lambda tensors, _config: {f"gate.{k}": t for k, t in tensors.items()},
-                write=lambda tensors, _config: {
-                    k.removeprefix("gate."): t for k, t in tensors.items()
-                },
-            ),
+            Container("prefix_gates", "attention", below="prefix_tuning", prefix="gate."),
         ),
     )  # fmt: skip
 
@@ -294,8 +286,7 @@ def prompt_adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
                 "prompt_tunings",
                 "model",
                 below="prompt_tuning",
-                read=lambda tensors, _config: {_OURS: tensors[f"{_OURS}.weight"]},
-                write=lambda tensors, _config: {f"{_OURS}.weight": tensors[_OURS]},
+                names={f"{_OURS}.weight": _OURS},
             ),
         ),
     )

@@ -85,6 +85,10 @@ class PrefixTuningConfig(ConfigWithCopies):
         dtype: of the parameters, by name ("float32"); None for that of the model.
     """
 
+    # T if it is flat, otherwise the parameters of the MLP
+    averages_shared = True
+    starts_as_identity = False
+
     encoder_prefix: bool = True
     cross_prefix: bool = True
     leave_out: tuple[int, ...] = field((), Layers())
@@ -94,21 +98,11 @@ class PrefixTuningConfig(ConfigWithCopies):
     non_linearity: str = field("tanh", ActivationName())
     dropout: float = field(0.0, Share())
     use_gating: bool = False
-    shared_gating: bool = True
+    shared_gating: bool = field(True, needs="use_gating=True")
     init_weights_seed: int | None = field(None, SEED)
     convention: str = field("paper", Choice("paper", "adapterhub", "peft"))
     positions: str = field("kept", Choice("kept", "shifted"))
     dtype: str | None = field(None, DTYPE)
-
-    @property
-    def averages_shared(self) -> bool:
-        """True: T is averaged if it is flat, otherwise the parameters of the MLP."""
-        return True
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """False: every query attends to the prefix."""
-        return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return placements at attention modules, and at modules with shifted positions.

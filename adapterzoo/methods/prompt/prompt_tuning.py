@@ -70,9 +70,12 @@ class PromptTuningConfig(ConfigWithCopies):
         "prompt_init", "prompt_init_text",
     }  # fmt: skip
 
+    averages_shared = True
+    starts_as_identity = False
+
     prompt_length: int = field(10, Range(1, MAX_WIDTH))
     prompt_init: str = field("random_uniform", Choice("random_uniform", "from_string"))
-    prompt_init_text: str | None = field(None, Text())
+    prompt_init_text: str | None = field(None, Text(), needs="prompt_init='from_string'")
     combine: str = field("prefix", Choice("prefix", "prefix_after_bos"))
     joins: str | None = field(None, Maybe(Choice("inputs", "embeddings")))
     init_weights_seed: int | None = field(None, SEED)
@@ -90,16 +93,6 @@ class PromptTuningConfig(ConfigWithCopies):
                 "PromptTuningConfig(prompt_init='from_string'): there is no text. Write "
                 "prompt_init_text='Classify the review:'."
             )
-
-    @property
-    def starts_as_identity(self) -> bool:
-        """False: every query attends to the rows."""
-        return False
-
-    @property
-    def averages_shared(self) -> bool:
-        """True: the rows are averaged."""
-        return True
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return the place where the rows join the sequence.

@@ -29,11 +29,11 @@ from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._targets import TargetedConfig, check_site
+from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from .rotating import Rotating, block_sizes, dropped, nearest
+from .rotating import Rotating, block_sizes, dropped
 
 
 @method_config("boft")
@@ -85,15 +85,9 @@ class BOFTConfig(TargetedConfig):
         m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
         asked = num or self.boft_block_size or 4
         legal = {d_in // b if num else b: b for b in block_sizes(d_in, m)}
-        if asked in legal:
-            return legal[asked]
-        near = nearest([*legal], asked)
-        kind, field = type(self).__name__, f"boft_block_{'num' if num else 'size'}"
-        hint = f"{field}={near[-1]}" if near else "boft_n_butterfly_factor=1"
-        raise ConfigError(
-            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): not legal for d_in={d_in} at "
-            f"{site.path!r}; near it are {near}. Write {kind}({hint})."
-        )
+        name = f"boft_block_{'num' if num else 'size'}"
+        check_size(self, site, name, asked, legal, "", "boft_n_butterfly_factor=1")
+        return legal[asked]
 
     @property
     def starts_as_identity(self) -> bool:
@@ -161,11 +155,6 @@ class BOFT(Rotating):
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)
 
-    def extra_repr(self) -> str:
-        """Return widths, factors and block size."""
-        m, blocks, b = self.boft_R.shape[-4:-1]
-        return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
-
 
 BOFTConfig.adapter_class = BOFT
 
@@ -188,7 +177,9 @@ _ARGUMENTS = PeftArguments(
 
 def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     """Return the fields of our config at a layer; the tensor gives the number of factors."""
-    m = layer.tensors["boft_R"].shape[0]
+    R = layer.tensors["boft_R"]
+    # the comparison with the model finds other shapes
+    m = R.shape[0] if R.dim() == 4 else fields["boft_n_butterfly_factor"]
     if m != fields["boft_n_butterfly_factor"]:
         warnings.warn(
             f"adapter_config.json says boft_n_butterfly_factor="
@@ -201,19 +192,11 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
-    shapes = [layer.tensors["boft_R"].shape for layer in layers]
-    by_number = len({shape[1] for shape in shapes}) == 1 and (
-        bool(said[0]["boft_block_num"]) or len({shape[-1] for shape in shapes}) > 1
-    )
+    """Return PEFT's config fields for each layer: a size of 0 without a number is 4 here."""
+    sizes = [layer.tensors["boft_R"].shape[-1] for layer in layers]
     return [
-        {
-            **fields,
-            "boft_block_size": 0 if by_number else size,
-            "boft_block_num": number if by_number else 0,
-            "boft_n_butterfly_factor": m,
-        }
-        for (m, number, _, size), fields in zip(shapes, said, strict=True)
+        {**fields, "boft_block_size": 0 if fields["boft_block_num"] else size}
+        for size, fields in zip(sizes, said, strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +43,11 @@ from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._targets import TargetedConfig, check_site
+from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from .rotating import Rotating, block_sizes, dropped, nearest
+from .rotating import Rotating, block_sizes, dropped
 
 TERMS = Range(2, 64)
 
@@ -111,8 +111,8 @@ class OFTConfig(TargetedConfig):
         """A constrained S passes its gradient on as it is."""
         return not self.coft
 
-    def blocks_at(self, site: Site) -> Blocks:
-        """Return the blocks at a site.
+    def blocks_at(self, site: Site) -> tuple[int, int]:
+        """Return the size b of the blocks at a site, and their number.
 
         Raises:
             ConfigError: no block has the size that is asked for.
@@ -120,76 +120,13 @@ class OFTConfig(TargetedConfig):
         width = rotated_features(site)
         asked, name = (self.r, "r") if self.r else (self.oft_block_size, "oft_block_size")
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
-        if asked not in legal:
-            near = nearest([*legal], asked)
-            rest = ", oft_block_size=0" if self.r else ""
-            hint = f"{name}={near[-1]}{rest}" if near else f"exclude_modules=[{site.path!r}]"
-            raise ConfigError(
-                f"{type(self).__name__}({name}={asked}): not legal for {width} features at "
-                f"{site.path!r}; near it are {near}. Write {type(self).__name__}({hint})."
-            )
-        terms = self.num_cayley_neumann_terms if self.use_cayley_neumann else 0
-        return Blocks(legal[asked], width // legal[asked], terms, self.eps if self.coft else None)
+        check_size(self, site, name, asked, legal, ", oft_block_size=0" if self.r else "")
+        return legal[asked], width // legal[asked]
 
     @property
     def starts_as_identity(self) -> bool:
         """Whether S starts as zero."""
         return self.init_weights
-
-
-class Blocks(NamedTuple):
-    """How an adapter's vectors become rotations.
-
-    Attributes:
-        size: features b of a block.
-        number: of blocks in the layer; they may share one vector.
-        terms: of the Neumann series; 0: the exact Cayley transform.
-        eps: bound of the norms; None: there is none.
-    """
-
-    size: int
-    number: int
-    terms: int
-    eps: float | None
-
-    def rotations(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return Q, in float64 for a float64 layer, else in float32.
-
-        Args:
-            vectors: `[*lead, number or 1, b (b − 1) / 2]`.
-            dtype: of the layer.
-
-        Returns:
-            `[*lead, 1, number, b, b]`: one factor of a butterfly.
-        """
-        wide = vectors.to(compute_dtype(dtype))
-        Q = recomputed(self._series, wide) if self.terms else cayley(self._skew(wide))
-        return self._all(Q)
-
-    def folded(self, vectors: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-        """Return the rotations as `[*lead, 1, chunks, width, width]`; see `rotations`.
-
-        `dropout` is the share of blocks that are replaced by the identity.
-        """
-        shared = vectors.shape[-2] < self.number
-        if self.terms or shared:
-            Q = self.rotations(vectors, dtype)
-            return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
-        S = self._all(self._skew(vectors.to(compute_dtype(dtype))))
-        return cayley_fold(S, dropped(S, dropout) if dropout else None)
-
-    def _series(self, vectors: Tensor) -> Tensor:
-        """Return Q `[*lead, number or 1, b, b]`, a Neumann series."""
-        return cayley_neumann(self._skew(vectors), self.terms)
-
-    def _skew(self, vectors: Tensor) -> Tensor:
-        """Return S `[*lead, number or 1, b, b]`."""
-        S = skew(vectors, self.size)
-        return S if self.eps is None else constrained(S, self.eps)
-
-    def _all(self, Q: Tensor) -> Tensor:
-        """Return `Q` `[*lead, number or 1, b, b]` as one factor, `[*lead, 1, number, b, b]`."""
-        return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.number, self.size, self.size)
 
 
 def skew(vectors: Tensor, b: int) -> Tensor:
@@ -232,7 +169,10 @@ class OFT(Rotating):
     Attributes:
         oft_R: upper triangles of S, row by row, `[r, b (b − 1) / 2]`, with experts in front where
             the site has them; r = 1 for blocks that share S.
-        blocks: how they become rotations.
+        block_size: features b of a block.
+        block_number: of blocks in the layer; they may share one vector.
+        terms: of the Neumann series; 0: the exact Cayley transform.
+        eps: bound of the norms; None: there is none.
         dropout: share of the blocks that training replaces by the identity.
         looks_up: whether the layer is an embedding, whose output is rotated.
     """
@@ -256,10 +196,12 @@ class OFT(Rotating):
         self.looks_up = site.kind == "embedding"
         if site.is_only_read or not self.looks_up:
             check_site(config, site, "module_dropout", embeddings=True)
-        self.blocks = config.blocks_at(site)
-        b, rows = self.blocks.size, 1 if config.block_share else self.blocks.number
+        self.block_size, self.block_number = b, number = config.blocks_at(site)
+        self.terms = config.num_cayley_neumann_terms if config.use_cayley_neumann else 0
+        self.eps = config.eps if config.coft else None
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = constant(0.0) if config.init_weights else normal(0.1, source)
+        rows = 1 if config.block_share else number
         shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
         self.oft_R = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))
 
@@ -275,25 +217,50 @@ class OFT(Rotating):
         Q = self.rotation(x)
         return base(in_layout_of(rotated(x, Q), x, Q))
 
+    def rotations(self, dtype: torch.dtype) -> Tensor:
+        """Return Q, in float64 for a float64 layer, else in float32.
+
+        Args:
+            dtype: of the layer.
+
+        Returns:
+            `[*experts, 1, number, b, b]`: one factor of a butterfly.
+        """
+        wide = self.oft_R.to(compute_dtype(dtype))
+        return self._all(recomputed(self._series, wide) if self.terms else cayley(self._skew(wide)))
+
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
         """Return the rotations of the blocks, folded where that is faster."""
-        return self.blocks.folded(self.oft_R, dropout, dtype)
+        if self.terms or self.oft_R.shape[-2] < self.block_number:
+            Q = self.rotations(dtype)
+            return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
+        S = self._all(self._skew(self.oft_R.to(compute_dtype(dtype))))
+        return cayley_fold(S, dropped(S, dropout) if dropout else None)
+
+    def _series(self, vectors: Tensor) -> Tensor:
+        """Return Q `[*experts, number or 1, b, b]`, a Neumann series."""
+        return cayley_neumann(self._skew(vectors), self.terms)
+
+    def _skew(self, vectors: Tensor) -> Tensor:
+        """Return S `[*experts, number or 1, b, b]`."""
+        S = skew(vectors, self.block_size)
+        return S if self.eps is None else constrained(S, self.eps)
+
+    def _all(self, Q: Tensor) -> Tensor:
+        """Return `Q` `[*experts, number or 1, b, b]` as one factor, of all blocks."""
+        b = self.block_size
+        return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.block_number, b, b)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight w · Rotᵀ `[d_out, d_in]`, with experts in front.
 
         In an embedding, whose columns are the tokens, it is Rotᵀ · w.
         """
-        Q = self.blocks.rotations(self.oft_R, w.dtype)
+        Q = self.rotations(w.dtype)
         with exactly(w.device):
             if self.looks_up:
                 return butterfly(w.mT, Q).mT.to(w.dtype)  # [d_out, d_in]
             return butterfly(w, Q, transposed=True).to(w.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the blocks."""
-        b, number = self.blocks.size, self.blocks.number
-        return f"features={b * number}, blocks={number}, block_size={b}"
 
 
 OFTConfig.adapter_class = OFT
@@ -341,28 +308,18 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
     The tensor gives the blocks: PEFT takes the nearest size or number that divides the width.
     """
+    fields = without_idle(OFTConfig, fields)
     # a tensor has b (b - 1) / 2 numbers for each block of b features
     b = (1 + math.isqrt(1 + 8 * layer.tensors["oft_R"].shape[-1])) // 2
-    number = rotated_features(layer.site) // b
-    r = number if fields["r"] > 0 else 0
-    return {**without_idle(OFTConfig, fields), "r": r, "oft_block_size": 0 if r else b}
+    number, rest = divmod(rotated_features(layer.site), b)
+    if rest:
+        # the comparison with the model finds the difference
+        return fields
+    return {**fields, **({"r": number} if fields["r"] else {"oft_block_size": b})}
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
-    widths = [rotated_features(layer.parts[0].placement.site) for layer in layers]
-    sizes = [f["oft_block_size"] or d // f["r"] for f, d in zip(said, widths, strict=True)]
-    numbers = [width // b for width, b in zip(widths, sizes, strict=True)]
-    by_number = len({*numbers}) == 1 and (bool(said[0]["r"]) or len({*sizes}) > 1)
-    return [
-        {
-            **fields,
-            "r": number if by_number else 0,
-            "oft_block_size": 0 if by_number else size,
-            "peft_version": _RELEASE,
-        }
-        for fields, size, number in zip(said, sizes, numbers, strict=True)
-    ]
+    return [{**fields, "peft_version": _RELEASE} for fields in said]
 
 
 spelled(

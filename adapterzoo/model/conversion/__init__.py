@@ -12,7 +12,6 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -56,7 +55,7 @@ class Change(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much of a change to keep.
+    """How much of a change to keep; with both limits, the lower rank of the two.
 
     Attributes:
         rank: the largest rank; None: not limited.
@@ -70,15 +69,10 @@ class Size(NamedTuple):
         """Check the values.
 
         Raises:
-            ConfigError: both are given, or one is not legal.
+            ConfigError: one is not legal.
         """
-        rank, energy = self
-        if rank is not None and energy is not None:
-            raise ConfigError(
-                f"rank={rank!r} and energy={energy!r} both limit the ranks. Write one."
-            )
-        Maybe(Range(1, MAX_WIDTH))("convert", "rank", rank, 8)
-        Maybe(Density())("convert", "energy", energy, 0.99)
+        Maybe(Range(1, MAX_WIDTH))("convert", "rank", self.rank, 8)
+        Maybe(Density())("convert", "energy", self.energy, 0.99)
 
 
 class Foreign(NamedTuple):
@@ -143,7 +137,7 @@ def convert(
     head = name if name in model.known_heads() else None
     given = random_inputs(model) if inputs is None else inputs
     config = form.at_sites_of(record.config, model.anatomy)
-    made, layers = _made(model, config, lambda: _changes_of(model, name), size)
+    made, layers = _made(model, config, lambda: _changes(model, modules_of(model, name)), size)
     before, plain = (outputs(model, each, head, given) for each in (name, None))
     bring_in(model, target, made, active, copies.combined(model, [name], [1.0]))
     after = outputs(model, target, head, given)
@@ -183,8 +177,8 @@ def add_changes(
         path, _, parameter = key.removeprefix(start).rpartition(".")
         if not key.startswith(start) or parameter != "weight" or path not in sites:
             raise StateError(
-                f"the adapter changes {key!r}, which is not the weight of a layer that can have "
-                f"adapters. Write peft_model.merge_and_unload() instead."
+                f"the adapter changes {key!r}, which is not the weight of a layer that can be "
+                f"adapted. Write peft_model.merge_and_unload() instead."
             )
         transposed = stores_transposed(layer_at(backbone, path))
         changes.append(Change(path, None, value.mT if transposed else value))
@@ -218,25 +212,22 @@ def _refuse_other(model: AdaptedModel, name: str) -> None:
                 )
 
 
-def _changes_of(model: AdaptedModel, name: str) -> Iterator[Change]:
-    """Yield the changes of an adapter, in model order."""
-    for path, adapter in modules_of(model, name):
+def _changes(model: AdaptedModel, modules: Iterable[tuple[str, Adapter]]) -> Iterator[Change]:
+    """Yield the changes that adapters make at the layers of the paths before them."""
+    for path, adapter in modules:
         # shared modules do not change a weight themselves
-        if path:
-            yield from _changes_at(model, path, adapter)
-
-
-def _changes_at(model: AdaptedModel, path: str, adapter: Adapter) -> Iterator[Change]:
-    layer = layer_at(model._backbone, path)
-    originals = model._adapter_state.originals.get(path, {})
-    with at_hand(layer):
-        try:
-            for parameter, value, factors in inject.changes(layer, adapter, originals):
-                if not bool(value.isfinite().all()):
-                    raise StateError("the change is not finite. Look for NaN in the adapter.")
-                yield Change(path, parameter, value, factors)
-        except StateError as error:
-            raise StateError(f"at {path!r}: {error}") from error
+        if not path:
+            continue
+        layer = layer_at(model._backbone, path)
+        originals = model._adapter_state.originals.get(path, {})
+        with at_hand(layer):
+            try:
+                for parameter, value, factors in inject.changes(layer, adapter, originals):
+                    if not bool(value.isfinite().all()):
+                        raise StateError("the change is not finite. Look for NaN in the adapter.")
+                    yield Change(path, parameter, value, factors)
+            except StateError as error:
+                raise StateError(f"at {path!r}: {error}") from error
 
 
 def _made(
@@ -255,7 +246,10 @@ def _made(
     for placement in config.placements(model.anatomy):
         site = placement.site
         sites.setdefault(_key(site), []).append(site)
-        kept[*_key(site), site.output_slice] = _nothing(site)
+        lead = (site.experts,) if site.experts else ()
+        # factors of no change, where the adapter has none
+        a, b = torch.zeros(*lead, 0, site.d_in), torch.zeros(*lead, site.d_out, 0)
+        kept[*_key(site), site.output_slice] = Truncated(a, b, is_exact=True)
     for key, beside in sites.items():
         # an adapter of the whole weight takes the change, not those of its parts beside it
         sites[key] = [site for site in beside if site.output_slice is None] or beside
@@ -277,10 +271,8 @@ def _made(
             leaf.set_factors(own.a, own.b)
     reports = []
     for change in changes():
-        adapter = record.coming[change.path]
-        new = next(
-            c for c in _changes_at(model, change.path, adapter) if c.parameter == change.parameter
-        )
+        made = _changes(model, [(change.path, record.coming[change.path])])
+        new = next(c for c in made if c.parameter == change.parameter)
         for site in sites[change.path, change.parameter]:
             features = site.output_slice
             old, now = _part(change, features)[0], _part(new, features)[0]
@@ -296,13 +288,6 @@ def _key(site: Site) -> tuple[str, str | None]:
     """Return the module that holds the weight of a site, and the weight's name if it has one."""
     parameter = site.parameter.rpartition(".")[2] if site.parameter else None
     return inject_path(site), parameter
-
-
-def _nothing(site: Site) -> Truncated:
-    """Return the factors of no change."""
-    lead = (site.experts,) if site.experts else ()
-    a, b = torch.zeros(*lead, 0, site.d_in), torch.zeros(*lead, site.d_out, 0)
-    return Truncated(a, b, is_exact=True)
 
 
 def _part(
@@ -384,28 +369,22 @@ def random_inputs(model: AdaptedModel) -> dict[str, Tensor]:
         ConfigError: the model reads something else, or more.
     """
     called = cast("Any", model)
-    source = torch.Generator("cpu").manual_seed(_SEED)
-    found = _drawn(called, called.main_input_name, token_table(model), source)
-    if found is None:
-        raise _other(called, f"it reads {called.main_input_name}")
-    given = {k: v.to(called.dtype) if v.is_floating_point() else v for k, v in found.items()}
+    main, source = called.main_input_name, torch.Generator("cpu").manual_seed(_SEED)
+    found = _drawn(called, main, token_table(model), source)
     try:
+        if found is None:
+            raise ValueError(f"it reads {main}")
+        given = {k: v.to(called.dtype) if v.is_floating_point() else v for k, v in found.items()}
         outputs(model, None, None, given)
     # a model that reads more raises errors of any kind
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise _other(called, " ".join(str(error).split())[:200]) from error
+        reason, inputs = " ".join(str(error).split())[:200], f"inputs={{{main!r}: …}}"
+        call = in_python(inputs, f"in Python: model.convert_adapter(…, {inputs})")
+        raise ConfigError(
+            f"no random inputs can be made for this {type(model).__name__} ({reason}). "
+            f"Write {call}, with the arguments of a call."
+        ) from error
     return given
-
-
-def _other(model: Any, reason: str) -> ConfigError:
-    inputs = f"inputs={{{model.main_input_name!r}: …}}"
-    hint = in_python(
-        f"Write {inputs}, the arguments of a call.",
-        f"Write in Python: model.convert_adapter(…, {inputs}), with the arguments of a call.",
-    )
-    return ConfigError(
-        f"no random inputs can be made for this {type(model).__name__} ({reason}). {hint}"
-    )
 
 
 def _drawn(
@@ -465,7 +444,10 @@ def changes_by_peft(
         CheckpointError: PEFT cannot load or merge the adapter.
         ConfigError: PEFT is not installed.
     """
-    peft = _installed(method)
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(f"{method!r} needs PEFT. Write pip install peft.") from error
     if not (folder / _TENSORS).is_file():
         raise CheckpointError(f"{str(folder)!r} has no {_TENSORS}. Save it again with PEFT.")
     base = copy.deepcopy(plain)
@@ -497,16 +479,7 @@ def changes_by_peft(
     }
     if not changes:
         raise CheckpointError(
-            f"the {method} adapter in {str(folder)!r} changes no weight of this model. Write the "
-            f"base model that it was trained on."
+            f"the {method} adapter in {str(folder)!r} changes no weight of this model. "
+            f"Write the base model that it was trained on."
         )
     return Foreign(method, changes, inputs, found, are_given)
-
-
-def _installed(method: str) -> ModuleType:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"the changes of the method {method!r} are computed by PEFT. Write pip install peft."
-        ) from error

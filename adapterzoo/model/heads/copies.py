@@ -554,28 +554,16 @@ def ties(model: AdaptedModel) -> dict[str, str]:
     for path, name in state.outputs:
         output = _adapters_at(_module_at(whole, path))[name]
         keyed += output.named_parameters(f"{path}.{container_of(output)}.{name}")
-    names = shared_with_heads(model)
+    names = shared_with_heads(model) if keyed else {}
     sources = ((key, names.setdefault(id(parameter), key)) for key, parameter in keyed)
     return {key: source for key, source in sources if source != key}
 
 
-def list_ties(model: AdaptedModel, name: str | None = None) -> None:
-    """Tell transformers which parameters are shared.
-
-    Args:
-        model: with adapters.
-        name: of an adapter that was added or removed; None: something else has changed.
-    """
+def list_ties(model: AdaptedModel) -> None:
+    """Tell transformers which parameters are shared."""
     own, before = cast("Any", model), model._adapter_state.tied
     # absent until transformers has finished the constructor
     listed = vars(own).get("all_tied_weights_keys")
-    if name is not None:
-        gone = any(f".{name}." in f"{key} {other}" for key, other in before.items())
-        # most adapters have no table, and the fiftieth must cost no more than the first
-        shares = any(name in group for group in model._adapter_state.sharing.values())
-        there = tables_of(model, name) or rows_of(model, name)
-        if not gone and not shares and not there:
-            return
     tied = ties(model)
     vars(own).pop("_tied_weights_keys", None)
     if tied:
@@ -649,8 +637,6 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
     if unnamed or model._has_named_heads:
         return config, False
     head = {path: module for path, module in outside(model) if path}
-    for member in config.members:
-        _refuse_layers_of_head(member, head)
     base = [f"{base_prefix(model)}{path}" for path, _ in plain_modules(model._backbone)]
     output, has_output, members = output_path(model), False, list[AdapterConfig]()
     for member in config.members:
@@ -666,34 +652,53 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
             # without any targets there would be the default ones
             if len(kept) < len(parts) and (kept or field != "target_modules"):
                 changes[field] = tuple(name for part in kept for name in part) or None
-        members.append(member.replace(**changes) if changes else member)
+        own = member.replace(**changes) if changes else member
+        members.append(_of_base(model, member, own, head))
     if all(one is other for one, other in zip(members, config.members, strict=True)):
         return config, has_output
     return members[0] if len(members) == 1 else ConfigUnion(*members), has_output
 
 
-def _refuse_layers_of_head(config: AdapterConfig, head: Mapping[str, nn.Module]) -> None:
-    """Refuse names that PEFT finds in the head too, unless they are excluded or trained whole."""
-    wanted, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
-    saved = tuple(f"{p}." for p in head if matches(p, config.get("modules_to_save") or ()))
-    layers = [
-        path
-        for path, module in head.items()
-        if module._parameters and matches(path, wanted) and not matches(path, excluded)
+def _of_base(
+    model: AdaptedModel, given: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
+) -> AdapterConfig:
+    """Return a config whose `target_modules` are layers of the base model alone, in PEFT too.
+
+    Args:
+        model: with adapters.
+        given: the config of the user.
+        own: the same without names that only the head has.
+        head: the modules of the head by path.
+
+    Raises:
+        SiteError: PEFT would adapt layers or parameters of the head.
+    """
+    asked = given.get("target_parameters") or ()
+    keys = [f"{path}.{name}" for path, module in head.items() for name in module._parameters]
+    theirs, field = [key for key in keys if matches(key, asked)], "target_parameters"
+    names: Any = [
+        f"{base_prefix(model)}{key}" for key in model.anatomy.weights() if matches(key, asked)
     ]
-    layers = [path for path in layers if not f"{path}.".startswith(saved)]
-    if config.get("layers_to_transform") is not None:
+    wanted, excluded = given.get("target_modules") or (), given.get("exclude_modules") or ()
+    layers = [path for path, module in head.items() if module._parameters and matches(path, wanted)]
+    if given.get("layers_to_transform") is not None:
         # for a layer outside of blocks PEFT needs its whole path then
         layers = [path for path in layers if path in wanted]
-    names = [f"{path}.{name}" for path, module in head.items() for name in module._parameters]
-    parameters = [n for n in names if matches(n, config.get("target_parameters") or ())]
-    if layers or parameters:
-        others = [excluded] if isinstance(excluded, str) else [*excluded]
-        advice = f"exclude_modules={others + layers!r}" if layers else "whole names of parameters"
+    if layers and not (names and theirs):
+        alone = own.replace(target_parameters=None) if asked else own
+        placements = alone.below(base_prefix(model), model.anatomy).placements(model.anatomy)
+        names = names_of(model, (placement.site for placement in placements))
+        own = own.replace(target_modules=names)
+        # PEFT does not adapt what is trained whole
+        saved = tuple(f"{p}." for p in head if matches(p, given.get("modules_to_save") or ()))
+        theirs = [p for p in layers if not matches(p, excluded) and not f"{p}.".startswith(saved)]
+        field = "target_modules"
+    if names and theirs:
         raise SiteError(
-            f"{type(config).__name__}: in PEFT it adapts {listing(layers + parameters)} of the "
-            f"head too, which has no adapters here. Write {advice} for the base model alone."
+            f"{type(own).__name__}: in PEFT it adapts {listing(theirs)} of the head too, which has "
+            f"no adapters here. Write {field}={names!r} for the base model alone."
         )
+    return own
 
 
 def names_of(model: AdaptedModel, sites: Iterable[Site]) -> str | list[str]:

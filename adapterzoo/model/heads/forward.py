@@ -109,14 +109,26 @@ class Call:
             part: its number.
             name: of the head.
             rows: of the batch.
-            own: arguments that may be dicts from names of heads.
+            own: arguments that may be dicts from names of heads to tensors, each for the whole
+                batch or for the head's rows.
+
+        Raises:
+            ConfigError: an argument has another number of rows.
         """
-        labels = {key: value for key, value in self.given.items() if key in own}
-        given = given_to(part, name, rows, labels, len(rows.index) // rows.copies)
-        for key in self.given.keys() - own:
-            value = self.given[key]
-            has_rows = isinstance(value, Tensor) and key not in COMMON
-            given[key] = rows.take(part, value) if has_rows else value
+        given: dict[str, Any] = {}
+        count, batch = rows.index.count(part), len(rows.index) // rows.copies
+        for key, value in self.given.items():
+            by_head = key in own and isinstance(value, Mapping)
+            given[key] = mine = value.get(name) if by_head else value
+            has_rows = isinstance(mine, Tensor) and mine.dim() and key not in COMMON
+            if has_rows and not (by_head and mine.shape[0] == count):
+                whole = repeated(mine, rows.copies, batch)
+                if whole.shape[0] % len(rows.index):
+                    raise ConfigError(
+                        f"forward({key}=…) has shape {list(mine.shape)}. Write {batch} rows, those "
+                        f"of the batch, or {key}={{{name!r}: …}} with the {count} of the head."
+                    )
+                given[key] = rows.take(part, whole)
         outputs = outputs_of(part, rows, cast("ModelOutput", self.base.outputs))
         return replace(
             self,
@@ -174,7 +186,14 @@ class Call:
         """
         known = inspect.signature(function).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        found = {**self._inputs(), **{k: v for k, v in self.given.items() if k not in _FEATURES}}
+        inputs = self.inputs
+        if self.part is not None:
+            part, rows = self.part
+            inputs = {
+                key: rows.take(part, value) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in inputs.items()
+            }
+        found = {**inputs, **{k: v for k, v in self.given.items() if k not in _FEATURES}}
         # a dict has labels of several heads; outputs of an encoder are mappings too
         own = {k: v.get(self.name) if type(v) is dict else v for k, v in found.items()}
         # a task class averages its loss itself
@@ -182,15 +201,6 @@ class Call:
             key: value
             for key, value in own.items()
             if value is not None and key != "num_items_in_batch" and (anything or key in known)
-        }
-
-    def _inputs(self) -> Mapping[str, Any]:
-        if self.part is None:
-            return self.inputs
-        part, rows = self.part
-        return {
-            key: rows.take(part, value) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in self.inputs.items()
         }
 
 
@@ -209,28 +219,29 @@ def forward(
         return_dict: False for tuples.
         times: how often the batch is repeated.
     """
-    used = named.active_heads(model, head)
-    _check_batch(model, named.chosen(model, head), batch_size(inputs) * times)
-    labels = _take_labels(model, inputs, used, named.chosen(model, head).names)
+    active = named.chosen(model, head)
+    used = named.heads_by_name(model, active)
+    legal, count = len(active.rows or ()), batch_size(inputs) * times
+    # in `generate` each row may stand for several beams
+    in_generate = model._active.call.generation is not None
+    if legal and (count % legal if in_generate else count != legal):
+        raise BatchError(
+            f"the heads are {active.setup!r}: the batch has {count} rows, not {legal}."
+        )
+    labels = _take_labels(model, inputs, used, active.names)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
-    if _caller_of_base(used) is None:
+    if not any(each.calls_base for each in used.values()):
         _prepare_inputs(model, inputs, labels, used, times)
 
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
         name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
         given = {"input_ids": inputs.get("input_ids"), **labels, "attention_mask": inputs.get(name)}
-        return _answer(model, BaseCall(model), head, return_dict, inputs, given)
+        return _answer(model, BaseCall(model), active, used, return_dict, inputs, given)
 
-    if model._active.plan.prompts is not None:
-        return _with_prompts(model, inputs, labels, used, run)
-    return run(inputs, labels)
-
-
-def _with_prompts(
-    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads, run: Callable[..., Any]
-) -> Any:
-    """Run base model and heads on sequences that are longer by the tokens that adapters add."""
+    if model._active.plan.prompts is None:
+        return run(inputs, labels)
+    # the sequences are longer by the tokens that adapters add
     for each in used.values():
         if each.config.inputs:
             raise StateError(
@@ -246,19 +257,6 @@ def _with_prompts(
         if read is not None:
             labels["input_ids"] = wide["input_ids"] if read is inputs.get("input_ids") else read
         return run(wide, labels)
-
-
-def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
-    """Check that a batch has the rows that a `BatchSplit` of heads divides.
-
-    Raises:
-        BatchError: it has others.
-    """
-    legal = len(heads.rows or ())
-    # in `generate` each row may stand for several beams
-    rest = count % legal if legal and model._active.call.generation is not None else count - legal
-    if legal and rest:
-        raise BatchError(f"the heads are {heads.setup!r}: the batch has {count} rows, not {legal}.")
 
 
 def _check_owner(model: Any, names: tuple[str, ...]) -> None:
@@ -364,16 +362,18 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
-    used = named.active_heads(model, head)
-    _by_head(given, used, named.chosen(model, head).names)
-    inputs = given.pop("inputs", None) or {n: given[n] for n in ("attention_mask", "input_ids")}
-    return _answer(model, BaseCall(model, outputs), head, return_dict, inputs, given)
+    active = named.chosen(model, head)
+    used = named.heads_by_name(model, active)
+    _by_head(given, used, active.names)
+    inputs = given.pop("inputs", None) or {n: given[n] for n in _FEATURES}
+    return _answer(model, BaseCall(model, outputs), active, used, return_dict, inputs, given)
 
 
 def _answer(
     model: Any,
     base: BaseCall,
-    head: HeadNames,
+    active: ActiveHeads,
+    heads: Heads,
     return_dict: bool | None,
     inputs: Mapping[str, Any],
     given: Mapping[str, Any],
@@ -383,62 +383,62 @@ def _answer(
     Args:
         model: with named heads.
         base: its base model.
-        head: which heads; None for the active ones.
+        active: the heads of the call.
+        heads: the same by name.
         return_dict: False for tuples.
         inputs: arguments of the base model.
         given: labels and other arguments of heads.
     """
-    active, rows = named.chosen(model, head), model._active.plan.rows
-    if not active.names:
+    rows = model._active.plan.rows
+    if not heads:
         outputs = base(**inputs)
         return outputs if return_dict is not False else outputs.to_tuple()
     _check_owner(model, active.names)
-    heads = {name: named.find(model, name) for name in active.names}
     call = Call(model=model, base=base, inputs=inputs, given=given, rows=rows)
     found = head_rows(active, rows, model._active.call.generation is not None)
-    results: list[ModelOutput] | MultiHeadOutput
+    numbers = None
     if found is None and len(heads) == 1:
         ((name, only),) = heads.items()
         results = [only.answer(call.of(name))]
     else:
         if base.outputs is None:
-            if (caller := _caller_of_base(heads)) is None:
+            # a head that makes the arguments of the base model itself
+            caller = next((name for name, head in heads.items() if head.calls_base), None)
+            if caller is None:
                 base(**inputs)
             else:
                 heads[caller].answer(replace(call, name=caller, given={}))
         call = replace(call, base=BaseCall(model, base.outputs))
-        results = (
-            [each.answer(call.of(name)) for name, each in heads.items()]
-            if found is None
-            else _answer_on_rows(call, heads, *found)
-        )
+        if found is None:
+            results = [each.answer(call.of(name)) for name, each in heads.items()]
+        else:
+            results, numbers = _answer_on_rows(call, heads, *found)
     if return_dict is False:
         tuples = [a.to_tuple() for a in results]
         return tuples[0] if len(tuples) == 1 else tuple(tuples)
-    if isinstance(results, MultiHeadOutput):
-        return results
-    if len(results) == 1:
+    if len(results) == 1 and numbers is None:
         return results[0]
     loss = total([a.get("loss") for a in results])
-    return MultiHeadOutput(head_outputs=results, loss=loss)
-
-
-def _caller_of_base(heads: Heads) -> str | None:
-    """Return the first head that makes the arguments of the base model itself; None: none does."""
-    return next((name for name, head in heads.items() if head.calls_base), None)
+    return MultiHeadOutput(head_outputs=results, loss=loss, rows=numbers)
 
 
 def _answer_on_rows(
     call: Call, heads: Heads, names: tuple[str, ...], rows: RowMap
-) -> list[ModelOutput] | MultiHeadOutput:
-    """Run each head on its rows; return one output if kinds and shapes agree, else several."""
+) -> tuple[list[ModelOutput], list[list[int]] | None]:
+    """Run each head on its rows.
+
+    Returns:
+        One output if kinds and shapes agree; else one for each head, and the numbers of its rows.
+    """
     own = {n for h in heads.values() for n in (*h.config.label_names, *h.config.inputs)}
     calls = [call.on(i, name, rows, own) for i, name in enumerate(names)]
     results = [heads[each.name].answer(each) for each in calls]
     parts = [cast("ModelOutput", each.base.outputs) for each in calls]
     outputs = cast("ModelOutput", call.base.outputs)
     one = joined(results, parts, rows, outputs) if rows.together else None
-    return apart(results, rows) if one is None else [one]
+    if one is not None:
+        return [one], None
+    return results, [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(names))]
 
 
 # --- inputs of the base model and of heads ---
@@ -655,40 +655,6 @@ def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:
     return type(outputs)(**taken)
 
 
-def given_to(
-    part: int, name: str, rows: RowMap, given: Mapping[str, Any], batch: int
-) -> dict[str, Any]:
-    """Return the labels and other arguments of a head for its rows.
-
-    Args:
-        part: number of the part.
-        name: of the head; an argument may be a dict from names of heads to tensors, each for the
-            whole batch or for the head's rows.
-        rows: of the batch.
-        given: arguments of `forward`.
-        batch: rows of the batch before it was repeated.
-
-    Raises:
-        ConfigError: an argument has another number of rows.
-    """
-    found: dict[str, Any] = {}
-    mine = sum(index == part for index in rows.index)
-    for key, value in given.items():
-        own = value.get(name) if isinstance(value, Mapping) else value
-        # in a dict, a tensor may have only the head's own rows
-        fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
-        if isinstance(own, Tensor) and own.dim() and not fits:
-            whole = repeated(own, rows.copies, batch)
-            if whole.shape[0] % len(rows.index):
-                raise ConfigError(
-                    f"forward({key}=…) has shape {list(own.shape)}. Write {batch} rows, those of "
-                    f"the batch, or {key}={{{name!r}: …}} with the {mine} of the head."
-                )
-            own = rows.take(part, whole)
-        found[key] = own
-    return found
-
-
 def joined(
     results: Sequence[ModelOutput],
     parts: Sequence[ModelOutput],
@@ -728,10 +694,3 @@ def total(losses: Sequence[Tensor | None]) -> Tensor | None:
     """Return the sum of the losses that are there."""
     found = [loss for loss in losses if loss is not None]
     return torch.stack([loss.to(found[0].device) for loss in found]).sum() if found else None
-
-
-def apart(outputs: list[ModelOutput], rows: RowMap) -> MultiHeadOutput:
-    """Return the outputs of the parts separately, with the numbers of their rows."""
-    loss = total([cast("Tensor | None", a.get("loss")) for a in outputs])
-    numbers = [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(outputs))]
-    return MultiHeadOutput(head_outputs=outputs, loss=loss, rows=numbers)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.composition import Composition
-from adapterzoo.errors import names_call, naming
+from adapterzoo.errors import ConfigError, names_call, naming
 from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model import batches
@@ -25,7 +25,9 @@ from adapterzoo.model.hf.hosts import refuse_fused
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, named, store
+from .copies import list_ties
 from .named import HeadNames
+from .tables import update_outputs
 
 
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
@@ -185,7 +187,13 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: it is not a config class, or has another `head_type`.
         """
-        store.add_type(self, head_type, cls)
+        is_config = isinstance(cls, type) and issubclass(cls, HeadConfig)
+        if not is_config or getattr(cls, "head_type", None) != head_type:
+            raise ConfigError(
+                f"{cls!r}: derive the config class from adapterzoo.heads.HeadConfig, with "
+                f"head_type = {head_type!r}, the name in files."
+            )
+        self.custom_heads[head_type] = cls
 
     @names_call
     def add_custom_head(
@@ -347,7 +355,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:
         """Name of transformers' loss, by which Trainer counts labels; None if none shift."""
-        types = (head.config.loss_type for head in named.active_heads(self).values())
+        types = (head.config.loss_type for head in named.heads_by_name(self).values())
         return next((name for name in types if name is not None), None)
 
     @loss_type.setter
@@ -374,10 +382,12 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             ConfigError: it is not a linear layer.
         """
         if (head := self._language_modeling_head()) is not None:
-            store.replace_output(self, head, new_embeddings)
+            head.replace_output(new_embeddings)
+            update_outputs(self)
+            list_ties(self)
 
     def _language_modeling_head(self) -> PredictionHead | None:
-        heads = named.active_heads(self).values()
+        heads = named.heads_by_name(self).values()
         return next((head for head in heads if head.output_embeddings is not None), None)
 
     @names_call

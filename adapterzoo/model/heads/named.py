@@ -95,9 +95,9 @@ def chosen(model: Any, heads: HeadNames = None) -> ActiveHeads:
     return checked(model, heads) if heads else model._active.heads
 
 
-def active_heads(model: Any, names: HeadNames = None) -> dict[str, PredictionHead]:
-    """Return the heads of these names; None: the active ones."""
-    return {name: find(model, name) for name in chosen(model, names).names}
+def heads_by_name(model: Any, heads: ActiveHeads | None = None) -> dict[str, PredictionHead]:
+    """Return heads by name; None: the active ones."""
+    return {name: find(model, name) for name in (heads or model._active.heads).names}
 
 
 def show_labels(model: Any) -> None:
@@ -321,8 +321,13 @@ def of_named(model: Any, name: str, alone: bool = False, short: bool = False) ->
     document: dict[str, Any] = {"config": config.to_dict()}
     if isinstance(config, StaticConfig):
         document[MODEL_CONFIG] = saved_fields(model.config, config)
-    record = HeadRecord(document, tensors)
-    return without_output(head, record) if short else record
+    key, layer = head.output_key, head.output_embeddings
+    if short and head.of_checkpoint and layer is not None and key is not None and key in tensors:
+        weight = layer.weight
+        if type(weight) is nn.Parameter and not weight.is_meta and not weight.requires_grad:
+            document[FIELD] = digest(weight)
+            del tensors[key]
+    return HeadRecord(document, tensors)
 
 
 def _of_static(model: Any, name: str | None, alone: bool) -> HeadRecord | None:
@@ -386,24 +391,6 @@ FIELD = "output"
 
 # of a task class: the key of its weight there
 OUTPUT_KEY = "output_key"
-
-
-def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
-    """Return a head's record without its output layer, if that is unchanged from the checkpoint.
-
-    Args:
-        head: of any type.
-        record: with all its tensors.
-    """
-    key, layer = head.output_key, head.output_embeddings
-    if key is None or layer is None or not head.of_checkpoint:
-        return record
-    weight = layer.weight
-    plain = type(weight) is nn.Parameter and not weight.is_meta
-    if weight.requires_grad or not plain or key not in record.tensors:
-        return record
-    kept = {k: tensor for k, tensor in record.tensors.items() if k != key}
-    return HeadRecord({**record.document, FIELD: digest(weight)}, kept)
 
 
 def with_output(

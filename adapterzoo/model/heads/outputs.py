@@ -55,18 +55,15 @@ class MultiHeadOutput(ModelOutput):
 
     def __getitem__(self, k: Any) -> Any:
         """Return the output of a head by its number, a field by its name."""
-        return self._outputs()[k] if isinstance(k, int) else cast("Any", super()).__getitem__(k)
+        return [*self][k] if isinstance(k, int) else cast("Any", super()).__getitem__(k)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the outputs of the heads."""
-        return iter(self._outputs())
+        return iter(self.head_outputs or ())
 
     def __len__(self) -> int:
         """Return how many heads there are."""
-        return len(self._outputs())
-
-    def _outputs(self) -> list[ModelOutput]:
-        return self.head_outputs or []
+        return len(self.head_outputs or ())
 
 
 def head_output(name: str, values: Mapping[str, Any], outputs: ModelOutput) -> ModelOutput:

@@ -51,7 +51,7 @@ def unloaded(model: Any, change: Callable[[Any], None], architecture: str | None
         raise StateError(f"the model becomes a {plain.__name__} again. Leave architecture out.")
     tables.check_plain(model)
     change(model)
-    tables.keep_active(model)
+    model._modules.pop(tables.STORE, None)
     adapters.remove_all(model)
     unregister(model)
     disown(model)

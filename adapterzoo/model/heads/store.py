@@ -107,24 +107,6 @@ def add(
     enter(model, checked, head, set_active)
 
 
-def add_type(model: Any, head_type: str, cls: Any) -> None:
-    """Register a head type for this model alone.
-
-    Raises:
-        ConfigError: it is not a config class, or has another `head_type`.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, HeadConfig)):
-        raise ConfigError(
-            f"{cls!r}: a head type is registered by its config class. Derive one from "
-            f"adapterzoo.heads.HeadConfig."
-        )
-    if cls.head_type != head_type:
-        raise ConfigError(
-            f"{cls.__name__}.head_type is {cls.head_type!r}, the name in files. Write it."
-        )
-    model.custom_heads[head_type] = cls
-
-
 def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
     """Check that a head may be added under a name, and return the name.
 
@@ -174,18 +156,6 @@ def delete(model: Any, name: str) -> None:
     active = model._active
     active.default.plan = without(active.default.plan)
     active.change_overrides(without)
-    update_outputs(model)
-    list_ties(model)
-
-
-@torch.no_grad()
-def replace_output(model: Any, head: PredictionHead, output: nn.Linear) -> None:
-    """Replace the last layer of a language modeling head.
-
-    Raises:
-        ConfigError: it is not a linear layer.
-    """
-    head.replace_output(output)
     update_outputs(model)
     list_ties(model)
 

@@ -63,7 +63,7 @@ from adapterzoo.names import check_name
 from .copies import LOCATION, at_table, leave_groups, list_ties, rows_of, tables_of, update_rows
 
 _LOG = logging.getLogger(__name__)
-_STORE = "other_embeddings"
+STORE = "other_embeddings"
 # of BART and its relatives: a buffer that is added to the logits
 ADDED = "final_logits_bias"
 
@@ -142,7 +142,7 @@ def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
 
 def inactive_of(model: AdaptedModel) -> dict[str, InactiveTable]:
     """Return the embeddings that are not active, by name."""
-    store = cast("nn.Module", model)._modules.get(_STORE)
+    store = cast("nn.Module", model)._modules.get(STORE)
     return cast("dict[str, InactiveTable]", {} if store is None else store._modules)
 
 
@@ -197,9 +197,9 @@ def enter(model: AdaptedModel, name: str, made: InactiveTable) -> None:
 def store_of(model: AdaptedModel) -> AdapterDict:
     """Return the container of the embeddings that are not active, made when missing."""
     modules = cast("nn.Module", model)._modules
-    if _STORE not in modules:
-        modules[_STORE] = AdapterDict()
-    return cast("AdapterDict", modules[_STORE])
+    if STORE not in modules:
+        modules[STORE] = AdapterDict()
+    return cast("AdapterDict", modules[STORE])
 
 
 def delete(model: AdaptedModel, name: str) -> None:
@@ -218,7 +218,7 @@ def delete(model: AdaptedModel, name: str) -> None:
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     del store_of(model)._modules[name]
     if not inactive_of(model):
-        del cast("nn.Module", model)._modules[_STORE]
+        del cast("nn.Module", model)._modules[STORE]
 
 
 def drop_biases(model: AdaptedModel, head: str) -> None:
@@ -347,12 +347,6 @@ def check_plain(model: AdaptedModel) -> None:
             f"the embeddings {active!r} are active, and the output layer is not tied to them. "
             f"Write set_active_embeddings({DEFAULT!r}) first."
         )
-
-
-def keep_active(model: AdaptedModel) -> None:
-    """Forget all embeddings but the active ones, of a model that becomes a plain one."""
-    cast("nn.Module", model)._modules.pop(_STORE, None)
-    model._adapter_state.embeddings = DEFAULT
 
 
 # --- what does not fit ---
@@ -540,14 +534,9 @@ def expand(
     key = f"{paths[0]}/table.weight"
     if rows is not None and values is not None:
         base = _base_table(model).detach()
-        shaped = rows.dim() == 1 and values.shape == (len(rows), base.shape[1])
-        inside = shaped and bool(((rows >= 0) & (rows < len(base))).all())
-        if not inside or rows.dtype is not torch.int64:
-            raise CheckpointError(
-                f"the checkpoint has trained rows of the embeddings, {list(values.shape)}, that do "
-                f"not lie in those of this model, {list(base.shape)}. Load its base model."
-            )
-        if base.dtype is values.dtype and entry.get("base") != digest(base):
+        shaped = rows.dtype is torch.int64 and values.shape == (*rows.shape, base.shape[1])
+        fits = shaped and bool(((rows >= 0) & (rows < len(base))).all())
+        if not fits or (base.dtype is values.dtype and entry.get("base") != digest(base)):
             raise CheckpointError(
                 f"the checkpoint holds {len(rows)} trained rows of the embeddings, and the others "
                 f"here are not those of its base model. Load that model, as large as it was then."
@@ -638,8 +627,7 @@ def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | No
     for each in names:
         _replace(model, each, lambda place, _: own[place])
     model._adapter_state.sharing[group or _group_name(names)] = tuple(names)
-    for each in names:
-        list_ties(model, each)
+    list_ties(model)
 
 
 def unshare(
@@ -666,8 +654,7 @@ def unshare(
         refuse_merged(model, each)
         _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
     leave_groups(model, names)
-    for each in names:
-        list_ties(model, each)
+    list_ties(model)
 
 
 def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
@@ -712,10 +699,7 @@ def _group_name(names: Sequence[str]) -> str:
 def _names(given: Composition | Sequence[str] | str) -> tuple[str, ...]:
     """Return the adapters that are named: a composition, a list, or names with commas between."""
     names = given.split(",") if isinstance(given, str) else given
-    listed = names.flatten() if isinstance(names, Composition) else tuple(names)
-    if not listed:
-        raise ConfigError("adapter_names=[]: write adapter_names=['a', 'b'].")
-    return listed
+    return names.flatten() if isinstance(names, Composition) else tuple(names)
 
 
 def _replace(

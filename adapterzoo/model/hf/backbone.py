@@ -142,10 +142,8 @@ def _width(model: Any, text: Any) -> int:
     if width is None and (stages := getattr(text, "hidden_sizes", None)):
         width = stages[-1]
     if not isinstance(width, int):
-        raise ConfigError(
-            f"{type(model).__name__}: config.hidden_size is {width!r}, the width of the hidden "
-            "states. Write config.hidden_size = …."
-        )
+        name = type(model).__name__
+        raise ConfigError(f"{name} has hidden_size={width!r}. Write config.hidden_size = ….")
     return width
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 
 from adapterzoo import formats
 from adapterzoo.composition import Fuse
-from adapterzoo.errors import CheckpointError, unknown_name
-from adapterzoo.formats import adapterhub, files, fit, native
+from adapterzoo.errors import CheckpointError
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.model import fusion, sharding
@@ -22,8 +23,6 @@ from adapterzoo.model.state import AdaptedModel, LoadOptions, fusion_modules, na
 from adapterzoo.names import check_name
 
 from .info import ModelInfo, provenance
-
-_FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
 
 def save(
@@ -35,12 +34,9 @@ def save(
     with_head: bool | str = False,
 ) -> None:
     """Save fusion layers, without their adapters, to a folder."""
-    state = model._adapter_state
     name = fusion.as_fuse(adapter_names, None).name
-    found = state.find_fusion(name)
-    if format not in _FORMATS:
-        # PEFT has no fusion of adapters
-        raise unknown_name("", "format", format, _FORMATS)
+    found = model._adapter_state.find_fusion(name)
+    formats.formats.find(format)
     sharding.reshard(model)
     document = {
         **provenance(model, name),
@@ -48,24 +44,14 @@ def save(
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
     }
-    layers = dict(fusion_modules(model, name))
-    info = ModelInfo(model)
-    configs = [state.find(adapter).config for adapter in found.adapters]
+    layers, info = dict(fusion_modules(model, name)), ModelInfo(model)
     if with_head:
         # whether it can be written is known before anything is
         head_name = with_head if isinstance(with_head, str) else name
         store.save(model, folder, head_name, format)
-
-    def write(stored: Checkpoint) -> None:
-        if format == "native":
-            contents = native.encode(stored, native.FUSION)
-        else:
-            safe = format != "adapterhub"
-            contents = adapterhub.encode_fusion(info, stored, configs, safe=safe)
-        stale = (*native.names_of_files(native.FUSION), *adapterhub.FUSION_TENSORS)
-        files.warn_of_another(Path(folder), native.FUSION, name)
-        files.write_all(Path(folder), contents, stale)
-
+    write = functools.partial(
+        formats.write, Path(folder), kind="adapter_fusion", name=format, info=info
+    )
     with sharding.gathering(model, layers.values()):
         sharding.save(model, Checkpoint(document, named_tensors(layers, keep_vars=True)), write)
 
@@ -77,15 +63,8 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
         CheckpointError: the file holds no fusion.
     """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    find = model._adapter_state.find
     folder = Path(folder)
-    # a folder with both was mixed by hand: prefer the file that cannot hold code
-    is_native = (folder / native.names_of_files(native.FUSION)[0]).is_file()
-    if is_native or not adapterhub.holds_fusion(folder):
-        stored = native.load(folder, native.FUSION)
-    else:
-        with files.one_save(folder):
-            stored = adapterhub.read_fusion(ModelInfo(model), folder, lambda n: find(n).config)
+    stored = formats.read(folder, "adapter_fusion", ModelInfo(model))
     names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
     listed = names if isinstance(names, list) else []
     if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):

@@ -74,8 +74,9 @@ class GeneratesWithAdapters:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():
             for each in {id(each): each for each in drafting}.values():
-                record = _record(each, given if each is model else {})
-                records.enter_context(each._active.call.generating(record))
+                own = each._active.call
+                records.callback(setattr, own, "generation", own.generation)
+                own.generation = _record(each, given if each is model else {})
             return cast("Any", super()).generate(*args, **kwargs)
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +205,7 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
     """Check that `generate` supports the tokens that adapters add.
 
     Raises:
-        StateError: an option cannot handle added tokens, or sequences become too long.
+        StateError: an option cannot handle added tokens.
     """
     prompts = model._active.plan.prompts
     if prompts is None or prompts.tokens.is_encoder:
@@ -219,34 +220,12 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
             f"generate({listing(asked)}=…): an active adapter adds tokens to the sequence, which "
             f"would be mistaken for the model's own. Leave {listing(asked)} out."
         )
-    length, legal = _length(model, given), prompts.tokens.positions
-    if length is None or legal is None or prompts.joins != "inputs":
-        return
-    own, new = length
-    rows = model._active.plan.rows
-    added = prompts.longest(None if rows is None else rows.index)
-    # the last token is not read again
-    if added + own + new - 1 > legal:
-        raise StateError(
-            f"generate(): {added} tokens of an adapter, {own} of the prompt and {new} new "
-            f"ones are too many: the model has positions for {legal}. Write "
-            f"max_new_tokens={max(legal + 1 - added - own, 0)} or less."
-        )
 
 
 def _option(model: Any, given: Mapping[str, Any], name: str) -> Any:
     config = given.get("generation_config") or model.generation_config
     value = given.get(name)
     return getattr(config, name, None) if value is None else value
-
-
-def _length(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the tokens of the prompt, and how many will follow; None if that is unknown."""
-    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
-    new, whole = (_option(model, given, name) for name in ("max_new_tokens", "max_length"))
-    if t is None or (new or whole) is None:
-        return None
-    return t.shape[1], whole - t.shape[1] if new is None else new
 
 
 def _sequences(given: Mapping[str, Any], default: Any) -> int:

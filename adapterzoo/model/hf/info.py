@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from adapterzoo import formats
 from adapterzoo.anatomy import Anatomy, without_wrappers
+from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
@@ -153,6 +154,15 @@ class ModelInfo:
             return None
         found = module._parameters.get(name)
         return module._buffers.get(name) if found is None else found
+
+    def adapter_config(self, name: str) -> AdapterConfig:
+        """Return the config of an adapter of the model.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        config: AdapterConfig = self._model._adapter_state.find(name).config
+        return config
 
     def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
         """Return the paths of all modules of a task class, with the tensors that each saves.
