@@ -17,7 +17,7 @@ from adapterzoo.anatomy import OutputSlice
 from adapterzoo.composition import Stack
 from adapterzoo.composition.compile import SiteStep
 from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter
-from adapterzoo.errors import StateError
+from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.inject.adapted import Adapted, base_of
 from adapterzoo.inject.layers import ExpertAdapters, FusedAdapters, mergeable, put_slice, take_slice
 from adapterzoo.runtime import ActiveState, Default, Plan
@@ -137,6 +137,20 @@ def test_any_name_is_a_name_and_none_meets_another():
         assert plain.adapters[name].factor.dtype is torch.float64
         inject.take(plain, name)
     assert type(plain) is nn.Linear
+
+
+def test_a_taken_name_is_refused_and_the_first_adapter_stays():
+    plain, first = layer(), Times(2.0)
+    inject.put(plain, "a", first, active("a"), "at")
+    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
+        inject.put(plain, "a", Times(3.0), ActiveState(Default()), "at")
+    assert plain.adapters["a"] is first
+    # the layer does not learn which parameters the refused one wanted to change
+    kind = type(plain)
+    parts = ExpertAdapters({"weight": FusedAdapters([])})
+    with pytest.raises(DuplicateNameError, match="'at' has an adapter 'a' already"):
+        inject.put(plain, "a", parts, ActiveState(Default()), "at")
+    assert type(plain) is kind
 
 
 @pytest.mark.parametrize("where", ["class", "instance", "module", "parameter"])

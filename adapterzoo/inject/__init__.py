@@ -31,7 +31,7 @@ from adapterzoo.contracts import (
     PromptAdapter,
     widest,
 )
-from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
 from adapterzoo.runtime import ActiveState, Frame, Plan
 
 from .adapted import (
@@ -78,10 +78,13 @@ def put(
         is_called: whether the adapter acts in calls of the layer; otherwise in reads only.
 
     Raises:
+        DuplicateNameError: the layer has an adapter of this name.
         StateError: the layer already has an attribute with the name of the container.
     """
     container = container_of(adapter)
     check_put(layer, path, container)
+    if isinstance(layer, Adapted) and name in adapters_of(layer):
+        raise DuplicateNameError(f"{path!r} has an adapter {name!r} already. Take it first.")
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     shown = Shown(read, is_called)
     swap(layer, active, path, parameters, kind=_kind_for(adapter), shown=shown)
