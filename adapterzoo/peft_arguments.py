@@ -32,6 +32,17 @@ TASK_TYPES = (
 classes_of_peft: dict[type[Any], PeftArguments] = {}
 """Our config classes → the fields of PEFT's class for the method."""
 
+# each is more than a change of weights
+_INEXPRESSIBLE = {
+    "ADAPTION_PROMPT": "adds a gated prompt inside attention",
+    "BEFT": "adds to the outputs of layers",
+    "LILY": "mixes factors by a router that reads the input",
+    "MULTITASK_PROMPT_TUNING": "has a prompt for each of the task_ids that a call gives",
+    "POLY": "mixes adapters by the task_ids that a call gives",
+    "SHADOW": "runs a second model beside the base model",
+    "XLORA": "mixes adapters by a network that reads the input",
+}
+
 ADAPTED_BIASES = "lora_only"
 """PEFT's value of `bias` for the biases of the layers that a method adapts."""
 
@@ -244,6 +255,16 @@ def _options(
 
 def _names(cls: type[Any]) -> set[str]:
     return {f.name for f in dataclasses.fields(cls)}
+
+
+def instead(peft_type: object) -> str:
+    """Return what to do with a file of a method that does not exist here."""
+    if (reason := _INEXPRESSIBLE.get(str(peft_type))) is not None:
+        return f"{peft_type} {reason}, so that it cannot become LoRA. Use it with PEFT."
+    return (
+        "If it changes only weights of layers, convert it through an installed PEFT: write "
+        "adapterzoo convert SRC DST --to lora."
+    )
 
 
 # --- methods of a model that take PEFT's arguments too ---

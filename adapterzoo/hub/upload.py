@@ -23,7 +23,6 @@ from adapterzoo.errors import (
     ConfigError,
     listing,
     names_call,
-    unknown_name,
 )
 from adapterzoo.formats import files, native, setup_files
 from adapterzoo.formats.checkpoint import Checkpoint
@@ -344,24 +343,6 @@ def load_code(
             f"model = AutoAdapterModel.from_pretrained({name})",
         ]
     return "\n".join([*lines, load])
-
-
-def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
-    """Read the author's texts from a mapping with AdapterHub's keys.
-
-    Args:
-        words: tags, language, license, metrics, architecture_training, results, citation.
-        **more: fields of `CardText`.
-
-    Raises:
-        UnknownNameError: a key is unknown.
-    """
-    same = ("tags", "language", "license", "metrics", "architecture_training", "citation")
-    # "results" is a text there
-    names = {name: name for name in same} | {"results": "evaluation"}
-    if unknown := sorted(words.keys() - names.keys()):
-        raise unknown_name("adapter_card_kwargs", "key", unknown[0], names)
-    return CardText(**{names[key]: value for key, value in words.items()}, **more)
 
 
 def _model(base: str | None, document: Mapping[str, Any]) -> str:

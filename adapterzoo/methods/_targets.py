@@ -73,6 +73,7 @@ class Matrices(Check):
     """Names of attention matrices."""
 
     legal = f"a list of any of {listing(MATRICES)}"
+    example: ClassVar[object] = ["q", "v"]
 
     def convert(self, value: object) -> object:
         """Return a tuple."""
@@ -82,10 +83,6 @@ class Matrices(Check):
         """Return whether each is one of them."""
         names = value if isinstance(value, tuple) else (value,)
         return all(isinstance(name, str) and name in MATRICES for name in names)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return "q" and "v"."""
-        return ["q", "v"]
 
 
 @config_class

@@ -138,7 +138,7 @@ class Miss(WeightAdapter):
         # "bat" depends on the weight
         self.is_additive = not self.is_bat
         self.d_in, self.d_out = site.d_in, site.d_out
-        shape = (*((site.experts,) if site.experts else ()), *config.shape_at(site))
+        shape = (*site.lead, *config.shape_at(site))
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = constant(0.0) if config.starts_as_identity else kaiming(source)
         self.miss_block = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))

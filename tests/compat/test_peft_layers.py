@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama", {"rank_pattern": {r"^layers\..*": 4}}, r"is a key for r, .*'model\.layers\.0"),
     "a whole path in another block": (
         "llama", {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
-                  "layers_to_transform": [1]}, "PEFT adapts .* as a whole path"),
+                  "layers_to_transform": [1]}, "in any case, as a whole path"),
     "a parameter that PEFT does not leave out": (
         "qwen3_moe", {"target_parameters": ["experts.down_proj"], "layers_to_transform": [0]},
         "no other field leaves out parameters"),
@@ -324,10 +324,6 @@ def test_layers_of_a_head_are_refused_where_peft_adapts_them(name, monkeypatch):
                 refused += 1
                 if not in_head or not all(path in str(error) for path in in_head):
                     wrong.append((way.__name__, fields, str(error)))
-                # what the message says to write works
-                advice = str(error).partition("Write ")[2].partition(" for the base model")
-                if advice[1]:
-                    ours(way(shape, {**copy.deepcopy(fields), **eval(f"dict({advice[0]})")}))
                 continue
             same += 1
             if got != right:

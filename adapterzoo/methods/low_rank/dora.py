@@ -98,9 +98,8 @@ class Magnitudes(LowRankUpdate):
         """
         super().__init__(config, site, device, dtype)  # type: ignore[call-arg]
         self.adapterhub = config.convention == "adapterhub"
-        shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
-        self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
+        self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
 
     @abstractmethod
     def update_factors(self, base: BaseLayer) -> Factors:

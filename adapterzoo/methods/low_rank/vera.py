@@ -206,12 +206,11 @@ class Projected(WeightAdapter):
                 f"for layers that are called. Write convention='paper'."
             )
         dtype = dtype_named(config.dtype, dtype)
-        lead = (site.experts,) if site.experts else ()
         self.scaling = config.alpha / config.r if self.dense else 1.0
         self.dropout = config.dropout
         self.d_in, self.d_out = site.d_in, site.d_out
-        self.lambda_d = self._scales((*lead, config.r), config.vera_d, device, dtype)
-        self.lambda_b = self._scales((*lead, site.d_out), config.vera_b, device, dtype)
+        self.lambda_d = self._scales((*site.lead, config.r), config.vera_d, device, dtype)
+        self.lambda_b = self._scales((*site.lead, site.d_out), config.vera_b, device, dtype)
 
     def _scales(
         self, shape: tuple[int, ...], value: float, device: torch.device, dtype: torch.dtype

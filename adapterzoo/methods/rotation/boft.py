@@ -116,14 +116,13 @@ class BOFT(Rotating):
         self.dropout = config.boft_dropout
         check_site(config, site, "boft_dropout")
         b, m = config.block_size_at(site), config.boft_n_butterfly_factor
-        lead = (site.experts,) if site.experts else ()
         dtype = dtype_named(config.dtype, dtype)
         fresh = constant(0.0), constant(1.0)
         if not config.init_weights:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}")
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
-        self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
-        self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
+        self.boft_R = drawn((*site.lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
+        self.boft_s = drawn((*site.lead, site.d_out, 1), fresh[1], device, dtype)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features, its output scaled but for the bias.

@@ -133,15 +133,15 @@ def skew(vectors: Tensor, b: int) -> Tensor:
     """Return the skew-symmetric matrices with these upper triangles, row by row.
 
     Args:
-        vectors: `[*lead, b (b − 1) / 2]`.
+        vectors: `[*experts, b (b − 1) / 2]`.
         b: rows and columns of each matrix.
 
     Returns:
-        `[*lead, b, b]`.
+        `[*experts, b, b]`.
     """
     row, column = torch.triu_indices(b, b, 1, device=vectors.device)
     flat = vectors.new_zeros(*vectors.shape[:-1], b * b).index_copy(-1, row * b + column, vectors)
-    upper: Tensor = flat.unflatten(-1, (b, b))  # [*lead, b, b]
+    upper: Tensor = flat.unflatten(-1, (b, b))  # [*experts, b, b]
     return upper - upper.mT
 
 
@@ -151,12 +151,12 @@ def constrained(S: Tensor, eps: float) -> Tensor:
     The gradient is that of the constrained S, as if S itself had been set to it.
 
     Args:
-        S: `[*lead, blocks, b, b]`.
+        S: `[*experts, blocks, b, b]`.
         eps: bound of the norms of all blocks together.
     """
     limit = eps / S.shape[-3] ** 0.5
     fixed = S.detach()
-    norm = fixed.square().sum((-2, -1), keepdim=True).sqrt()  # [*lead, blocks, 1, 1]
+    norm = fixed.square().sum((-2, -1), keepdim=True).sqrt()  # [*experts, blocks, 1, 1]
     inside = norm <= limit
     scale = torch.where(inside, 1.0, limit / norm.masked_fill(inside, 1.0))
     # S − fixed is exactly zero: it only passes the gradient on
@@ -202,7 +202,7 @@ class OFT(Rotating):
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = constant(0.0) if config.init_weights else normal(0.1, source)
         rows = 1 if config.block_share else number
-        shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
+        shape = (*site.lead, rows, b * (b - 1) // 2)
         self.oft_R = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
