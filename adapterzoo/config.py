@@ -681,7 +681,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
                 f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
-                f"{_string_example(name, config)!r}."
+                f"{name!r} without them."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
@@ -762,17 +762,6 @@ def _read(path: str | os.PathLike[str]) -> Any:
 def _example(cls: type[Config]) -> str:
     kind = cls._kind() or next(iter(cls.kinds or ()), None)
     return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
-
-
-def _string_example(name: str, config: Config) -> str:
-    """Return a config string that sets a field: a whole number, another number or a flag."""
-    fields = _values(config)
-    # a field that a class declares itself is more specific than one that it inherits
-    names = [
-        n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
-    ]
-    plain = [n for kind in (int, float, bool) for n in names if type(fields[n]) is kind]
-    return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -257,7 +257,6 @@ def adapter_card(
     language = text.language
     if language is not None and not isinstance(language, str):
         language = list(language)
-    more: dict[str, Any] = {"base_model_relation": "adapter"} if base else {}
     data = ModelCardData(
         base_model=base,
         datasets=list(text.datasets) or None,
@@ -270,7 +269,7 @@ def adapter_card(
             dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
                            *text.tags])
         ),
-        **more,
+        base_model_relation="adapter" if base else None,
     )  # fmt: skip
     name = setup or document.get("name") or repo_id.rpartition("/")[2]
     trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""

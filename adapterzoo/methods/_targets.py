@@ -181,7 +181,14 @@ class TargetedConfig(AdapterConfig):
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
         """
-        self._refuse_missing_numbers(anatomy)
+        known = {_number(site) for site in (*anatomy, *anatomy.parameters)} - {None}
+        asked = self.layers_to_transform or ()
+        if missing := [number for number in asked if number not in known]:
+            near = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
+            raise ConfigError(
+                f"{self._name}(layers_to_transform={[*asked]}): there is no block "
+                f"{listing(missing)} in any stack. Write layers_to_transform={near}."
+            )
         by_role = self.target_modules is None and self.target_parameters is None
         if not anatomy.blocks and (by_role or self.target_modules == ALL_LINEAR):
             raise SiteError(
@@ -189,7 +196,9 @@ class TargetedConfig(AdapterConfig):
                 f"target_modules=[…], with the names of the layers to adapt."
             )
         if by_role:
-            sites: Iterable[Site] = self._by_role(anatomy)
+            blocks = [b.layer for b in anatomy.blocks if any(map(self._in_layers, b.sites))]
+            roles = self._roles() if blocks else []
+            sites: Sequence[Site] = anatomy.select(*roles, cross=None, layers=blocks)
         else:
             names, parameters = self.target_modules, self.target_parameters
             layers = layers_named(self._name, names, anatomy) if names else []
@@ -226,12 +235,6 @@ class TargetedConfig(AdapterConfig):
             roles.append("mlp_out")
         return roles
 
-    def _by_role(self, anatomy: Anatomy) -> Sequence[Site]:
-        layers = [b.layer for b in anatomy.blocks if any(map(self._in_layers, b.sites))]
-        if not layers:
-            return ()
-        return anatomy.select(*self._roles(), cross=None, layers=layers)
-
     def _wants(self, site: Site) -> bool:
         excluded = self.exclude_modules is not None and any(
             matches(path, self.exclude_modules) for path in (site.path, site.name)
@@ -241,16 +244,6 @@ class TargetedConfig(AdapterConfig):
     def _in_layers(self, site: Site) -> bool:
         only = self.layers_to_transform
         return site.layer not in self.leave_out and (only is None or _number(site) in only)
-
-    def _refuse_missing_numbers(self, anatomy: Anatomy) -> None:
-        known = {_number(site) for site in (*anatomy, *anatomy.parameters)} - {None}
-        asked = self.layers_to_transform or ()
-        if missing := [number for number in asked if number not in known]:
-            kept = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
-            raise ConfigError(
-                f"{self._name}(layers_to_transform={[*asked]}): there is no block "
-                f"{listing(missing)} in any stack. Write layers_to_transform={kept}."
-            )
 
     @property
     def _name(self) -> str:

@@ -284,6 +284,8 @@ VeraConfig.adapter_class = Vera
 class DvoRA(Magnitudes, Projected):
     """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
 
+    factor = "lambda_d"
+
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return Λ_d A and Λ_b B."""
         with exactly(self.lambda_d.device):

@@ -350,9 +350,7 @@ def _enter_pipelines(class_name: str, generates: bool) -> None:
     from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
 
     for task in (*_PIPELINES, *(_GENERATING_PIPELINES if generates else ())):
-        known = SUPPORTED_PEFT_TASKS.setdefault(task, [])
-        if class_name not in known:
-            known.append(class_name)
+        SUPPORTED_PEFT_TASKS.setdefault(task, []).append(class_name)
 
 
 # --- `init` and `load_model`: adapters for models that keep the head of their class ---
