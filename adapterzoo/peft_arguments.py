@@ -234,18 +234,14 @@ def _options(
     given = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or given.keys() - parts.keys():
         raise ConfigError(
-            f"{cls.__name__}({name}={value!r}): write {name}={{…}} with some of "
-            f"{listing(sorted(parts))}."
+            f"{cls.__name__}({name}={value!r}): there is no such field. Write {name}={{…}} with "
+            f"some of {listing(sorted(parts))}."
         )
     made = {}
     for key, option in given.items():
-        if (part := parts.get(key)) is None:
-            raise ConfigError(
-                f"{name}={{{key!r}: {option!r}}}: there is no such field. Write some of "
-                f"{listing(sorted(parts))}."
-            )
+        part = parts[key]
         if part.ours is None:
             _value(cls, f"{name}.{key}", option, part)
         elif option != part.default:

@@ -359,15 +359,6 @@ def test_a_pattern_of_stacks_is_that_of_peft(pattern, way):
     assert got == right
 
 
-@pytest.mark.parametrize("pattern", ["h(", ["h(", "layers"], ["layers", "h("], "(?i)H", 5])
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_a_pattern_of_stacks_that_is_none_is_refused(pattern, way):
-    fields = {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": pattern}
-    with pytest.raises(ConfigError, match=r"layers_pattern=.*Write layers_pattern='layers'"):
-        way("llama", fields)
-    assert ours(way("llama", fields | {"layers_pattern": "layers"}))
-
-
 @pytest.mark.parametrize("targets", ["(", 5])
 @pytest.mark.parametrize("shape", ["llama", "qwen3_moe"])
 def test_targets_that_are_no_expression_are_refused_in_a_config_of_peft(shape, targets):

@@ -319,7 +319,12 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    return [{**fields, "peft_version": _RELEASE} for fields in said]
+    """Return PEFT's config fields for each layer: blocks by number if only sizes differ."""
+    widths = [rotated_features(layer.parts[0].placement.site) for layer in layers]
+    numbers = [f["r"] or d // f["oft_block_size"] for f, d in zip(said, widths, strict=True)]
+    by_number = len({*numbers}) == 1 and len({f["oft_block_size"] for f in said}) > 1
+    blocks = {"r": numbers[0], "oft_block_size": 0} if by_number else {}
+    return [{**fields, **blocks, "peft_version": _RELEASE} for fields in said]
 
 
 spelled(
