@@ -204,9 +204,11 @@ def times_kronecker(x: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor]) -> Te
 
 def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Return parts wᵀ, `[tokens, count, d]` → `[tokens, count, e]`."""
+    # a product of two matrices: with more dimensions torch computes frozen ones in another way
+    flat = parts.reshape(-1, parts.shape[-1])  # [tokens · count, d]
     for matrix in reversed(matrices):
-        parts = linear(parts, matrix)  # [tokens, count, r or e]
-    return parts
+        flat = linear(flat, matrix)  # [tokens · count, r or e]
+    return flat.unflatten(0, parts.shape[:2])  # [tokens, count, e]
 
 
 # each of w1 and w2 is one matrix or two
