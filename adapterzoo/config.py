@@ -61,9 +61,11 @@ class Check(metaclass=ABCMeta):
 
     Attributes:
         legal: the legal values in words, for "`field` is …".
+        example: a legal value to suggest instead of another; None: the default of the field.
     """
 
     legal: str
+    example: ClassVar[object] = None
 
     @abstractmethod
     def fits(self, value: object) -> bool:
@@ -75,7 +77,7 @@ class Check(metaclass=ABCMeta):
 
     def nearest(self, value: object, default: object) -> object:
         """Return a legal value to suggest instead."""
-        return default
+        return default if self.example is None else self.example
 
     def below(self, value: Any, prefix: str, anatomy: Any) -> Any:
         """Return a legal value with names of layers as names below the base model.
@@ -247,6 +249,7 @@ class Layers(Check):
     """Numbers of layers: a list, a single number or None becomes a tuple."""
 
     legal = "a list of layer numbers from 0"
+    example: ClassVar[object] = [0, 1]
 
     def convert(self, value: object) -> object:
         """Return a tuple."""
@@ -259,10 +262,6 @@ class Layers(Check):
     def fits(self, value: object) -> bool:
         """Return whether each is a whole number from 0."""
         return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return the first two layers."""
-        return [0, 1]
 
 
 class StackLayers(Layers):
@@ -300,9 +299,11 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
         needs: other fields and their values, `"use_gating=True"`, without which this one has no
             effect; a warning says so. Several are joined by ", ".
     """
-    metadata = (
-        declared(check) | ({"ours": True} if ours else {}) | ({"needs": needs} if needs else {})
-    )
+    metadata = declared(check)
+    if ours:
+        metadata["ours"] = True
+    if needs:
+        metadata["needs"] = needs, default
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -314,17 +315,21 @@ def declared(check: Check | None) -> dict[str, object]:
 
 
 @functools.cache
+def declarations(cls: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return what a config class and its bases declare of each field; the class comes first."""
+    found: dict[str, dict[str, Any]] = {}
+    for c in reversed(cls.__mro__):
+        for name, own in vars(c).get("__dataclass_fields__", {}).items():
+            flag = {"check": FLAG} if own.type in (bool, "bool") else {}
+            found[name] = flag | found.get(name, {}) | dict(own.metadata)
+    return {name: found[name] for name in fields_of(cls)}
+
+
+@functools.cache
 def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     """Return the check and the default of each field of a config class that has a check."""
-    found: dict[str, tuple[Check, object]] = {}
-    for own in dataclasses.fields(cls):
-        declared_in = [vars(c).get("__dataclass_fields__", {}).get(own.name) for c in cls.__mro__]
-        named = [f.metadata["check"] for f in declared_in if f and "check" in f.metadata]
-        if named:
-            found[own.name] = named[0], own.default
-        elif own.type in (bool, "bool"):
-            found[own.name] = FLAG, own.default
-    return found
+    found = {name: own.get("check") for name, own in declarations(cls).items()}
+    return {name: (c, fields_of(cls)[name].default) for name, c in found.items() if c}
 
 
 @functools.cache
@@ -336,13 +341,7 @@ def naming_checks(cls: Any) -> Mapping[str, Check]:
 @functools.cache
 def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
     """Return what fields of a config class need to have an effect, and their defaults."""
-    found = {
-        f.name: (f.metadata["needs"], f.default)
-        for c in reversed(cls.__mro__)
-        for f in vars(c).get("__dataclass_fields__", {}).values()
-        if "needs" in f.metadata
-    }
-    return {name: found[name] for name in found.keys() & defaults(cls).keys()}
+    return {name: own["needs"] for name, own in declarations(cls).items() if "needs" in own}
 
 
 def without_idle(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -682,7 +681,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
                 f"config={text!r}: the brackets hold field=value pairs, each field once. Write "
-                f"{_string_example(name, config)!r}."
+                f"{name!r} without them."
             )
         return config._changed(f"config={text!r}", {n: _as_field(v) for n, v in fields.items()})
 
@@ -763,17 +762,6 @@ def _read(path: str | os.PathLike[str]) -> Any:
 def _example(cls: type[Config]) -> str:
     kind = cls._kind() or next(iter(cls.kinds or ()), None)
     return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
-
-
-def _string_example(name: str, config: Config) -> str:
-    """Return a config string that sets a field: a whole number, another number or a flag."""
-    fields = _values(config)
-    # a field that a class declares itself is more specific than one that it inherits
-    names = [
-        n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
-    ]
-    plain = [n for kind in (int, float, bool) for n in names if type(fields[n]) is kind]
-    return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from .anatomy import Anatomy
 from .config import Check
@@ -20,6 +20,7 @@ class Modules(Check):
     """Names of layers, one regular expression, or None."""
 
     legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
+    example: ClassVar[object] = ["query", "value"]
 
     def convert(self, value: object) -> object:
         """Return a tuple of names, a string or None."""
@@ -32,10 +33,6 @@ class Modules(Check):
         """Return whether no name is empty."""
         names = value if isinstance(value, tuple) else (value,)
         return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return two names."""
-        return ["query", "value"]
 
     def paths(self, anatomy: Anatomy) -> list[str]:
         """Return what can be named, by paths below the base model."""
@@ -203,6 +200,7 @@ class Patterns(Check):
     """Layer names or regular expressions → values that are legal for another field."""
 
     legal = "a mapping from layer names or regular expressions to numbers"
+    example: ClassVar[object] = {"query": 4}
 
     def __init__(self, name: str, check: Check, default: object) -> None:
         """Describe the other field by its name, check and default."""
@@ -215,10 +213,6 @@ class Patterns(Check):
     def fits(self, value: object) -> bool:
         """Return whether it is a mapping with strings as keys."""
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return an example."""
-        return {"query": 4}
 
     def below(self, value: Any, prefix: str, anatomy: Anatomy) -> Any:
         """Return keys for the same layers; see `Check.below`.

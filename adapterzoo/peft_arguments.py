@@ -32,6 +32,17 @@ TASK_TYPES = (
 classes_of_peft: dict[type[Any], PeftArguments] = {}
 """Our config classes → the fields of PEFT's class for the method."""
 
+# each is more than a change of weights
+_INEXPRESSIBLE = {
+    "ADAPTION_PROMPT": "adds a gated prompt inside attention",
+    "BEFT": "adds to the outputs of layers",
+    "LILY": "mixes factors by a router that reads the input",
+    "MULTITASK_PROMPT_TUNING": "has a prompt for each of the task_ids that a call gives",
+    "POLY": "mixes adapters by the task_ids that a call gives",
+    "SHADOW": "runs a second model beside the base model",
+    "XLORA": "mixes adapters by a network that reads the input",
+}
+
 ADAPTED_BIASES = "lora_only"
 """PEFT's value of `bias` for the biases of the layers that a method adapts."""
 
@@ -223,18 +234,14 @@ def _options(
     given = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or given.keys() - parts.keys():
         raise ConfigError(
-            f"{cls.__name__}({name}={value!r}): write {name}={{…}} with some of "
-            f"{listing(sorted(parts))}."
+            f"{cls.__name__}({name}={value!r}): there is no such field. Write {name}={{…}} with "
+            f"some of {listing(sorted(parts))}."
         )
     made = {}
     for key, option in given.items():
-        if (part := parts.get(key)) is None:
-            raise ConfigError(
-                f"{name}={{{key!r}: {option!r}}}: there is no such field. Write some of "
-                f"{listing(sorted(parts))}."
-            )
+        part = parts[key]
         if part.ours is None:
             _value(cls, f"{name}.{key}", option, part)
         elif option != part.default:
@@ -244,6 +251,16 @@ def _options(
 
 def _names(cls: type[Any]) -> set[str]:
     return {f.name for f in dataclasses.fields(cls)}
+
+
+def instead(peft_type: object) -> str:
+    """Return what to do with a file of a method that does not exist here."""
+    if (reason := _INEXPRESSIBLE.get(str(peft_type))) is not None:
+        return f"{peft_type} {reason}, so that it cannot become LoRA. Use it with PEFT."
+    return (
+        "If it changes only weights of layers, convert it through an installed PEFT: write "
+        "adapterzoo convert SRC DST --to lora."
+    )
 
 
 # --- methods of a model that take PEFT's arguments too ---

@@ -25,12 +25,11 @@ from .formats import files, fit, native
 from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
-from .model import checkpointing
+from .model import checkpointing, fusion
 from .model.heads import named, store
 from .model.heads.forward import decoder_labels, shift_labels
 from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
-from .model.hf import fusion_files
 from .model.hf.hosts import collated
 from .model.hotswap import Write, write
 from .model.mixin import AdapterModelMixin
@@ -414,8 +413,8 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
         checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
     for name, own in _apart(model).items():
         store.save(model, folder / own, name)
-    for name, fusion in state.fusions.items():
-        fusion_files.save(model, folder / name, Fuse(*fusion.adapters, name=name))
+    for name, record in state.fusions.items():
+        fusion.save(model, folder / name, Fuse(*record.adapters, name=name))
     if tensors := unfrozen(model):
         document = {"format": native.FORMAT, "version": native.VERSION}
         files.write_tensors(folder / UNFROZEN, document, tensors)
@@ -514,11 +513,11 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[_Part]:
             )
     for name, own in apart.items():
         yield _head_part(model, name, native.load(folder / own, "head"))
-    for name, fusion in state.fusions.items():
+    for name, mine in state.fusions.items():
         stored = native.load(folder / name, native.FUSION)
-        fused = stored.metadata["adapter_names"], stored.metadata["config"]
-        mine = list(fusion.adapters), fusion.config.to_dict()
-        fit.check_same(f"fusion {name!r}", fused, mine)
+        saved_fusion = stored.metadata["adapter_names"], stored.metadata["config"]
+        own_fusion = list(mine.adapters), mine.config.to_dict()
+        fit.check_same(f"fusion {name!r}", saved_fusion, own_fusion)
         layers = named_tensors(dict(fusion_modules(model, name)), keep_vars=True)
         yield f"fusion {name!r}", stored.adapter, layers
     file = folder / UNFROZEN

@@ -326,11 +326,9 @@ def test_repr_and_json_make_the_same_again(node):
 @pytest.mark.parametrize(
     ("node", "shown"),
     [
-        (Average("a", "b", weights=[2, 2]), "Average('a', 'b')"),
-        (Average("a", "b", weights=[1, 3]), "Average('a', 'b', weights=[0.25, 0.75])"),
         (
-            Average("a", "b", weights=[1, 3], normalize_weights=False),
-            "Average('a', 'b', weights=[1.0, 3.0], normalize_weights=False)",
+            Average("a", "b", weights=[1, 3]),
+            "Average('a', 'b', weights=[0.25, 0.75], normalize_weights=False)",
         ),
         (
             Average("a", "b", weights=[1, -1], normalize_weights=False),
@@ -338,7 +336,7 @@ def test_repr_and_json_make_the_same_again(node):
         ),
     ],
 )
-def test_an_average_shows_no_more_than_it_needs(node, shown):
+def test_an_average_shows_its_weights(node, shown):
     assert repr(node) == shown
     assert eval(shown).weights == node.weights
     assert from_json(to_json(node)) == node

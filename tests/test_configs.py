@@ -186,7 +186,7 @@ def test_every_class_is_checked_by_the_table_of_its_fields():
     ("text", "hint"),
     [
         ("lora[8]", "field=value"),
-        ("lora[8]", "Write 'lora[r=8]'."),
+        ("lora[8]", "Write 'lora' without them."),
         ("lora[r=8,r=9]", "field=value"),
         ("lora[r=]", "field=value"),
         ("lora[r=8)+f(r=9]", "field=value"),

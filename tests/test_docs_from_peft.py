@@ -90,7 +90,7 @@ def initial_values_from_data(model, folder):
     batches = [tiny_inputs("llama")] * 2
     for start in ("eva", "corda"):
         config = adapterzoo.peft.LoraConfig(r=2, init_lora_weights=start)
-        with pytest.raises(ConfigError, match="init_data=batches"):
+        with pytest.raises(ConfigError, match="init_data="):
             adapterzoo.peft.get_peft_model(plain("llama"), config)
         adapterzoo.peft.get_peft_model(plain("llama"), config, init_data=batches)
 

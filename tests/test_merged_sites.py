@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 import adapterzoo
 from adapterzoo import LoRAConfig
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.model import merging
 from adapterzoo.testing._case import seeded
 
 PAGE = tables.PAGE.read_text(encoding="utf-8")
@@ -69,8 +70,8 @@ def test_each_model_type_is_in_the_table_or_has_a_reason():
 
 
 def test_a_wrong_merge_is_seen(monkeypatch):
-    original = adapterzoo.inject.changed
-    monkeypatch.setattr(adapterzoo.inject, "changed", lambda *args: original(*args) * 1.01)
+    original = merging.changed
+    monkeypatch.setattr(merging, "changed", lambda *args: original(*args) * 1.01)
     found = tables.cells(tiny_model("bert"), ["lora", "modules_to_save"])
     assert all(text.startswith(tables.WRONG) for text in found.values())
 

@@ -76,8 +76,9 @@ def test_a_layer_that_the_file_lacks_is_noticed(case, tmp_path):
     assert {*left} < {*tensors}
     save_file(left, tmp_path / "cut" / TENSORS)
     name = layer.removeprefix("base_model.model.").removesuffix(".")
-    with refused(model, CheckpointError, "lacks 1 of the layers of target_modules", name):
+    with pytest.raises(CheckpointError, match=rf"lacks 1 of the layers of target_.*{name}"):
         model.load_adapter(tmp_path / "cut")
+    assert not model.adapters_config
     # unless the config does not ask for it
     change(tmp_path / "cut", exclude_modules=[name])
     model.load_adapter(tmp_path / "cut")
@@ -530,7 +531,7 @@ def test_an_adapter_at_a_table_that_is_never_called_is_refused(tmp_path, family)
     found = trained(family, peft.LoraConfig(r=2, target_modules=["shared"]), tmp_path / "a")
     assert torch.equal(found, logits(plain(family), family))
     model = ours(family)
-    with refused(model, SiteError, "no layer matches 'shared'", "'embed_tokens'"):
+    with refused(model, SiteError, "no layer matches ('shared',)", "'embed_tokens'"):
         model.load_adapter(tmp_path / "a")
     found = trained(family, peft.LoraConfig(r=2, target_modules=["embed_tokens"]), tmp_path / "b")
     assert not torch.equal(found, logits(plain(family), family))

@@ -11,8 +11,6 @@ from .find import find
 from .inputs import NAME as ENTRY
 from .inputs import input_embeddings_of, token_site, usual_joins, why_no_token_site
 from .sites import (
-    ATTENTION_ROLES,
-    MLP_ROLES,
     ROLES,
     Anatomy,
     Block,
@@ -22,15 +20,12 @@ from .sites import (
     Site,
     SubLayer,
     SubLayerKind,
-    TokenInput,
     part_names,
 )
 from .tree import WRAPPED, unwrapped, without_wrappers
 
 __all__ = [
-    "ATTENTION_ROLES",
     "ENTRY",
-    "MLP_ROLES",
     "ROLES",
     "WRAPPED",
     "Anatomy",
@@ -41,7 +36,6 @@ __all__ = [
     "Site",
     "SubLayer",
     "SubLayerKind",
-    "TokenInput",
     "find",
     "input_embeddings_of",
     "part_names",

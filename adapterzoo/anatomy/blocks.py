@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -68,22 +68,24 @@ def read_block(branch: Branch, stack: str) -> Block:
         )
         for layer in layers_of(branch, row)
     )
-    streams = sublayers_of(branch, sites, row)
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
     samples = any(site.path.endswith(".sampling_offsets") for site in sites)
-    return Block(
+    block = Block(
         path="",
         layer=-1,
         stack=stack,
         d_model=_d_model(sites),
         sites=sites,
         parts=parts,
+        sublayers=(),
+        post_norm=False,
         # deformable attention samples, without queries and keys
         absent=row.absent | ({"query", "key"} if samples else set()),
         states=row.states,
+        note=row.note,
         languages=row.languages,
-        **streams._asdict(),
     )
+    return _with_sublayers(block, branch, row)
 
 
 def _layer(path: str, kind: Kind, d_in: int, d_out: int, **facts: Any) -> Site:
@@ -393,16 +395,6 @@ def _consecutive(
 _Placed: TypeAlias = tuple[str, NormPosition, SubLayerKind]
 
 
-class Streams(NamedTuple):
-    """The stream sites of a block; for the attributes see `Block`."""
-
-    sublayers: tuple[SubLayer, ...] = ()
-    post_norm: bool = False
-    mixed: frozenset[SubLayerKind] = frozenset()
-    apart: frozenset[SubLayerKind] = frozenset()
-    note: str = ""
-
-
 @dataclass(slots=True)
 class _Part:
     """A sub-layer while its norms are being found; all paths are below the block."""
@@ -425,14 +417,9 @@ class _Part:
         return SubLayer(self.kind, named[0] if named else last, pre or self.reader, post)
 
 
-def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
-    """Return the sub-layers of a block.
-
-    Args:
-        branch: the block.
-        sites: its layers, with roles, and with paths below the block.
-        row: the table's entry for the architecture.
-    """
+def _with_sublayers(block: Block, branch: Branch, row: Row) -> Block:
+    """Return the block with its sub-layers, if their places on the stream are known."""
+    sites = block.sites
     away = [pattern for pattern, out in row.outs.items() if not out]
     parts = [
         part
@@ -440,7 +427,7 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
         if not any(re.fullmatch(pattern, part.out) for pattern in away)
     ]
     if not parts or (row.note and not row.mixed | row.apart):
-        return Streams(note=row.note)
+        return block
     places = {path: place for place, (path, _) in enumerate(branch.modules)}
     for part in parts:
         part.place = places[part.out]
@@ -455,16 +442,19 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
                 near[0].scale = path
     post_norm = _is_post(branch, parts, row)
     if row.lists and not post_norm:
-        return Streams(note="a block is not a module of its own: its output cannot be reached")
+        note = "a block is not a module of its own: its output cannot be reached"
+        return dataclasses.replace(block, note=note)
     for part in parts:
         # the language adapters call the norm too: an adapter there would act twice
         if post_norm and row.languages and part.out.startswith(f"{row.languages}."):
             part.norms.pop("at", None)
     sublayers = tuple(part.sublayer(post_norm, row.outs) for part in parts)
-    changed = any(WIDENING.search(s.path) and s.d_in != s.d_out for s in sites)
-    if changed:
-        return Streams(sublayers, post_norm, frozenset({"attention"}), note=WIDENED)
-    return Streams(sublayers, post_norm, row.mixed, row.apart, row.note)
+    mixed, apart, note = row.mixed, row.apart, row.note
+    if any(WIDENING.search(s.path) and s.d_in != s.d_out for s in sites):
+        mixed, apart, note = frozenset({"attention"}), frozenset(), WIDENED
+    return dataclasses.replace(
+        block, sublayers=sublayers, post_norm=post_norm, mixed=mixed, apart=apart, note=note
+    )
 
 
 def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
@@ -618,14 +608,10 @@ def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:
         return row.post_norm
     if any(NUMBERED.search(leaf(name)) for name in unclear):
         return False
-    return not _has_final_norm(branch)
-
-
-def _has_final_norm(branch: Branch) -> bool:
-    """Return whether a norm follows the stack: pre-LN stacks need one, post-LN stacks have none."""
+    # pre-LN stacks need a norm after them, post-LN stacks have none
     owner = parent(parent(branch.path))
     names = [*branch.tree.children(owner), *branch.tree.children(parent(owner))]
-    return any(
+    return not any(
         FINAL_NORM.search(leaf(name)) is not None
         and NORM_CLASS.search(type(branch.tree.modules[name]).__name__) is not None
         for name in names

@@ -297,18 +297,13 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
     return tuple(found), missing
 
 
-def is_inline(cls: type) -> bool:
-    """Return whether an attention of the class computes its scores by itself."""
-    return not _looks_up(cast("Any", cls))
-
-
 def _takes_prefix(block: Block, path: str, module: nn.Module) -> bool:
     """Return whether a module is an attention of the block that can take a prefix."""
     # Inkling 2 mixes the outputs of earlier blocks in an attention that projects nothing
     if not any(below(s.path, path) for s in (*block.sites, *block.parts)):
         return False
     cls = cast("Any", type(module))
-    return _is_known(cls) or (vars(module).get("config") is not None and _looks_up(cls))
+    return _is_known(cls) or (vars(module).get("config") is not None and not is_inline(cls))
 
 
 @functools.cache
@@ -318,10 +313,11 @@ def _is_known(cls: Any) -> bool:
 
 
 @functools.cache
-def _looks_up(cls: Any) -> bool:
+def is_inline(cls: Any) -> bool:
+    """Return whether an attention of the class computes its scores by itself."""
     # base classes too: a module with adapters has a subclass of its class
     own = (inspect.unwrap(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
-    return any(inspect.isfunction(f) and _TABLE in f.__code__.co_names for f in own)
+    return not any(inspect.isfunction(f) and _TABLE in f.__code__.co_names for f in own)
 
 
 def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site | str:

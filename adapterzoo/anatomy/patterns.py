@@ -278,8 +278,25 @@ _XMOD_NORMS: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = {
     r"attention\.output\.LayerNorm": ("at", "attention"), r"output\.LayerNorm": ("at", "mlp"),
 }  # fmt: skip
 
+# architectures that share a row
+_SHARED: tuple[tuple[Row, tuple[str, ...]], ...] = (
+    (_POST, (
+        "data2vec-audio", "maskformer", "openai-gpt", "pp_doclayout_v3",
+        "SeamlessM4Tv2TextToUnitDecoderLayer", "sew", "speecht5",
+    )),
+    (_STABLE, ("hubert", "unispeech", "unispeech-sat", "wav2vec2")),
+    (_HYPER, ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text")),
+    (_QUERIES, (
+        "EdgeTamVideoTwoWayAttentionBlock", "GroundingDinoDecoderLayer",
+        "MMGroundingDinoDecoderLayer", "Sam2TwoWayAttentionBlock", "Sam2VideoTwoWayAttentionBlock",
+        "Sam3DetrDecoderLayer", "Sam3LiteTextDetrDecoderLayer", "Sam3TrackerTwoWayAttentionBlock",
+        "Sam3TrackerVideoTwoWayAttentionBlock", "SamHQTwoWayAttentionBlock",
+        "SamTwoWayAttentionBlock",
+    )),
+)  # fmt: skip
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
+    **{name: row for row, names in _SHARED for name in names},
     "axk2": Row(
         roles={r"self_attn\.q_gate_proj": "qkv"},
         layouts={r"self_attn\.q_gate_proj": "q, gate per head"},
@@ -291,10 +308,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "ClvpSelfAttention": Row(outside=True),
     "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
     "cpmant": Row(states="preceded by the model's own prompt, which is removed at the end"),
-    "data2vec-audio": _POST,
-    "deepseek_v4": _HYPER,
     "dory": Row(apart=_BOTH, note="the stream moves a learned part of the way to each output"),
-    "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
     "EdgeTamVideoPerceiverEncoderLayer": Row(
         norms={r"layer_norm_latents": ("pre", "cross"), r"layer_norm_self": ("pre", "attention")}
     ),
@@ -305,7 +319,6 @@ ARCHITECTURES: Mapping[str, Row] = {
         note="the feed-forward part reads the stream beside attention's output",
     ),
     "FastSpeech2ConformerEncoderLayer": Row(post_norm="!normalize_before"),
-    "GroundingDinoDecoderLayer": _QUERIES,
     "GroundingDinoEncoderLayer": _GROUNDING,
     "falcon": Row(layouts={r".*query_key_value": "falcon"}, overwritten=r"mlp\.dense_4h_to_h"),
     "flaubert": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm="!pre_norm"),
@@ -314,7 +327,6 @@ ARCHITECTURES: Mapping[str, Row] = {
         absent=frozenset({"key", "value"}), states="several residual streams (AltUp)"
     ),
     "gemma4_text": _SHARED_KV,
-    "glm5_next_text": _HYPER,
     "gpt_bigcode": Row(layouts={r"attn\.c_attn": "q, k, v by multi_query"}),
     "gpt_oss": Row(layouts={r"mlp\.experts": "gate, in by turns"}),
     "HiggsAudioV2DecoderLayer": Row(
@@ -322,9 +334,6 @@ ARCHITECTURES: Mapping[str, Row] = {
         apart=frozenset({"mlp"}),
         note="tokens of text and of audio have norms and feed-forward parts of their own",
     ),
-    "hubert": _STABLE,
-    "hy_v4": _HYPER,
-    "hy_v4_vl_text": _HYPER,
     "ibert": Row(note="quantized layers that return scaling factors with their output"),
     "inkling2_loop_text": _INKLING2,
     "inkling2_text": _INKLING2,
@@ -357,14 +366,12 @@ ARCHITECTURES: Mapping[str, Row] = {
     "Mask2FormerMaskedAttentionDecoderLayer": Row(
         post_norm="!pre_norm", mixed=_ATTENTION, note=_QUERIES.note
     ),
-    "maskformer": _POST,
     "megatron-bert": Row(norms={"ln": ("pre", "mlp")}),
     "minimax": Row(
         layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
         # the normalized stream becomes the stream
         norms={"input_layernorm": None, "post_attention_layernorm": None},
     ),
-    "MMGroundingDinoDecoderLayer": _QUERIES,
     "MMGroundingDinoEncoderLayer": _GROUNDING,
     "mobilebert": Row(mixed=_ATTENTION, note="attention reads a narrow projection of the stream"),
     "MoonshineDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
@@ -383,7 +390,6 @@ ARCHITECTURES: Mapping[str, Row] = {
     "OneFormerTransformerDecoderQueryTransformerDecoderLayer": Row(
         post_norm="!normalize_before", mixed=_ATTENTION, note=_QUERIES.note
     ),
-    "openai-gpt": _POST,
     "patchtst": Row(
         norms={
             r"norm_sublayer1": ("at", "attention"),
@@ -395,7 +401,6 @@ ARCHITECTURES: Mapping[str, Row] = {
     "Phi4MultimodalAudioConformerEncoderLayer": Row(
         layouts={r"feed_forward_\w+\.gate_up_proj": "in, gate"}
     ),
-    "pp_doclayout_v3": _POST,
     "ProphetNetDecoderLayer": Row(
         outs={r"self_attn\.out_proj": "self_attn"},
         states="the main stream, followed by the predicting streams",
@@ -422,32 +427,18 @@ ARCHITECTURES: Mapping[str, Row] = {
         },
         outs={r"feed_forward\.value": "feed_forward"},
     ),
-    "Sam2TwoWayAttentionBlock": _QUERIES,
-    "Sam2VideoTwoWayAttentionBlock": _QUERIES,
-    "Sam3DetrDecoderLayer": _QUERIES,
-    "Sam3LiteTextDetrDecoderLayer": _QUERIES,
-    "Sam3TrackerTwoWayAttentionBlock": _QUERIES,
-    "Sam3TrackerVideoTwoWayAttentionBlock": _QUERIES,
-    "SamHQTwoWayAttentionBlock": _QUERIES,
-    "SamTwoWayAttentionBlock": _QUERIES,
     "SeamlessM4TConformerAdapterLayer": Row(
         mixed=_ATTENTION, note="attention reads a convolution of the stream"
     ),
     "SeamlessM4Tv2ConformerAdapterLayer": Row(
         mixed=_ATTENTION, note="attention reads a convolution of the stream"
     ),
-    "SeamlessM4Tv2TextToUnitDecoderLayer": _POST,
-    "sew": _POST,
-    "speecht5": _POST,
     "SwiftFormerStage": Row(
         absent=frozenset({"value"}), states="a feature map [rows, d_model, height, width]"
     ),
     "swin2sr": _BRANCH_NORMS,
     "swinv2": _BRANCH_NORMS,
     "timesformer": Row(outs={r"temporal_attention\.output\.dense": "temporal_dense"}),
-    "unispeech": _STABLE,
-    "unispeech-sat": _STABLE,
-    "wav2vec2": _STABLE,
     "wavlm": Row(
         functional=r"attention\.(q|k|v|out)_proj",
         post_norm="!do_stable_layer_norm",

@@ -170,6 +170,11 @@ class Site:
         return self.parameter is not None or not self.is_called
 
     @property
+    def lead(self) -> tuple[int, ...]:
+        """The dimensions in front of those of a weight: the number of experts, if any."""
+        return (self.experts,) if self.experts else ()
+
+    @property
     def is_routed(self) -> bool:
         """Whether the layer belongs to experts or is a parameter, so that it gets no batch."""
         return self.parameter is not None or "experts" in self.path.split(".")

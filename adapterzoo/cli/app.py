@@ -216,10 +216,7 @@ def train_command(
     be_quiet(shown)
     name = name or Path(output).name
     metrics = train(rows, tested, classes, output, name, progress=shown, **options)
-    if as_json:
-        print_json(metrics)
-        return
-    print_facts(metrics)
+    print_facts(metrics, as_json)
 
 
 @command(
@@ -296,11 +293,7 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     from .inspecting import facts_of
 
     be_quiet(False)
-    facts = facts_of(open_checkpoint(path, revision), model)
-    if as_json:
-        print_json(facts)
-    else:
-        print_facts(facts)
+    print_facts(facts_of(open_checkpoint(path, revision), model), as_json)
 
 
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from adapterzoo import errors
-
-T = TypeVar("T")
 
 
 def print_json(value: Any) -> None:
@@ -23,12 +21,16 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def print_facts(facts: Mapping[str, object]) -> None:
-    """Print names and values in two columns; leave out empty values.
+def print_facts(facts: Mapping[str, object], as_json: bool = False) -> None:
+    """Print names and values in two columns, without empty values; or as JSON.
 
     Args:
         facts: in the order to show them.
+        as_json: whether a program reads them.
     """
+    if as_json:
+        print_json(facts)
+        return
     shown = {k.replace("_", " "): _shown(v) for k, v in facts.items() if v not in (None, {}, [])}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
@@ -65,20 +67,6 @@ def wants_progress(as_json: bool) -> bool:
         as_json: whether a program reads the result.
     """
     return not as_json and sys.stderr.isatty()
-
-
-def progress(items: Sequence[T], title: str, shown: bool) -> Iterable[T]:
-    """Iterate with a progress bar on standard error.
-
-    Args:
-        items: to iterate over.
-        title: before the bar.
-        shown: whether to show the bar.
-    """
-    from tqdm import tqdm
-
-    bar: Iterable[T] = tqdm(items, title, disable=not shown, leave=False, file=sys.stderr)
-    return bar
 
 
 def be_quiet(shown: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     DataCollatorWithPadding,
     PrinterCallback,
@@ -27,7 +29,6 @@ from adapterzoo.trainer import AdapterTrainer
 
 from .checkpoints import CheckpointFolder, refuse_to_replace
 from .models import base_of, load, load_into, tokenizer_of, tokens_of_text
-from .output import progress as bar
 from .rows import Rows
 
 _NAME = "predicting"
@@ -225,7 +226,8 @@ def logits_of(
     model.eval()
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     found: list[Tensor] = []
-    for start in bar(range(0, len(order), batch_size), "predicting", progress):
+    starts = range(0, len(order), batch_size)
+    for start in tqdm(starts, "predicting", disable=not progress, leave=False, file=sys.stderr):
         batch = [texts[number] for number in order[start : start + batch_size]]
         tokens = tokenizer(
             batch, truncation=True, max_length=max_length, padding=True, return_tensors="pt"

@@ -38,30 +38,19 @@ EXAMPLES: Mapping[str, str] = {
 }
 """A legal call of each, shown in errors."""
 
-_OUTPUTS = "attends to the outputs of single adapters", "Fuse('a', Stack('b', 'c'))"
-_ROWS = "assigns each row by itself", "MultiTask('a', 'b', 'c')"
-REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "Fuse": dict.fromkeys(
-        ("Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split"), _OUTPUTS
+REFUSED: Mapping[str, tuple[frozenset[str], str]] = {
+    "Fuse": (
+        frozenset(("Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split")),
+        "attends to the outputs of single adapters",
     ),
-    "Parallel": {"Parallel": ("repeats the batch once for each child", "Parallel('a', 'b', 'c')")},
-    "BatchSplit": {
-        "MultiTask": ("divides the batch by numbers of rows, and not by tasks", _ROWS[1]),
-        "Parallel": (
-            "cannot repeat only a part of the batch",
-            "Parallel(BatchSplit('a', 'b', batch_sizes=1), 'c')",
-        ),
-    },
-    "MultiTask": {
-        "BatchSplit": _ROWS,
-        "MultiTask": _ROWS,
-        "Parallel": (
-            "cannot repeat only a part of the batch",
-            "Parallel(MultiTask('a', 'b'), 'c')",
-        ),
-    },
+    "Parallel": (frozenset(("Parallel",)), "repeats the batch once for each child"),
+    "BatchSplit": (frozenset(("MultiTask", "Parallel")), "gives numbers of rows to its children"),
+    "MultiTask": (
+        frozenset(("BatchSplit", "MultiTask", "Parallel")),
+        "assigns each row by itself",
+    ),
 }
-"""The nodes that each cannot contain, at any depth: the reason, and what to write."""
+"""The nodes that each cannot contain, at any depth, and the reason."""
 
 
 class Names(tuple[str, ...]):
@@ -117,18 +106,13 @@ class Node:
 
     def __repr__(self) -> str:
         """Return a constructor call."""
-        options = [f"{name}={value!r}" for name, value in self.shown.items()]
+        options = [f"{name}={value!r}" for name, value in self.options.items()]
         return f"{type(self).__name__}({', '.join([*map(repr, self.children), *options])})"
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The keyword arguments that, with the children, make the same composition."""
         return {}
-
-    @property
-    def shown(self) -> Mapping[str, Any]:
-        """The options to print: those that differ from the defaults."""
-        return self.options
 
     def nodes(self) -> Iterator[Node]:
         """Yield the composition itself and all those inside, from the outside in."""
@@ -186,10 +170,11 @@ class Node:
         inside = [child for child in self.children if isinstance(child, Node)]
         for inner in (node for child in inside for node in child.nodes()):
             name = type(inner).__name__
-            if refused := REFUSED.get(kind, {}).get(name):
+            refused, reason = REFUSED.get(kind, ((), ""))
+            if name in refused:
                 raise CompositionError(
-                    f"{given}: a {kind} cannot contain a {name}: it {refused[0]}. "
-                    f"Write {refused[1]}."
+                    f"{given}: a {kind} cannot contain a {name}: it {reason}. "
+                    f"Write {EXAMPLES[kind]}."
                 )
 
 
@@ -386,16 +371,6 @@ class Average(Node):
     def options(self) -> Mapping[str, Any]:
         """The normalized weights."""
         return {"weights": list(self.weights), "normalize_weights": False}
-
-    @property
-    def shown(self) -> Mapping[str, Any]:
-        """The normalized weights, unless they are all equal."""
-        if self.weights == _weights(self, None, True):
-            return {}
-        total = sum(self.weights)
-        as_given = bool(total) and tuple(w / total for w in self.weights) == self.weights
-        flag = {} if as_given else {"normalize_weights": False}
-        return {"weights": list(self.weights), **flag}
 
 
 def _sizes(node: Node, option: str, given: Sequence[int] | int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -267,7 +267,7 @@ class Tokens:
 
     steps: tuple[Chain | None, ...]
     sizes: tuple[int, ...]
-    acts_on: Literal["output", "input"] = "output"
+    acts_on: str
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`.
@@ -300,7 +300,7 @@ class Mean:
 
     steps: tuple[Chain | None, ...]
     weights: tuple[float, ...]
-    acts_on: Literal["output", "input"]
+    acts_on: str
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the average of the outputs, or the output of the average input."""
@@ -333,7 +333,7 @@ class Fused:
     chains: tuple[Chain, ...]
     last_adapters: tuple[int, ...]
     fusion: int
-    acts_on: Literal["output", "input"]
+    acts_on: str
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the last adapter's output with the fusion in place of its update."""
@@ -489,7 +489,7 @@ class Copies:
             rows: of the batch; None if all rows take the same copy.
 
         Raises:
-            CompositionError: the rows that the layer got, or its output, cannot be identified.
+            CompositionError: the rows that the layer got cannot be identified.
         """
         found = [layer if owner is None else copies[owner] for owner in self.owners]
         if len(set(self.owners)) == 1:
@@ -518,14 +518,9 @@ class Copies:
 
 def _joined(parts: list[Any], layout: RowLayout) -> Any:
     first = parts[0]
-    if isinstance(first, Tensor) and first.dim() and len({p.shape[1:] for p in parts}) == 1:
-        return layout.restored(torch.cat(parts))  # [rows, …]
-    if isinstance(first, tuple) and len({len(p) for p in parts}) == 1:
+    if isinstance(first, tuple):
         return tuple(_joined(list(each), layout) for each in zip(*parts, strict=True))
-    raise CompositionError(
-        f"rows of a batch: a {type(first).__name__}, which a layer of the head returned, cannot be "
-        f"joined row by row. Activate one adapter for all rows."
-    )
+    return layout.restored(torch.cat(parts))  # [rows, …]
 
 
 def inverse_of(
@@ -798,10 +793,10 @@ class _Site:
         acts_on = self._acts_on(last_adapters[-1])
         return Fused(tuple(chains), tuple(last_adapters), fusion, acts_on)
 
-    def _acts_on(self, part: int | Tree) -> Literal["output", "input"]:
-        owner = self._adapter(part) if isinstance(part, int) else part
-        return "input" if owner.acts_on == "input" else "output"
+    def _acts_on(self, part: int | Tree) -> str:
+        acts_on: str = (self._adapter(part) if isinstance(part, int) else part).acts_on
+        return acts_on
 
-    def _acts_on_all(self, steps: Sequence[Chain | None]) -> Literal["output", "input"]:
+    def _acts_on_all(self, steps: Sequence[Chain | None]) -> str:
         parts = [part for step in steps for part in step or ()]
         return "input" if all(self._acts_on(part) == "input" for part in parts) else "output"

@@ -6,17 +6,17 @@ tokens than others get filler, which is masked like padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import TokenInput
+from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.contracts import Joins, PromptAdapter, SharedKey
 
-from . import Child, Node
+from . import Child, Stack
 
 
 class Added(NamedTuple):
@@ -71,18 +71,14 @@ def prompts_of(
         parts: compositions that do not divide rows.
         adapters: name → its adapters that add tokens.
     """
-    return tuple(tuple(_added(part, adapters)) for part in parts)
 
+    def added(part: Child) -> Iterator[Added]:
+        for name in () if part is None else Stack(part).flatten():
+            for adapter in adapters.get(name, ()):
+                key = adapter.shared_key or SharedKey(name)
+                yield Added(key, adapter.length, adapter.after_first)
 
-def _added(node: Child, adapters: Mapping[str, Sequence[PromptAdapter]]) -> list[Added]:
-    if node is None:
-        return []
-    if not isinstance(node, Node):
-        return [
-            Added(adapter.shared_key or SharedKey(node), adapter.length, adapter.after_first)
-            for adapter in adapters.get(node, ())
-        ]
-    return [added for child in node.children for added in _added(child, adapters)]
+    return tuple(tuple(added(part)) for part in parts)
 
 
 class Joined:

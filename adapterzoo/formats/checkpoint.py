@@ -118,28 +118,10 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     return found
 
 
-def to_plain(
-    config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
-) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """Return an adapter as files of the peers hold it, see `AdapterConfig.plain`.
-
-    Args:
-        config: of the adapter.
-        tensors: of all its places.
-        anatomy: of the model.
-    """
-    exported = config.plain
-    if exported is config or exported == config:
-        return config, dict(tensors)
-    return exported, _changed(
-        config, tensors, anatomy, lambda placed, tensors: placed.plain_tensors(tensors)
-    )
-
-
 def from_plain(
     config: AdapterConfig, tensors: Mapping[str, Tensor], anatomy: Anatomy
 ) -> dict[str, Tensor]:
-    """Return the tensors of an adapter from those that `plain` returned.
+    """Return the tensors of an adapter from those that `exported` returned.
 
     Args:
         config: of the adapter.
@@ -278,10 +260,17 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
-    """Return a checkpoint with its adapter as files of the peers hold it."""
+    """Return a checkpoint with its adapter as files of the peers hold it.
+
+    See `AdapterConfig.plain`.
+    """
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
-    config, tensors = to_plain(config, checkpoint.adapter, info.anatomy)
-    metadata = {**checkpoint.metadata, "config": config.to_dict()}
+    if config.plain == config:
+        return checkpoint
+    tensors = _changed(
+        config, checkpoint.adapter, info.anatomy, lambda placed, own: placed.plain_tensors(own)
+    )
+    metadata = {**checkpoint.metadata, "config": config.plain.to_dict()}
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 

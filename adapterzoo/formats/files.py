@@ -371,7 +371,8 @@ def _regular(file: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.") from error
     except _DAMAGED as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        # torch's next sentence says how to run the code
+        reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise CheckpointError(
             f"{str(file)!r} is damaged, or holds code ({reason}). {AGAIN}."
         ) from error

@@ -50,7 +50,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor
     labels = _shaped(labels, logits.shape[:-1]).to(logits.device, torch.long)
     check_range(labels, 0, classes - 1)
     total = F.cross_entropy(
-        _wide(logits).reshape(-1, classes),  # [labels, classes]
+        logits.to(compute_dtype(logits.dtype)).reshape(-1, classes),  # [labels, classes]
         labels.reshape(-1),  # [labels]
         ignore_index=IGNORED,
         reduction="sum",
@@ -69,7 +69,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) ->
     Raises:
         ConfigError: wrong shape or value of the labels.
     """
-    wide = _wide(logits)
+    wide = logits.to(compute_dtype(logits.dtype))
     labels = _shaped(labels, logits.shape).to(logits.device, wide.dtype)
     check_range(labels, 0, 1)
     counts = labels != IGNORED
@@ -88,7 +88,7 @@ def squared_error(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor
     Raises:
         ConfigError: wrong shape of the labels.
     """
-    wide = _wide(logits)
+    wide = logits.to(compute_dtype(logits.dtype))
     labels = _shaped(labels, logits.shape[:-1]).to(logits.device, wide.dtype)
     numbers = wide.squeeze(-1)  # [batch]
     total = (numbers - labels).square().sum()
@@ -119,10 +119,6 @@ def _shaped(labels: Tensor, shape: torch.Size) -> Tensor:
     if kept != [size for size in shape if size != 1]:
         raise ConfigError(f"labels: shape {list(labels.shape)}. Write labels of {list(shape)}.")
     return labels.reshape(shape)  # [*shape]
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(compute_dtype(logits.dtype))
 
 
 def _count(counts: Tensor, given: Count) -> Tensor | int:

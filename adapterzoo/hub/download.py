@@ -12,8 +12,8 @@ from huggingface_hub import constants, snapshot_download
 from adapterzoo.errors import HubError, listing, names_call
 from adapterzoo.formats.setup_files import SETUP
 
-from .names import RepoRef, is_complete, known_files, locate
-from .old_ids import has_index, is_old_id, repository_of
+from .names import RepoRef, is_complete, is_public_name, known_files, locate
+from .old_ids import is_old_id, repository_of
 from .requests import asking
 
 
@@ -71,7 +71,7 @@ def resolve(
         return _adapter(ref, options)
     except HubError:
         # a name such as "sentiment/sst-2" can be either
-        if source is None and not ref.subfolder and has_index(model_name):
+        if source is None and not ref.subfolder and is_public_name(model_name):
             with contextlib.suppress(HubError):
                 return _adapter(RepoRef(repository_of(name, model_name, config)), options)
         raise

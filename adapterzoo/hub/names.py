@@ -31,6 +31,7 @@ _WEIGHTS = {
         ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
     ),
 }
+_PAIRS = [pair for pairs in _WEIGHTS.values() for pair in pairs]
 _CONFIGS = (*_WEIGHTS, "adapter_interface.json")
 
 
@@ -105,8 +106,7 @@ def wanted(names: Iterable[str]) -> list[str]:
         Nothing if the folder has no weights.
     """
     there = set(names)
-    pairs = (pair for group in _WEIGHTS.values() for pair in group)
-    weights = [next(name for name in pair if name in there) for pair in pairs if there & {*pair}]
+    weights = [next(name for name in pair if name in there) for pair in _PAIRS if there & {*pair}]
     return [*weights, *(name for name in _CONFIGS if name in there)] if weights else []
 
 
@@ -122,5 +122,4 @@ def is_complete(names: Iterable[str]) -> bool:
 
 def known_files() -> list[str]:
     """Return every name that a file of an adapter may have."""
-    pairs = (pair for group in _WEIGHTS.values() for pair in group)
-    return [*(name for pair in pairs for name in pair), *_CONFIGS]
+    return [*(name for pair in _PAIRS for name in pair), *_CONFIGS]

@@ -43,11 +43,6 @@ def is_old_id(name: object) -> bool:
     return isinstance(name, str) and "@" in name and bool(_OLD_ID.fullmatch(name.strip()))
 
 
-def has_index(model_name: str | None) -> bool:
-    """Return whether AdapterHub can have an index for a base model: its name is public."""
-    return model_name is not None and is_public_name(model_name)
-
-
 def repository_of(old_id: str, model_name: str | None = None, config: Any = None) -> str:
     """Return the repository of the Hub that has the adapter of an old id.
 
@@ -66,21 +61,17 @@ def repository_of(old_id: str, model_name: str | None = None, config: Any = None
         raise HubError(f"{old_id!r} is not an id of AdapterHub. Write 'task/dataset@organization'.")
     if match["name"]:
         return f"{OWNER}/{match['name'].partition('.')[0]}"
-    if model_name is None or not has_index(model_name):
-        raise HubError(
-            f"AdapterHub has one index for each base model, and the name of this one is "
-            f"{model_name!r}. Write {argument('model_name', 'bert-base-uncased')}."
-        )
     address = _address(old_id, match, _index(model_name), config)
     found = f"{OWNER}/{address.rpartition('/')[2].partition('.')[0]}"
     _LOG.warning("%r is the repository %r of the Hub now. Write that name.", old_id, found)
     return found
 
 
-def _index(model_name: str) -> Mapping[str, Any]:
+def _index(model_name: str | None) -> Mapping[str, Any]:
     """Return AdapterHub's index of a base model."""
+    public = str(model_name) if is_public_name(model_name) else ""
     # a model of the index may have got an owner on the Hub since
-    for name in dict.fromkeys([model_name, model_name.rpartition("/")[2]]):
+    for name in dict.fromkeys([public, public.rpartition("/")[2]] if public else []):
         with asking(f"AdapterHub's index for {model_name!r}"):
             response = get_session().get(
                 INDEX.format(quote(name)),

@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
 from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats.files import read_json
+from adapterzoo.names import one_of
 
 from .names import ADAPTER_CONFIG
 from .old_ids import OWNER, is_old_id, repository_of
@@ -96,11 +97,7 @@ def list_adapters(
     """
     if library is not None and library not in LIBRARIES:
         raise unknown_name("", "library", library, LIBRARIES)
-    if None not in (base_model, model_name) and base_model != model_name:
-        raise ConfigError(
-            f"base_model={base_model!r} and model_name={model_name!r} differ. Write one of them."
-        )
-    base_model = base_model or model_name
+    base_model = one_of(base_model=base_model, model_name=model_name)
     if source not in ("ah", "hf", None) or (source == "ah" and author not in (OWNER, None)):
         raise ConfigError(
             f"source={source!r} is not legal with author={author!r}. Leave one of them out."

@@ -23,7 +23,6 @@ from adapterzoo.errors import (
     ConfigError,
     listing,
     names_call,
-    unknown_name,
 )
 from adapterzoo.formats import files, native, setup_files
 from adapterzoo.formats.checkpoint import Checkpoint
@@ -258,7 +257,6 @@ def adapter_card(
     language = text.language
     if language is not None and not isinstance(language, str):
         language = list(language)
-    more: dict[str, Any] = {"base_model_relation": "adapter"} if base else {}
     data = ModelCardData(
         base_model=base,
         datasets=list(text.datasets) or None,
@@ -271,7 +269,7 @@ def adapter_card(
             dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
                            *text.tags])
         ),
-        **more,
+        base_model_relation="adapter" if base else None,
     )  # fmt: skip
     name = setup or document.get("name") or repo_id.rpartition("/")[2]
     trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
@@ -344,24 +342,6 @@ def load_code(
             f"model = AutoAdapterModel.from_pretrained({name})",
         ]
     return "\n".join([*lines, load])
-
-
-def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
-    """Read the author's texts from a mapping with AdapterHub's keys.
-
-    Args:
-        words: tags, language, license, metrics, architecture_training, results, citation.
-        **more: fields of `CardText`.
-
-    Raises:
-        UnknownNameError: a key is unknown.
-    """
-    same = ("tags", "language", "license", "metrics", "architecture_training", "citation")
-    # "results" is a text there
-    names = {name: name for name in same} | {"results": "evaluation"}
-    if unknown := sorted(words.keys() - names.keys()):
-        raise unknown_name("adapter_card_kwargs", "key", unknown[0], names)
-    return CardText(**{names[key]: value for key, value in words.items()}, **more)
 
 
 def _model(base: str | None, document: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ from .adapted import (
 from .attention import AdaptedAttention
 from .building import layer_at
 from .layers import ExpertAdapters, FusedAdapters, LayerCall, matrix, mergeable, stores_transposed
-from .tokens import AdaptedEmbeddings, AdaptedPositions, AdaptedStack
+from .tokens import AdaptedEmbeddings, AdaptedPositions
 
 
 def put(
@@ -155,7 +155,12 @@ def take(layer: nn.Module, name: str) -> Adapter:
 
 
 def capture_input(
-    module: nn.Module, reader: str, name: str, active: ActiveState, path: str
+    module: nn.Module,
+    reader: str,
+    name: str,
+    active: ActiveState,
+    path: str,
+    kind: type[Adapted] | None = None,
 ) -> None:
     """Make a module pass its first input to a site when a plan requests it.
 
@@ -163,26 +168,15 @@ def capture_input(
 
     Args:
         module: of the model.
-        reader: path of the site that reads the input.
+        reader: path of the site that reads the input; of the module itself, if it is one whose
+            calls are recorded.
         name: of the adapter.
         active: the model's.
         path: of the module, as plans name it.
+        kind: `AdaptedStack` for an encoder or decoder whose calls are recorded.
     """
-    swap(module, active, path)
+    swap(module, active, path, kind=kind)
     cast("Adapted", module)._link.helps.add((reader, name))
-
-
-def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -> None:
-    """Record the calls of an encoder or decoder for the adapter `name` when a plan requests it.
-
-    Args:
-        module: of the model.
-        name: of the adapter.
-        active: the model's.
-        path: of the module, as plans name it.
-    """
-    swap(module, active, path, kind=AdaptedStack)
-    cast("Adapted", module)._link.helps.add((path, name))
 
 
 def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveState) -> None:

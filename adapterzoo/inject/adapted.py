@@ -280,7 +280,6 @@ def base_of(
     layer: nn.Module,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    active: ActiveState | None = None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LayerCall:
     """Return the layer as passed to its adapters, outside a forward.
@@ -289,16 +288,12 @@ def base_of(
         layer: the layer.
         weight: `[d_out, d_in]`, to pass as the untouched weight; None: the layer's own.
         bias: `[d_out]`, to pass as the untouched bias; None: the layer's own.
-        active: of the model; None: that of the layer's adapters, if it has any.
         kept: the untouched values of parameters that hold merged ones, as the layer stores them.
     """
-    if active is None and isinstance(layer, Adapted):
-        active = layer._link.active
     if isinstance(layer, Adapted):
-        plain = functools.partial(super(Adapted, layer).forward)
+        base = LayerCall(layer, super(Adapted, layer).forward, context=layer._link.active.call)
     else:
-        plain = functools.partial(type(layer).forward, layer)
-    base = LayerCall(layer, plain, context=None if active is None else active.call)
+        base = LayerCall(layer, functools.partial(type(layer).forward, layer))
     base.shown = weight
     base.shown_bias = bias
     base.kept = kept
@@ -461,11 +456,9 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, site: SiteStep) -> Ten
 
     def change(number: int, value: Tensor) -> Tensor:
         adapter = adapters[number]
-        if isinstance(adapter, ExpertAdapters):
-            acts = parameter in adapter._modules
-        else:
-            # others act in the layer's calls only
-            acts = isinstance(adapter, WeightAdapter) and parameter in layer._shown.names
+        # others act in the layer's calls only
+        shows = isinstance(adapter, WeightAdapter) and parameter in layer._shown.names
+        acts = shows or isinstance(adapter, ExpertAdapters)
         return changed(adapter, parameter, value, base, transposed) if acts else value
 
     # the sum of all changes is rounded once

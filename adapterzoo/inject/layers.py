@@ -174,7 +174,7 @@ class LayerCall(BaseLayer):
         """
         positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
         named = dict(zip(positions, self._args, strict=False))
-        return StackCall(self._in_model.stack, {**named, **self._kwargs})
+        return StackCall(cast("CallContext", self._context).stack, {**named, **self._kwargs})
 
     @property
     def is_in_call(self) -> bool:
@@ -186,17 +186,11 @@ class LayerCall(BaseLayer):
         """Return the module that the adapter's layers share."""
         key = cast("SharedKey", adapter.shared_key)
         own = None if adapter.is_replica else key.module
-        return self._in_model.shared(key) if own is None else own
+        return cast("CallContext", self._context).shared(key) if own is None else own
 
     def part(self, path: str) -> Any:
         """Return a module or parameter of the running model, of this replica."""
-        return self._in_model.part(path)
-
-    @property
-    def _in_model(self) -> CallContext:
-        if self._context is None:
-            raise StateError(f"this {type(self._module).__name__} is not in a model with adapters")
-        return self._context
+        return cast("CallContext", self._context).part(path)
 
 
 class SlicedLayer(LayerView):
@@ -453,11 +447,6 @@ class ExpertAdapters(Adapter):
         """Return the module's output, computed with the weights from `changed`."""
         return base(x)
 
-    def changed(self, parameter: str, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return a weight `[*experts, d_out, d_in]` with the adapters' change."""
-        adapters = self._modules.get(parameter)
-        return adapters.weight(w, base) if isinstance(adapters, FusedAdapters) else w
-
 
 def is_additive(adapter: nn.Module | None) -> bool:
     """Return whether merging the adapter equals keeping it active beside others."""
@@ -481,7 +470,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
 
 
 def changed(
-    adapter: nn.Module, parameter: str, value: Tensor, base: BaseLayer, transposed: bool
+    adapter: nn.Module | None, parameter: str, value: Tensor, base: BaseLayer, transposed: bool
 ) -> Tensor:
     """Return a parameter of a layer with an adapter's change, as the layer stores it.
 
@@ -497,13 +486,13 @@ def changed(
     """
     if isinstance(adapter, CopyAdapter):
         return adapter.parameter(parameter, value, base)
-    if parameter == "bias" and not isinstance(adapter, ExpertAdapters):
-        return mergeable(adapter).bias(value, base)
-    w = value.mT if transposed else value
     if isinstance(adapter, ExpertAdapters):
-        w = adapter.changed(parameter, w, base)
-    else:
-        w = mergeable(adapter).weight(w, base)
+        if parameter not in adapter._modules:
+            return value
+        adapter = adapter._modules[parameter]
+    elif parameter == "bias":
+        return mergeable(adapter).bias(value, base)
+    w = mergeable(adapter).weight(value.mT if transposed else value, base)
     return w.mT if transposed else w
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,18 @@ def join(
         return None, {}
     if generation is None and bounds_in(given) is not None:
         raise StateError(packed(f"{_names(prompts)} adds its tokens"))
-    cached = 0 if tokens.is_encoder else cached_tokens(given) or 0
     generates = generation is not None
+    cached = 0
     if not tokens.is_encoder:
-        _check_past(given, t.shape[1], cached, generation)
+        found = cached_tokens(given)
+        cached = found or 0
+        # without a cache each step of `generate` has all tokens before
+        new = generation.new if generation is not None and not cached else None
+        if found is None or (new and t.shape[1] <= new):
+            raise StateError(
+                "an adapter adds tokens at the start of a sequence, and this model does not count "
+                "the earlier tokens in its cache. Write use_cache=False."
+            )
     joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
     mask = _mask(given)
     own = t.shape[1] + max(cached - joined.count, 0)
@@ -94,8 +102,12 @@ def join(
             f"adds. Start with an empty cache."
         )
     joined.lay_out(t.shape[0], own, mask, t.device, first_filler)
-    if not joined.is_even:
-        _check_uneven(joined, given, generates)
+    if not tokens.is_encoder and not joined.is_even:
+        # filler in some rows must not change the positions of their tokens
+        if not generates and not joined.adds:
+            _check_even(joined, "go on from a cache whose rows are filled up behind. Use generate")
+        if generates and tokens.positions is not None and given.get("position_ids") is None:
+            _check_even(joined, "come without position_ids")
     changed = dict(given)
     if (wide := joined.mask()) is not None:
         changed["attention_mask"] = wide
@@ -116,21 +128,6 @@ def join(
         if name not in _NO_TOKENS and name != "position_ids" and not name.startswith("decoder_"):
             changed[name] = _extended(joined, name, value, t.shape[:2])
     return joined, changed
-
-
-def _check_past(
-    given: Mapping[str, Any], count: int, cached: int, generation: Generation | None
-) -> None:
-    """Check that a model does not keep earlier tokens in a form that cannot be counted."""
-    again = cached_tokens(given) is None
-    if generation is not None and generation.new and not cached:
-        # without a cache each step of `generate` has all tokens before
-        again = again or count <= generation.new
-    if again:
-        raise StateError(
-            "an adapter adds tokens at the start of a sequence, and this model does not count the "
-            "earlier tokens in its cache. Write use_cache=False."
-        )
 
 
 def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
@@ -158,17 +155,6 @@ def _check_even(joined: Joined, why: str) -> None:
             f"the prompts of {_names(joined.prompts)} have different lengths, and the inputs of "
             f"this model {why}. Call it with the rows of one prompt at a time."
         )
-
-
-def _check_uneven(joined: Joined, given: Mapping[str, Any], generates: bool) -> None:
-    """Check that filler in some rows does not change the positions of their tokens."""
-    tokens = joined.prompts.tokens
-    if tokens.is_encoder:
-        return
-    if not generates and not joined.adds:
-        _check_even(joined, "go on from a cache whose rows are filled up behind. Use generate")
-    if generates and tokens.positions is not None and given.get("position_ids") is None:
-        _check_even(joined, "come without position_ids")
 
 
 def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
@@ -200,28 +186,6 @@ def _after_encoder(
         return None, {}
     joined.lay_out(hidden.shape[0], tokens, mask, hidden.device)
     return joined, {**given, "attention_mask": joined.mask()}
-
-
-def ids_in(given: Mapping[str, Any], joined: Joined | None, context: CallContext) -> Tensor | None:
-    """Return the token ids of a call, `[rows, tokens]`, `NO_TOKEN` at added tokens.
-
-    Args:
-        given: arguments of the call, by name.
-        joined: the longer sequences; None if adapters add no tokens.
-        context: of the model, before the call.
-
-    Returns:
-        None if they are unknown.
-    """
-    ids = grid(given.get("input_ids"))
-    if context.stacks:
-        outer = context.stacks[-1].call.ids
-        # a decoder has others than its encoder
-        is_other = outer is None or (ids is not None and ids.shape != outer.shape)
-        return ids if is_other else outer
-    if ids is None or joined is None or not joined.adds or not joined.is_laid_out:
-        return ids
-    return joined.extended(joined.own(ids), NO_TOKEN)
 
 
 def entered(
@@ -320,21 +284,9 @@ class AdaptedPositions(Adapted):
         if plan.rows is not None and numbers.shape[0] == 1:
             numbers = numbers.expand(len(plan.rows.index), -1)  # [rows, tokens]
 
-        def read(numbers: Tensor) -> Any:
-            # a table gives embeddings, to which other adapters may add; a rotation has none
-            if not is_table:
-                return numbers
-            size = cast("nn.Embedding", self).num_embeddings
-            # on a GPU the look-up raises
-            if numbers.is_cpu and not torch.compiler.is_compiling() and numbers.max() >= size:
-                last = int(numbers.max())
-                raise StateError(
-                    f"position {last}: the model has {size} positions for the prefix and the "
-                    f"tokens. Give it {last - size + 1} tokens less."
-                )
-            return plain(numbers)
-
+        # a table gives embeddings, to which other adapters may add; a rotation has none
         is_table = isinstance(self, nn.Embedding)
+        read = plain if is_table else lambda numbers: numbers
         base = LayerCall(self, read, context=active.call)
         found = evaluate(*acting(self, site), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
@@ -430,11 +382,17 @@ def recorded_call(
         if joined is not None:
             args, kwargs, given = (), changed, changed
     shared = None if path else functools.partial(shared_of, module)
+    adding = joined if joined is not None and joined.adds else None
     places = None
-    if joined is not None and joined.adds and below(joined.prompts.tokens.stack, path):
-        places = joined.at
-    ids = ids_in(given, joined, context)
+    if adding is not None and below(adding.prompts.tokens.stack, path):
+        places = adding.at
+    ids = grid(given.get("input_ids"))
     outer = context.stacks[-1].call if context.stacks else None
+    if outer is not None and outer.ids is not None:
+        # a decoder has others than its encoder
+        ids = outer.ids if ids is None or ids.shape == outer.ids.shape else ids
+    elif outer is None and ids is not None and adding is not None and adding.is_laid_out:
+        ids = adding.extended(adding.own(ids), NO_TOKEN)
     call = RecordedCall(path, given, context.generation, places, ids, outer)
     context.stacks.append(Frame(call, shared, module, joined))
     try:

@@ -100,14 +100,6 @@ def _gelu(du: Tensor, h: Tensor) -> Tensor:
     return _ATEN.gelu_backward(du, h)  # type: ignore[no-any-return]
 
 
-def _gelu_tanh(du: Tensor, h: Tensor) -> Tensor:
-    return _ATEN.gelu_backward(du, h, approximate="tanh")  # type: ignore[no-any-return]
-
-
-def _leaky_relu(du: Tensor, h: Tensor) -> Tensor:
-    return _ATEN.leaky_relu_backward(du, h, 0.01, False)  # type: ignore[no-any-return]
-
-
 def _silu(du: Tensor, h: Tensor) -> Tensor:
     # torch's own is not differentiable
     if torch.is_grad_enabled():
@@ -141,20 +133,20 @@ def _sqrtsoftplus(du: Tensor, h: Tensor) -> Tensor:
     return 0.5 * inner / F.softplus(h).sqrt()
 
 
-# dh from du and h, u = φ(h); all are differentiable again
+# other names of a formula; some of their functions round differently
+SYNONYMS = {
+    "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "leakyrelu": "leaky_relu", "swish": "silu",
+}  # fmt: skip
+# dh from du and h, u = φ(h), by formula; all are differentiable again
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_10": _gelu_10,
-    "gelu_accurate": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_python": _gelu,
-    "gelu_python_tanh": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_tanh": lambda du, h: _ATEN.gelu_backward(du, h, approximate="tanh"),
     "hardswish": lambda du, h: _ATEN.hardswish_backward(du, h),
     "laplace": _laplace,
-    "leaky_relu": _leaky_relu,
-    "leakyrelu": _leaky_relu,
+    "leaky_relu": lambda du, h: _ATEN.leaky_relu_backward(du, h, 0.01, False),
     "linear": lambda du, h: du,
     "mish": _mish,
     "quick_gelu": lambda du, h: _sigmoid_weighted(du, h, 1.702),
@@ -164,9 +156,13 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid": lambda du, h: _ATEN.sigmoid_backward(du, torch.sigmoid(h)),
     "silu": _silu,
     "sqrtsoftplus": _sqrtsoftplus,
-    "swish": _silu,
     "tanh": lambda du, h: _ATEN.tanh_backward(du, torch.tanh(h)),
 }
+
+
+def formula(activation: str) -> str:
+    """Return the name of an activation's formula."""
+    return SYNONYMS.get(activation, activation)
 
 
 def bottleneck_torch(
@@ -227,7 +223,7 @@ def bottleneck_torch_backward(
         of_up_bias = of_up_bias if scaling == 1.0 else of_up_bias * scaling
     if needs_x or needs_down or needs_down_bias:
         du = _scaled(scaling, inner, flat, up.T.contiguous().T)  # [rows, width]
-        inner = DERIVATIVES[activation](du, inner)
+        inner = DERIVATIVES[formula(activation)](du, inner)
         if dh is not None:
             inner = inner + rows_of(dh)
     if needs_x and adds and dy.dtype is h.dtype:

@@ -22,29 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from . import compose_triton, low_rank, low_rank_triton
-from .bottleneck import DERIVATIVES, FUNCTIONS, bottleneck_torch, bottleneck_torch_backward
+from .bottleneck import (
+    DERIVATIVES,
+    FUNCTIONS,
+    bottleneck_torch,
+    bottleneck_torch_backward,
+    formula,
+)
 from .ops import launch
 from .tiles_triton import FEW, Tile, cut, parted, precision, product
 
-# activations → their names in `phi`; names of one formula share one
-FUSED = {
-    "gelu": "gelu",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_python": "gelu",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "leaky_relu": "leaky_relu",
-    "leakyrelu": "leaky_relu",
-    "linear": "linear",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "sigmoid": "sigmoid",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
+# the formulas of `phi`
+FUSED = frozenset(
+    ("gelu", "gelu_tanh", "leaky_relu", "linear", "quick_gelu", "relu", "sigmoid", "silu", "tanh")
+)
 # the widest h that a program keeps
 _WIDEST, _WIDEST_OF_FLOAT32 = 256, 64
 # all programs of a block of rows compute h
@@ -160,7 +151,7 @@ def bottleneck(
     """
     width, d_model = down.shape
     widest = _WIDEST_OF_FLOAT32 if down.dtype is torch.float32 else _WIDEST
-    if activation not in FUSED or width > widest:
+    if formula(activation) not in FUSED or width > widest:
         return bottleneck_torch(to, x, down, down_bias, up, up_bias, scaling, activation, keeps)
     flat = to.reshape(-1, d_model)  # [rows, d_model]
     read = flat if x is None else x.reshape(-1, d_model)  # [rows, d_model]
@@ -174,7 +165,7 @@ def bottleneck(
         bottleneck_kernel, (blocks, parts), flat, read, down, down_bias.contiguous(), up,
         up_bias.contiguous(), out, h if keeps else None, *flat.stride(), *read.stride(),
         *down.stride(), *up.stride(), rows, d_model, width, part, scaling,
-        PHI=FUSED[activation], KEEPS=keeps, PRECISION=precision(down.dtype), **tile.pipelined,
+        PHI=formula(activation), KEEPS=keeps, PRECISION=precision(down.dtype), **tile.pipelined,
     )  # fmt: skip
     return out, h
 
@@ -196,7 +187,7 @@ def bottleneck_backward(
     """
     needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     width = down.shape[0]
-    if activation not in FUSED or width > compose_triton._WIDEST_RANK:
+    if formula(activation) not in FUSED or width > compose_triton._WIDEST_RANK:
         return bottleneck_torch_backward(dy, x, h, down, up, scaling, activation, adds, *needs)
     needs_h = needs_x or needs_down or needs_down_bias
     u = FUNCTIONS[activation](h) if needs_up else h  # [*batch, width]
@@ -208,7 +199,7 @@ def bottleneck_backward(
     )
     dx, of_down, of_down_bias = x.new_empty(0), h.new_empty(0), h.new_empty(0)
     if needs_h:
-        dh = DERIVATIVES[activation](du, h)  # [*batch, width]
+        dh = DERIVATIVES[formula(activation)](du, h)  # [*batch, width]
     if needs_down_bias:
         of_down_bias = dh.reshape(-1, width).sum(0)  # [width]
     if needs_x and adds:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,24 +169,19 @@ def in_layout_of(y: Tensor, x: Tensor, Q: Tensor) -> Tensor:
 
     Args:
         y: `[*experts, *batch, d_in]`, x rotated by Q.
-        x: of the same shape; an expanded row (stride 0) is copied once.
+        x: of the same shape; an expanded row (stride 0) is copied once, and not at all if y needs
+            a gradient, which each position has for itself.
         Q: `[*experts, m, chunks, width, width]`.
     """
     if y.stride() == x.stride():
         return y
     if any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
         # the numbers of y are equal along a row that was expanded, but not between experts or
-        # features
+        # features, and their gradients are not
         own = [*range(Q.dim() - 4), -1]
-        if any(x.shape[i] > 1 and not x.stride(i) for i in own):
+        differ = any(x.shape[i] > 1 and not x.stride(i) for i in own)
+        if differ or (y.requires_grad and torch.is_grad_enabled()):
             return y
-        if y.requires_grad and torch.is_grad_enabled():
-            laid_out: Tensor = _LaidOut.apply(y, x)
-            return laid_out
-    return _laid_out(y, x)
-
-
-def _laid_out(y: Tensor, x: Tensor) -> Tensor:
     steps = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1 and step)
     # overlapping windows hold fewer numbers than y
     if any(wider < step * n for (step, n), (wider, _) in pairwise(steps)):
@@ -195,28 +189,6 @@ def _laid_out(y: Tensor, x: Tensor) -> Tensor:
     once = tuple(slice(None) if step else slice(1) for step in x.stride())
     out = y.new_empty_strided(y[once].shape, x.stride())
     return out.copy_(y[once]).expand(x.shape)  # [*batch, d_in]
-
-
-class _LaidOut(torch.autograd.Function):
-    """`_laid_out`; each position of an expanded row has a gradient of its own."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(y: Tensor, x: Tensor) -> Tensor:
-        return _laid_out(y, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0]
 
 
 def products(Q: Tensor) -> list[Tensor]:

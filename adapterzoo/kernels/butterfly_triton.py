@@ -153,7 +153,8 @@ def _rotate(
     experts, chunks, width, _ = own.shape
     rows = flat.shape[1]
     tile = rotate_tile(rows, width, left is not None)
-    tiles, used = _shared(chunks, width, tile.columns)
+    together = min(chunks, tile.columns // width)
+    tiles, used = triton.cdiv(chunks, together), together * width
     parts, part = _parts(rows, tile.rows, experts * tiles)
     y = x.new_empty(x.shape) if needs_y else None
     sums = None if left is None else x.new_empty((parts, *blocks.shape), dtype=torch.float32)
@@ -173,12 +174,6 @@ def _shaped(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return `x` as `[experts, rows, d_in]`, `blocks` as `[experts, chunks, width, width]`."""
     own = blocks.reshape(-1, *blocks.shape[-3:])  # [experts, chunks, width, width]
     return x.reshape(own.shape[0], -1, x.shape[-1]), own  # [experts, rows, d_in]
-
-
-def _shared(chunks: int, width: int, columns: int) -> tuple[int, int]:
-    """Return how many tiles the chunks take, and the features of each."""
-    together = min(chunks, columns // width)
-    return triton.cdiv(chunks, together), together * width
 
 
 def _parts(rows: int, tall: int, programs: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from adapterzoo.errors import KernelError
 
 from . import ops
-from .low_rank import dropout_bits, dropout_mask, dropout_scale, dropout_seed, low_rank_reference
+from .low_rank import dropout_bits, dropout_mask, dropout_scale, dropout_seed
 from .ops import product
 
 # in the index: no adapter
@@ -53,31 +53,6 @@ def stacked_up(b: Sequence[Tensor]) -> Tensor:
     return pad_sequence([factor.T for factor in b], batch_first=True).mT  # [n, d_out, rank]
 
 
-def grouped_low_rank_reference(
-    y: Tensor,
-    x: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scaling: Sequence[float],
-    groups: Groups,
-) -> Tensor:
-    """Return `low_rank_reference` of each row with its adapter, in the dtype of `y`.
-
-    Args:
-        y: `[batch, *tokens, d_out]`, the output that gets the update.
-        x: `[batch, *tokens, d_in]`, in the dtype of the factors.
-        a: n factors `[rank_i, d_in]`.
-        b: n factors `[d_out, rank_i]`.
-        scaling: n factors s.
-        groups: which adapter each row of the batch takes.
-    """
-    rows = [
-        y[row] if i == BASE else low_rank_reference(y[row], x[row], a[i], b[i], scaling[i])
-        for row, i in enumerate(groups.index)
-    ]
-    return torch.stack(rows) if rows else y.clone()  # [batch, *tokens, d_out]
-
-
 def grouped_low_rank(
     y: Tensor,
     x: Tensor,
@@ -88,7 +63,7 @@ def grouped_low_rank(
     dropout: float = 0.0,
     training: bool = False,
 ) -> Tensor:
-    """Return `grouped_low_rank_reference` for `x` of any dtype, with dropout, in few calls.
+    """Return `low_rank_reference` of each row with its adapter, with dropout, in few calls.
 
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
@@ -249,16 +224,7 @@ class Groups:
             name: of the attribute.
             device: of the tensor.
         """
-        return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
-
-    def row_scales(
-        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the scaling of each row, `[batch]`; 1 for rows without an adapter."""
-        key = ("rows", scaling, device, dtype)
-        return self._kept(
-            key, device, dtype, lambda: [1.0 if i == BASE else scaling[i] for i in self.index]
-        )
+        return self.kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
     def scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
@@ -266,7 +232,7 @@ class Groups:
         """Return the scaling of each adapter, `[n]`; layers with equal scalings share it."""
         if torch.compiler.is_compiling():
             return torch.tensor(scaling, dtype=dtype, device=device)
-        return self._kept((scaling, device, dtype), device, dtype, lambda: scaling)
+        return self.kept((scaling, device, dtype), device, dtype, lambda: scaling)
 
     def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
         """Return the plan for the Triton kernels, int32; see `plan_of`.
@@ -277,9 +243,9 @@ class Groups:
             device: of the plan.
         """
         key = (tokens, n, device)
-        return self._kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
+        return self.kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
 
-    def _kept(
+    def kept(
         self,
         key: tuple[object, ...],
         device: torch.device,
@@ -461,7 +427,10 @@ def _summed(own: Tensor, like: Tensor, groups: Groups) -> Tensor:
 def _scales(scaling: Sequence[float] | Tensor, like: Tensor, groups: Groups) -> Tensor:
     """Return the factor s of each row with an adapter, `[rows, 1, 1]`."""
     each = tuple(scaling.tolist() if isinstance(scaling, Tensor) else scaling)
-    scales = groups.row_scales(each, like.device, like.dtype)  # [batch]
+    key = ("rows", each, like.device, like.dtype)
+    scales = groups.kept(
+        key, like.device, like.dtype, lambda: [1.0 if i == BASE else each[i] for i in groups.index]
+    )  # [batch]
     return _own(scales.view(-1, 1, 1), groups)
 
 

@@ -108,16 +108,11 @@ def precision(dtype: torch.dtype) -> str:
 
     "tf32x3" adds the products of the rounding errors and differs from float32 in the last two bits.
     """
-    return "tf32x3" if dtype is torch.float32 and not _is_tf32() else "tf32"
-
-
-def _is_tf32() -> bool:
-    """Return whether torch may round the operands of products in float32 to TF32 on CUDA."""
     matmul = torch.backends.cuda.matmul
     # since 2.9 both of torch's ways to set it change this, and the older way to read it may raise
-    if hasattr(matmul, "fp32_precision"):
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
+    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    rounds = getattr(matmul, name) in ("tf32", True)
+    return "tf32x3" if dtype is torch.float32 and not rounds else "tf32"
 
 
 def is_small(x: Tensor) -> bool:

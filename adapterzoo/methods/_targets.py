@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
@@ -73,6 +73,7 @@ class Matrices(Check):
     """Names of attention matrices."""
 
     legal = f"a list of any of {listing(MATRICES)}"
+    example: ClassVar[object] = ["q", "v"]
 
     def convert(self, value: object) -> object:
         """Return a tuple."""
@@ -82,10 +83,6 @@ class Matrices(Check):
         """Return whether each is one of them."""
         names = value if isinstance(value, tuple) else (value,)
         return all(isinstance(name, str) and name in MATRICES for name in names)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return "q" and "v"."""
-        return ["q", "v"]
 
 
 @config_class
@@ -184,7 +181,14 @@ class TargetedConfig(AdapterConfig):
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
         """
-        self._refuse_missing_numbers(anatomy)
+        known = {_number(site) for site in (*anatomy, *anatomy.parameters)} - {None}
+        asked = self.layers_to_transform or ()
+        if missing := [number for number in asked if number not in known]:
+            near = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
+            raise ConfigError(
+                f"{self._name}(layers_to_transform={[*asked]}): there is no block "
+                f"{listing(missing)} in any stack. Write layers_to_transform={near}."
+            )
         by_role = self.target_modules is None and self.target_parameters is None
         if not anatomy.blocks and (by_role or self.target_modules == ALL_LINEAR):
             raise SiteError(
@@ -192,7 +196,9 @@ class TargetedConfig(AdapterConfig):
                 f"target_modules=[…], with the names of the layers to adapt."
             )
         if by_role:
-            sites: Iterable[Site] = self._by_role(anatomy)
+            blocks = [b.layer for b in anatomy.blocks if any(map(self._in_layers, b.sites))]
+            roles = self._roles() if blocks else []
+            sites: Sequence[Site] = anatomy.select(*roles, cross=None, layers=blocks)
         else:
             names, parameters = self.target_modules, self.target_parameters
             layers = layers_named(self._name, names, anatomy) if names else []
@@ -229,12 +235,6 @@ class TargetedConfig(AdapterConfig):
             roles.append("mlp_out")
         return roles
 
-    def _by_role(self, anatomy: Anatomy) -> Sequence[Site]:
-        layers = [b.layer for b in anatomy.blocks if any(map(self._in_layers, b.sites))]
-        if not layers:
-            return ()
-        return anatomy.select(*self._roles(), cross=None, layers=layers)
-
     def _wants(self, site: Site) -> bool:
         excluded = self.exclude_modules is not None and any(
             matches(path, self.exclude_modules) for path in (site.path, site.name)
@@ -244,16 +244,6 @@ class TargetedConfig(AdapterConfig):
     def _in_layers(self, site: Site) -> bool:
         only = self.layers_to_transform
         return site.layer not in self.leave_out and (only is None or _number(site) in only)
-
-    def _refuse_missing_numbers(self, anatomy: Anatomy) -> None:
-        known = {_number(site) for site in (*anatomy, *anatomy.parameters)} - {None}
-        asked = self.layers_to_transform or ()
-        if missing := [number for number in asked if number not in known]:
-            kept = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
-            raise ConfigError(
-                f"{self._name}(layers_to_transform={[*asked]}): there is no block "
-                f"{listing(missing)} in any stack. Write layers_to_transform={kept}."
-            )
 
     @property
     def _name(self) -> str:
@@ -370,6 +360,40 @@ def check_site(config: AdapterConfig, site: Site, *dropouts: str, embeddings: bo
     if (is_embedding or site.is_only_read) and any(config[name] for name in dropouts):
         zeros = ", ".join(f"{name}=0.0" for name in dropouts)
         raise ConfigError(f"{call}: there are no features to drop. Write {zeros}.")
+
+
+def check_size(
+    config: AdapterConfig,
+    site: Site,
+    name: str,
+    asked: int,
+    legal: Collection[int],
+    rest: str = "",
+    otherwise: str = "",
+) -> None:
+    """Check that a size fits the widths of a site.
+
+    Args:
+        config: of the adapter.
+        site: of the adapter.
+        name: of the field with the size.
+        asked: the size.
+        legal: those that fit.
+        rest: what must be written with another size.
+        otherwise: what to write if none fits; empty: to exclude the site.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if asked in legal:
+        return
+    near = sorted(sorted(legal, key=lambda size: abs(size - asked))[:2])
+    none = otherwise or f"exclude_modules=[{site.path!r}]"
+    raise ConfigError(
+        f"{type(config).__name__}({name}={asked}) at {site.path!r}: not legal for d_in={site.d_in} "
+        f"and d_out={site.d_out}; near it are {near}. Write "
+        f"{f'{name}={near[-1]}{rest}' if near else none}."
+    )
 
 
 def refuse_larger(config: object, rank: int, ranks: Iterable[int]) -> None:

@@ -26,8 +26,8 @@ from adapterzoo.kernels.ops import is_autocast
 from adapterzoo.names import FUSION
 from adapterzoo.registry import Registry
 
-from ._init import constant, drawn, normal
-from ._parts import Affine
+from ._init import drawn, normal
+from ._parts import Affine, affine
 
 # the initial temperature, and the number of steps in which it falls by this amount
 _HOT, _STEPS = 50.0, 1000
@@ -123,14 +123,10 @@ class Fusion(Contained):
         """
         super().__init__()
         self.config, self.dropout_prob = config, dropout_prob
-
-        def square(bias: bool) -> Affine:
-            weight = drawn((d_model, d_model), normal(0.02, None), device, dtype)
-            return Affine(weight, drawn((d_model,), constant(0.0), device, dtype) if bias else None)
-
-        self.query = square(bias=True) if config.query else None
-        self.key = square(bias=True) if config.key else None
-        self.value = square(bias=False) if config.value else None
+        shape, fill = (d_model, d_model), normal(0.02, None)
+        self.query = affine(shape, fill, device, dtype) if config.query else None
+        self.key = affine(shape, fill, device, dtype) if config.key else None
+        self.value = Affine(drawn(shape, fill, device, dtype), None) if config.value else None
         if self.value is not None and config.value_initialized:
             with torch.no_grad():
                 self.value.weight.fill_(1e-6).fill_diagonal_(1.0)

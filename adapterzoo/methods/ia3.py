@@ -146,7 +146,6 @@ class IA3(WeightAdapter):
                 f"cannot be scaled. Leave it out there."
             )
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
-        lead = (site.experts,) if site.experts else ()
         width = site.d_in if self.scales_input else site.d_out
         fresh = {
             "ia3": constant(1.0),
@@ -154,7 +153,7 @@ class IA3(WeightAdapter):
             "lora": constant(0.0),
         }[config.init_weights]
         dtype = dtype_named(config.dtype, dtype)
-        self.ia3_l = drawn((*lead, width), fresh, device, dtype)
+        self.ia3_l = drawn((*site.lead, width), fresh, device, dtype)
         self.alpha = config.alpha
 
     def scale(self, dtype: torch.dtype) -> Tensor:

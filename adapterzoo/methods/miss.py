@@ -40,7 +40,7 @@ from adapterzoo.spelling import (
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
 from ._peft import EXCLUDED, TARGETS, bias, only_native, ours, row_numbers, unsayable, whole_width
-from ._targets import TargetedConfig, check_site
+from ._targets import TargetedConfig, check_site, check_size
 
 FORMS = Choice(True, False, "mini", "bat")
 
@@ -94,27 +94,17 @@ class MissConfig(TargetedConfig):
             ConfigError: r or mini_r does not fit the widths.
         """
         r, d_in, d_out, form = self.r, site.d_in, site.d_out, self.init_weights
+        shards = range(1, d_in + 1)
         if form == "bat":
-            self._require("r", r, range(1, d_in + 1), (d_in, d_out), site)
+            both = [n for n in shards if not (d_in % n or d_out % n)]
+            check_size(self, site, "r", r, both)
             return d_out // r, r, r
-        self._require("r", r, range(1, d_in + 1), (), site)
+        check_size(self, site, "r", r, shards)
         if form != "mini":
             return r, d_out
-        self._require("mini_r", self.mini_r, range(1, d_out + 1), (d_out,), site)
+        divisors = [n for n in range(1, d_out + 1) if not d_out % n]
+        check_size(self, site, "mini_r", self.mini_r, divisors)
         return r, self.mini_r
-
-    def _require(
-        self, name: str, value: int, legal: range, widths: tuple[int, ...], site: Site
-    ) -> None:
-        """Raise unless the value is legal and divides the widths."""
-        fits = [n for n in legal if not any(width % n for width in widths)]
-        if value in fits:
-            return
-        near = sorted(sorted(fits, key=lambda n: abs(n - value))[:2])
-        raise ConfigError(
-            f"{type(self).__name__}({name}={value}) at {site.path!r}: not legal for d_in="
-            f"{site.d_in} and d_out={site.d_out}; near it are {near}. Write {name}={near[-1]}."
-        )
 
 
 class Miss(WeightAdapter):
@@ -148,7 +138,7 @@ class Miss(WeightAdapter):
         # "bat" depends on the weight
         self.is_additive = not self.is_bat
         self.d_in, self.d_out = site.d_in, site.d_out
-        shape = (*((site.experts,) if site.experts else ()), *config.shape_at(site))
+        shape = (*site.lead, *config.shape_at(site))
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = constant(0.0) if config.starts_as_identity else kaiming(source)
         self.miss_block = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))

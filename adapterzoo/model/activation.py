@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, cast
 
-from adapterzoo.anatomy import TokenInput
+from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     Composition,

@@ -26,6 +26,7 @@ from adapterzoo.inject.building import (
     inject_path,
     layer_at,
 )
+from adapterzoo.inject.tokens import AdaptedStack
 from adapterzoo.methods.copies import ROWS, all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
@@ -322,7 +323,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     for path, stack in stacks_of(model):
         hosts.put_guard(stack, active)
         if record.reads_calls:
-            inject.record_calls(stack, name, active, path)
+            inject.capture_input(stack, path, name, active, path, AdaptedStack)
     model._adapter_state.records[name] = record
     share_table(model, name)
     # other adapters change no ties

@@ -1,30 +1,43 @@
-"""AdapterFusion: add and delete fusion layers; and record the values of gates and fusions."""
+"""AdapterFusion: add, delete, save and load fusion layers; and record the values of gates."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
+from adapterzoo import formats, inject
 from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse
-from adapterzoo.errors import CompositionError, DuplicateNameError
+from adapterzoo.errors import CheckpointError, CompositionError, DuplicateNameError
+from adapterzoo.formats import fit
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import layer_at
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
+from . import sharding
 from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
-from .heads import copies
+from .heads import copies, store
 from .hf.hosts import refuse_while_batching
+from .hf.info import ModelInfo, provenance
 from .hf.task_classes import text_config
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, FusionRecord, fusion_modules, modules_of
+from .state import (
+    AdaptedModel,
+    FusionRecord,
+    LoadOptions,
+    fusion_modules,
+    modules_of,
+    named_tensors,
+)
 
 # weight of the penalty on V, as in adapters
 _REGULARIZATION = 0.01
@@ -174,6 +187,77 @@ def regularization_loss(model: AdaptedModel) -> Tensor | None:
         if (distance := layer.distance()) is not None
     ]
     return _REGULARIZATION * torch.stack(distances).sum() if distances else None
+
+
+# --- files ---
+
+
+def save(
+    model: AdaptedModel,
+    folder: str | os.PathLike[str],
+    adapter_names: FuseArgument,
+    meta: Mapping[str, Any] | None = None,
+    format: str = "native",
+    with_head: bool | str = False,
+) -> None:
+    """Save fusion layers, without their adapters, to a folder."""
+    name = as_fuse(adapter_names, None).name
+    found = model._adapter_state.find_fusion(name)
+    formats.formats.find(format)
+    sharding.reshard(model)
+    document = {
+        **provenance(model, name),
+        "config": found.config.to_dict(),
+        "adapter_names": list(found.adapters),
+        "meta": dict(meta or {}),
+    }
+    layers, info = dict(fusion_modules(model, name)), ModelInfo(model)
+    if with_head:
+        # whether it can be written is known before anything is
+        head_name = with_head if isinstance(with_head, str) else name
+        store.save(model, folder, head_name, format)
+    write = functools.partial(
+        formats.write, Path(folder), kind="adapter_fusion", name=format, info=info
+    )
+    with sharding.gathering(model, layers.values()):
+        sharding.save(model, Checkpoint(document, named_tensors(layers, keep_vars=True)), write)
+
+
+def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions) -> str:
+    """Load fusion layers; the model must have the adapters that they fuse.
+
+    Raises:
+        CheckpointError: the file holds no fusion.
+    """
+    refuse_if_sharded(model, "Load it before fully_shard(model).")
+    folder = Path(folder)
+    stored = formats.read(folder, "adapter_fusion", ModelInfo(model))
+    names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
+    listed = names if isinstance(names, list) else []
+    if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):
+        raise CheckpointError("the checkpoint holds no fusion. Save it again.")
+    name = asked.load_as or str(stored.metadata.get("name"))
+    fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
+    asked, warn = asked.overwriting(fuse.name, fusion=model._adapter_state.fusions)
+    check_free(model, fuse.name, bool(asked.overwrite_ok))
+    config = AdapterFusionConfig.load(values)
+    with torch.random.fork_rng(devices=()):
+        made = make(model, tuple(listed), config)
+    fits = named_tensors(made, keep_vars=True)
+    fit.check_fit(type(model).__name__, stored.adapter, fits, asked.dtype)
+    by_path = fit.by_path(stored.adapter)
+    for path, layer in made.items():
+        fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
+    enter_head = None
+    if asked.with_head and formats.of(folder, "head") is not None:
+        _, enter_head = store.read(model, folder, asked)
+    enter(model, fuse, config, made, asked.set_active)
+    if enter_head is not None:
+        enter_head()
+    warn()
+    asked.report()
+    asked.load_weights(folder, fuse.name)
+    return fuse.name
 
 
 # --- values of gates and fusions ---

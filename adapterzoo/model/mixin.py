@@ -42,7 +42,7 @@ from .conversion import Size
 from .conversion.certificate import Certificate
 from .heads import copies, store, tables
 from .heads.named import HeadNames
-from .hf import config_entry, fusion_files, hosts, owned, vocabularies
+from .hf import config_entry, hosts, owned, vocabularies
 from .hf.init_data import InitData
 from .state import (
     AdapterState,
@@ -1148,7 +1148,7 @@ class AdapterModelMixin:
         """
         chosen = checkpointing.chosen_format(format, use_safetensors)
         custom = checkpointing.check_loaders(self, custom_weights_loaders)
-        fusion_files.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
+        fusion.save(self, save_directory, adapter_names, meta_dict, chosen, with_head)
         for loader in custom:
             loader.save(save_directory, fusion.as_fuse(adapter_names, None).name)
 
@@ -1272,7 +1272,7 @@ class AdapterModelMixin:
             dtype=dtype, loading_info=loading_info,
             loaders=checkpointing.check_loaders(self, custom_weights_loaders),
         )  # fmt: skip
-        return fusion_files.load(self, adapter_fusion_name_or_path, asked)
+        return fusion.load(self, adapter_fusion_name_or_path, asked)
 
     def push_adapter_to_hub(
         self,

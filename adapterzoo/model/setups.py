@@ -14,14 +14,12 @@ from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.formats import setup_files
 from adapterzoo.formats.setup_files import HeadSetup, names_of
-from adapterzoo.hub.upload import card_text
 from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
 from .heads import store
 from .heads.named import saved_names
-from .hf import fusion_files
 from .state import AdaptedModel, LoadOptions, heads_of
 
 
@@ -62,7 +60,7 @@ def save(
     for name in setup.flatten():
         checkpointing.save_adapter(model, folder / name, name, name in heads, meta, format)
     for fuse in fusions_of(setup):
-        fusion_files.save(model, folder / fuse.name, fuse, meta, format)
+        fusion.save(model, folder / fuse.name, fuse, meta, format)
     for name in names_of(head_setup):
         if name not in setup.flatten():
             store.save(model, folder / name, name, format)
@@ -108,7 +106,7 @@ def load(
             enter()
             undo.callback(adapters.delete, model, name)
         for name in fused:
-            fusion_files.load(model, folder / name, LoadOptions())
+            fusion.load(model, folder / name, LoadOptions())
             undo.callback(fusion.delete, model, name)
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
@@ -168,11 +166,14 @@ def push(
     sharding.refuse_if_sharded(
         model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
     )
-    text = card_text(
-        adapter_card_kwargs or {},
+    words = dict(adapter_card_kwargs or {})
+    text = hub.CardText(
         base_model=base_model,
         datasets=() if datasets_tag is None else (datasets_tag,),
         results=dict(metrics or {}),
+        # the text in a card of AdapterHub
+        evaluation=words.pop("results", None),
+        **words,
     )
     what = "adapter setup" if is_setup else "adapter"
     message = commit_message or f"Upload {what} {name!r}"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adapterzoo.anatomy import ATTENTION_ROLES, MLP_ROLES, Anatomy, Block, find
+from adapterzoo.anatomy import Anatomy, Block, find
+from adapterzoo.anatomy.sites import ATTENTION_ROLES, MLP_ROLES
 
 from .flow import likeness, prove
 from .meta_inputs import of_block, of_model

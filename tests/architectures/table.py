@@ -203,6 +203,7 @@ def _short(error: SiteError | ConfigError) -> str:
         ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
+        (": no layer with the role", "no block has such a sub-layer"),
         ("reads no tokens", "it reads no tokens"),
         ("no norm matches", "no module is called a norm"),
         ("called with more than its input", "some norm has two inputs"),

@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama", {"rank_pattern": {r"^layers\..*": 4}}, r"is a key for r, .*'model\.layers\.0"),
     "a whole path in another block": (
         "llama", {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
-                  "layers_to_transform": [1]}, "PEFT adapts .* as a whole path"),
+                  "layers_to_transform": [1]}, "in any case, as a whole path"),
     "a parameter that PEFT does not leave out": (
         "qwen3_moe", {"target_parameters": ["experts.down_proj"], "layers_to_transform": [0]},
         "no other field leaves out parameters"),
@@ -324,10 +324,6 @@ def test_layers_of_a_head_are_refused_where_peft_adapts_them(name, monkeypatch):
                 refused += 1
                 if not in_head or not all(path in str(error) for path in in_head):
                     wrong.append((way.__name__, fields, str(error)))
-                # what the message says to write works
-                advice = str(error).partition("Write ")[2].partition(" for the base model")
-                if advice[1]:
-                    ours(way(shape, {**copy.deepcopy(fields), **eval(f"dict({advice[0]})")}))
                 continue
             same += 1
             if got != right:
@@ -361,15 +357,6 @@ def test_a_pattern_of_stacks_is_that_of_peft(pattern, way):
     right = theirs("llama", fields)
     got = ours(way("llama", copy.deepcopy(fields)))
     assert got == right
-
-
-@pytest.mark.parametrize("pattern", ["h(", ["h(", "layers"], ["layers", "h("], "(?i)H", 5])
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_a_pattern_of_stacks_that_is_none_is_refused(pattern, way):
-    fields = {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": pattern}
-    with pytest.raises(ConfigError, match=r"layers_pattern=.*Write layers_pattern='layers'"):
-        way("llama", fields)
-    assert ours(way("llama", fields | {"layers_pattern": "layers"}))
 
 
 @pytest.mark.parametrize("targets", ["(", 5])

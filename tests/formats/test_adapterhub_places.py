@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, linear, relu, silu
 from transformers import AutoConfig, AutoModel
 
 from adapterzoo import AdapterConfig, AdapterFusionConfig, Fuse, SeqBnInvConfig, init
-from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.errors import CheckpointError
 
 ACTIVATIONS = {"relu": relu, "swish": silu, "gelu": gelu}
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 99,
@@ -270,7 +270,7 @@ def test_a_file_gives_the_outputs_of_its_author(tmp_path, family, name):
 
 
 @torch.no_grad()
-def test_a_result_that_exceeds_float16_is_refused(tmp_path):
+def test_a_result_that_exceeds_float16_is_not_finite(tmp_path):
     model = init(plain("beit"))
     model.layers[1].lambda_2.fill_(1e-5)
     written(tmp_path, "beit", "double_seq_bn")
@@ -280,8 +280,7 @@ def test_a_result_that_exceeds_float16_is_refused(tmp_path):
         found = model.to(dtype)(images.to(dtype))[0]
         assert worst(found.double(), expected) < 0.1
     model.to(torch.float16)
-    with pytest.raises(StateError, match=r"layers\.1\.lambda_2.* 1e-05,.*float16.*torch\.bfloat16"):
-        model(images.half())
+    assert not model(images.half())[0].isfinite().all()
     model.layers[1].lambda_2.fill_(0.1)
     assert model(images.half())[0].isfinite().all()
 

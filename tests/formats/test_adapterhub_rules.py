@@ -161,7 +161,7 @@ def test_the_norm_before_a_bottleneck_stands_twice(model, tmp_path):
     assert adapter_bits(model, "b") == adapter_bits(model, "a")
     found[f"{start}adapter_norm_before.bias"] += 1
     torch.save(found, file)
-    with refused(model, CheckpointError, "adapter_norm_before.bias", "Copy the checkpoint"):
+    with refused(model, CheckpointError, "adapter_norm_before.bias", "Copy the file"):
         model.load_adapter(tmp_path / "a", load_as="c")
 
 

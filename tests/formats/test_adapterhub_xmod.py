@@ -157,7 +157,7 @@ def test_what_needs_another_base_is_refused_by_name(tmp_path):
         model.set_active_adapters(Average("seq", "seq_too"))
     with pytest.raises(AdapterZooError, match=r"'lora'.*NoLanguageAdapters"):
         model.merge_adapter("lora")
-    message = r"together with \[NoLanguageAdaptersConfig.*Train it again.*native"
+    message = r"computes it with \[NoLanguageAdaptersConfig.*Train it again.*native"
     with pytest.raises(CheckpointError, match=message):
         model.save_adapter(tmp_path / "out", "plain", format="adapterhub")
     model.add_adapter("bottleneck", "seq_bn")

@@ -60,7 +60,7 @@ def whole_module(file, mark):
 def test_code_is_not_run(tmp_path, evil):
     mark = tmp_path / "ran"
     evil(tmp_path / "x.bin", mark)
-    with pytest.raises(CheckpointError, match=r"Copy the checkpoint again.*holds code"):
+    with pytest.raises(CheckpointError, match=r"holds code.*Copy the checkpoint again"):
         files.read_tensors(tmp_path / "x.bin")
     assert not mark.exists()
 
@@ -153,7 +153,7 @@ def test_a_header_that_is_too_large_is_not_read(tmp_path):
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 33 * 2**20) + b"{")
         stream.truncate(34 * 2**20)
-    with pytest.raises(CheckpointError, match=r"x\.safetensors' is damaged.*33,554,432 bytes"):
+    with pytest.raises(CheckpointError, match=r"damaged: its header is too large"):
         files.read_tensors(file)
 
 
@@ -226,5 +226,6 @@ def test_a_checkpoint_without_one_of_its_files(tmp_path, missing):
     shutil.copytree(DATA / "lora", tmp_path / "x")
     (tmp_path / "x" / missing).unlink()
     model = AutoAdapterModel.from_pretrained(DATA / "base")
-    with refused(model, CheckpointError, missing, "Copy the checkpoint again"):
+    name = missing if missing.endswith(".json") else "no tensors beside it"
+    with refused(model, CheckpointError, name, "Copy the checkpoint again"):
         model.load_adapter(tmp_path / "x")

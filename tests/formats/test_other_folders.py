@@ -7,9 +7,8 @@ import logging
 import pytest
 from families import tiny_config
 from snapshots import refused
-from transformers import TrainingArguments
 
-from adapterzoo import AdapterTrainer, AutoAdapterModel
+from adapterzoo import AutoAdapterModel
 from adapterzoo.errors import CheckpointError
 
 
@@ -21,23 +20,6 @@ def model():
     model.add_classification_head("ner")
     model.train_adapter("ner")
     return model
-
-
-def test_the_folder_of_a_trainer_names_those_below_it(model, tmp_path):
-    args = TrainingArguments(output_dir=tmp_path / "runs", report_to=[])
-    AdapterTrainer(model=model, args=args).save_model(tmp_path / "runs" / "checkpoint-5")
-    for folder in (tmp_path / "runs" / "checkpoint-5", tmp_path / "runs"):
-        ner = tmp_path / "runs" / "checkpoint-5" / "ner"
-        with refused(model, CheckpointError, "below it", f"Write load_adapter({str(ner)!r})"):
-            model.load_adapter(folder, load_as="again")
-    model.load_adapter(ner, load_as="again")
-
-
-def test_the_folder_of_all_adapters_names_each(model, tmp_path):
-    model.save_all_adapters(tmp_path)
-    names = [repr(str(tmp_path / name)) for name in ("ner", "pos")]
-    with refused(model, CheckpointError, *names, f"Write load_adapter({names[0]})"):
-        model.load_adapter(tmp_path, load_as="again")
 
 
 def test_another_folder_is_named_by_its_files(model, tmp_path):

@@ -215,7 +215,7 @@ def test_a_convolution_turned_by_boft_is_refused(folder):
 )  # fmt: skip
 def test_vectors_of_other_shapes_are_refused(shape, words, folder):
     change(folder, peft_type="IA3")
-    save_file({key(0, "ia3_l"): torch.ones(*shape)}, folder / TENSORS)
+    save_file({key(n, "ia3_l"): torch.ones(*shape) for n in (0, 1)}, folder / TENSORS)
     refused(folder, *words)
 
 

@@ -221,7 +221,6 @@ def test_a_name_without_a_user_is_the_tokens(hub, model):
         ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "'ann/a': .*401"),
         ("a b", {}, "HubError", "Repo id must use .*'a b'"),
         ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is not a name of the Hub"),
-        ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "UnknownNameError", "'licence'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pushed_says_so(hub, model, repo_id, more, kind, message):

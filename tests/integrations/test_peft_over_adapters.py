@@ -90,7 +90,7 @@ def test_init_refuses_a_model_with_layers_of_peft():
     peft.inject_adapter_in_model(lora(), integrated, "x")
     for model in (wrapped, inside, integrated):
         kind = type(model)
-        with pytest.raises(StateError, match=r"PEFT has wrapped.*load_adapter\('folder'\)"):
+        with pytest.raises(StateError, match=r"PEFT has wrapped.*unload\(\)"):
             init(model)
         assert type(model) is kind
     init(wrapped.unload()).add_adapter("a", "lora")

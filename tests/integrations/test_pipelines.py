@@ -313,7 +313,7 @@ def test_generation_without_a_head_says_what_to_add(tiny):
     write = pipeline("text-generation", model=model, tokenizer=tokenizer(False), device="cpu")
     write(SENTENCES[0], max_new_tokens=2)
     model.active_head = None
-    with pytest.raises(StateError, match=r"no head is active.*'lm'.*model\.active_head = "):
+    with pytest.raises(StateError, match=r"no head is active.*'lm'"):
         write(SENTENCES[0], max_new_tokens=2)
     model.delete_head("lm")
     with pytest.raises(StateError, match=r"no head is active.*add_causal_lm_head"):

@@ -3,7 +3,15 @@
 import math
 
 import torch
-from hostile import LAYOUTS, arranged, both_gradients, drawn, edged, far
+from hostile import (
+    LAYOUTS,
+    arranged,
+    both_gradients,
+    drawn,
+    edged,
+    far,
+    grouped_low_rank_reference,
+)
 from low_rank_cases import DTYPES, kept, rows_of
 from rounded import Rounded, chained, right
 
@@ -143,8 +151,8 @@ def three_ways():
     groups = Groups.of(index)
     wide = [[v.double() for v in values] for values in (a, b)]
     args = (y.double(), x.double(), *wide, SCALING, groups)
-    truth = grouped.grouped_low_rank_reference(*args)
-    plain = grouped.grouped_low_rank_reference(y, x, a, b, SCALING, groups)
+    truth = grouped_low_rank_reference(*args)
+    plain = grouped_low_rank_reference(y, x, a, b, SCALING, groups)
     allowed = 2 * (plain.double() - truth).abs().max() + 1e-3
     for name in ("auto", "triton"):
         with kernels.use(name):
@@ -172,7 +180,7 @@ def module():
 
         def formula(y, x, *factors, mask=mask):
             args = (y, x * mask, factors[:3], factors[3:], scaling, Groups.of(index))
-            out = grouped.grouped_low_rank_reference(*args)
+            out = grouped_low_rank_reference(*args)
             return [out, *both_gradients(out, (y, x, *factors))]
 
         # a second gradient goes through all sums three times

@@ -4,6 +4,8 @@ import mmap
 
 import torch
 
+from adapterzoo.kernels.low_rank import low_rank_reference
+
 LAYOUTS = ("columns", "strided", "rows of a wider tensor", "expanded", "a batch of sequences")
 
 
@@ -56,3 +58,12 @@ def far(rows, width):
     memory = mmap.mmap(-1, 2 * apart * rows, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
     whole = torch.frombuffer(memory, dtype=torch.float16)
     return whole.as_strided((rows, width), (apart, 1)).copy_(drawn(rows, width, dtype=whole.dtype))
+
+
+def grouped_low_rank_reference(y, x, a, b, scaling, groups):
+    """`low_rank_reference` of each row with its adapter, in the dtype of `y`."""
+    rows = [
+        y[row] if i == -1 else low_rank_reference(y[row], x[row], a[i], b[i], scaling[i])
+        for row, i in enumerate(groups.index)
+    ]
+    return torch.stack(rows) if rows else y.clone()

@@ -99,8 +99,8 @@ def test_values_and_gradients_are_those_of_float64(shape, outer, inner, same):
 
 
 def test_each_activation_has_its_derivative():
-    assert ops.DERIVATIVES.keys() == ACTIVATIONS.keys()
-    assert shipped.FUSED.keys() <= ACTIVATIONS.keys()
+    assert ops.DERIVATIVES.keys() == set(map(ops.formula, ACTIVATIONS))
+    assert ops.DERIVATIVES.keys() >= shipped.FUSED
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -115,7 +115,7 @@ def test_every_activation_has_the_gradients_of_autograd(activation):
     for value, wanted in zip(got, truth(values, activation), strict=True):
         near(value, wanted, 1e-10)
     du, h = (torch.randn(6, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    derivative = ops.DERIVATIVES[activation]
+    derivative = ops.DERIVATIVES[ops.formula(activation)]
     assert torch.autograd.gradcheck(derivative, (du, h), fast_mode=True)
     with torch.no_grad():
         # what is shorter where nobody differentiates again is the same

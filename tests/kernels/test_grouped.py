@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hostile import grouped_low_rank_reference
 from measured import kept, loss, near
 from rounded import rounding
 
@@ -19,7 +20,6 @@ from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
     grouped_low_rank,
-    grouped_low_rank_reference,
     grouped_shrink,
     stacked_down,
     stacked_up,

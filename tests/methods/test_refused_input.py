@@ -59,7 +59,7 @@ CONFIGS = [
     # widths that do not divide
     ("bert", "boft[boft_block_size=7]", ConfigError, "not legal for d_in=32", "block_size=8"),
     ("bert", "boft[boft_block_num=5]", ConfigError, "not legal for d_in=32", "block_num=8"),
-    ("bert", "boft[boft_n_butterfly_factor=9]", ConfigError, "factor=9", "factor=1"),
+    ("bert", "boft[boft_n_butterfly_factor=9]", ConfigError, "boft_block_size=4", "factor=1"),
     ("bert", "seq_bn[reduction_factor=0]", ConfigError, "factor=0", "reduction_factor=16"),
     ("bert", "seq_bn_inv[inv_adapter_reduction_factor=99]", ConfigError, "=99", "factor=2"),
     # layers that do not exist

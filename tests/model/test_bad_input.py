@@ -52,7 +52,7 @@ ADD = [
     ("lora[r=8.0]", ConfigError, ("r=8.0", "a whole number")),
     ('lora[rank_pattern={"query":0}]', ConfigError, ("r=0", "Write r=1.")),
     ("lora[dropout=1.0]", ConfigError, ("dropout=1.0", "Write dropout=")),
-    ("lora[8]", ConfigError, ("'lora[8]'", "'lora[r=8]'")),
+    ("lora[8]", ConfigError, ("'lora[8]'", "Write 'lora' without")),
     (["lora"], ConfigError, ("['lora']", "Write config='seq_bn'")),
     ("seq_bn[reduction_factor=0]", ConfigError, ("reduction_factor=0", "reduction_factor=16")),
     ("seq_bn[reduction_factor=-1]", ConfigError, ("reduction_factor=-1", "reduction_factor=16")),

@@ -52,7 +52,7 @@ from adapterzoo.model.state import (
     parameters_of,
 )
 from adapterzoo.names import one_of
-from adapterzoo.patterns import Targets, fault, is_named
+from adapterzoo.patterns import Targets, is_named
 from adapterzoo.peft_arguments import (
     COMMON,
     TASK_TYPES,
@@ -164,18 +164,10 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
     As in PEFT, a layer that is named by its whole path is adapted in any case.
 
     Raises:
-        ConfigError: there is none, or the pattern is not a regular expression.
+        ConfigError: there is none.
     """
     patterns, prefix = [stacks] if isinstance(stacks, str) else stacks, base_prefix(model)
-    known = [*(path.rpartition(".")[2] for path in model.anatomy.stacks), "layers"]
-    expressions, reason = [], "not a name or a list of names"
-    if _are_names(patterns):
-        expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
-        _, reason = fault(expressions) or ("", "")
-    if reason:
-        raise ConfigError(
-            f"layers_pattern={stacks!r}: {reason}. Write layers_pattern={known[0]!r}."
-        )
+    expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns]
     wanted = {numbers} if isinstance(numbers, int) else {*numbers}
     named = config.get("target_modules")
     kept = []

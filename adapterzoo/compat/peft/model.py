@@ -523,9 +523,7 @@ def load_peft_weights(
     Raises:
         CheckpointError: there is no such file.
     """
-    revision = kwargs.pop("revision", None)
-    folder = hub.resolve(model_id, revision, **kwargs)
-    tensors = format_of_peft.tensors_in(folder)
+    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 
 

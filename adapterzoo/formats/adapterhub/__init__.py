@@ -347,15 +347,16 @@ def _read_group(
     own = {key.parameter: tensors[key.text] for key in keys}
     container = keys[0].container
     if container.at == "model":
-        holding = [(n, m) for n, m in enumerate(members) if _holds(m, container)]
+        named = [(n, m, _container(m, container.name)) for n, m in enumerate(members)]
+        holding = [(n, m, c) for n, m, c in named if c is not None and c.held_by(m)]
         if location is None or not holding:
             return texts
         own = {to_location(info, parameter): tensor for parameter, tensor in own.items()}
         # the members of a union share them
         return {
             shared_key(parameter, number if len(members) > 1 else None): tensor
-            for number, config in holding
-            for parameter, tensor in _of(config, container).to_ours(own, config).items()
+            for number, config, held in holding
+            for parameter, tensor in held.to_ours(own, config).items()
         }
     if not places:
         return texts
@@ -369,22 +370,15 @@ def _read_group(
     for number, place in enumerate(places):
         config = place.placement.config
         part = {k: t.chunk(len(places))[number] for k, t in own.items()} if fused else own
-        mine = _of(config, container).to_ours(part, config)
-        found |= {place.key(parameter): tensor for parameter, tensor in mine.items()}
+        if (held := _container(config, container.name)) is not None:
+            mine = held.to_ours(part, config)
+            found |= {place.key(parameter): tensor for parameter, tensor in mine.items()}
     return found
 
 
-def _containers(config: AdapterConfig) -> dict[str, Container]:
-    return {c.name: c for c in adapterhub_spellings[config.architecture].containers}
-
-
-def _holds(config: AdapterConfig, container: Container) -> bool:
-    return container.name in _containers(config) and _of(config, container).held_by(config)
-
-
-def _of(config: AdapterConfig, container: Container) -> Container:
-    """Return the container as the method of the config declares it."""
-    return _containers(config)[container.name]
+def _container(config: AdapterConfig, name: str) -> Container | None:
+    """Return the container of this name as the method of the config declares it."""
+    return next((c for c in spelling_of(config).containers if c.name == name), None)
 
 
 def check_fused(places: Sequence[Place]) -> None:
@@ -441,7 +435,10 @@ def write_adapter(
                     for key, tensor in container.to_theirs(shared, member).items()
                 }
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
-                if theirs and before and not _are_equal(theirs, before):
+                is_same = theirs.keys() == before.keys() and all(
+                    torch.equal(tensor, before[key]) for key, tensor in theirs.items()
+                )
+                if theirs and before and not is_same:
                     raise inexpressible(
                         f"AdapterHub has one {path!r} for both methods of the union"
                     )
@@ -484,10 +481,6 @@ def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterC
             "adapters"
         )
     return own
-
-
-def _are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
 
 
 def _joined_path(*parts: str) -> str:
@@ -742,14 +735,7 @@ def _ties_there(info: ModelInfo) -> bool:
 
 def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
     hints = argument("with_head", False), argument("format", "native")
-    try:
-        known = HeadConfig.from_dict(config)
-    except AdapterZooError as error:
-        raise inexpressible(
-            f"AdapterHub has no {config.get('head_type')!r} head; it has "
-            f"{listing(sorted(head_types))}",
-            *hints,
-        ) from error
+    known = HeadConfig.from_dict(config)
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
     if config.get("tie_word_embeddings") is False and _ties_there(info):
         raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
@@ -858,8 +844,6 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     tensors: dict[str, Tensor] = {}
     for container, place in _fusion_places(info, fused).values():
         named = name_of(info, container, place, layout)
-        prefix = prefix_of(info)
-        start = f"{prefix}.{named}" if prefix else named
         at = f"{place.path}/"
         own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
         steps = own.pop("steps", None)
@@ -867,8 +851,8 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
             raise inexpressible(
                 f"adapters restarts the temperature, decayed for {int(steps)} steps here"
             )
-        start = f"{start}.adapter_fusion_layer.{metadata['name']}."
-        tensors |= {start + parameter: tensor for parameter, tensor in own.items()}
+        start = _joined_path(prefix_of(info), named, "adapter_fusion_layer", metadata["name"])
+        tensors |= {f"{start}.{parameter}": tensor for parameter, tensor in own.items()}
     fields = {key: value for key, value in metadata.items() if key != "meta"}
     theirs = _conventions(fused)
     mine = {key: fields["config"][key] for key in theirs}

@@ -48,10 +48,11 @@ from adapterzoo.formats.checkpoint import (
     short,
 )
 from adapterzoo.formats.files import AGAIN
+from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import TokenIds, fault, is_named, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -70,10 +71,6 @@ TOKENS = "trainable_token_indices"
 
 # a hint for every adapter that PEFT can merge
 MERGE = "Merge the adapter with PEFT: peft_model.merge_and_unload().save_pretrained(…)."
-_CONVERT = (
-    "If it changes only weights of layers, convert it through an installed PEFT: write adapterzoo "
-    "convert SRC DST --to lora. Else use it with PEFT."
-)
 
 _SELECTION = "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"
 
@@ -122,7 +119,7 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         "peft_type",
         named,
         f"PEFT that exist here: {listing(types, limit=40)} "
-        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else _CONVERT}",
+        f"(as {listing(peft_spellings, limit=40)}). {MERGE if named else instead(kind)}",
     )
     if (why := spelling.refuse(metadata)) is not None:
         raise CheckpointError(f"{CONFIG}: {why}")
@@ -158,7 +155,7 @@ def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> An
     value, check = metadata.get(name), cast("Check", argument.check)
     if value is None:
         return argument.default
-    if not check.fits(value):
+    if not check.fits(check.convert(value)):
         raise _wrong(name, value, check.legal, argument.default)
     return value
 
@@ -889,10 +886,11 @@ def head_from(
             name.rpartition(".")[0], peft_config.modules_to_save
         )
         own_output |= is_own
-        if own is None or is_own or (name in info.output and _is_other(own, tensor)):
+        is_other = own is not None and not same_values(tensor, own)
+        if own is None or is_own or (name in info.output and is_other):
             head[name] = tensor
         # PEFT saves adapted embeddings too: ignore them if they equal the model's
-        elif _is_other(own, tensor):
+        elif is_other:
             trained.append(key)
     if trained:
         raise CheckpointError(
@@ -915,10 +913,6 @@ def head_from(
         )
     architecture = class_in(peft_config, info) or str(task)
     return info.from_static(architecture, head, info.config.get("label2id"))
-
-
-def _is_other(own: Tensor, tensor: Tensor) -> bool:
-    return own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
 def _in_base(key: str, info: ModelInfo) -> Tensor | None:

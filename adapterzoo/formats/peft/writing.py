@@ -76,8 +76,16 @@ def encode_adapter(
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     spelling, parts, more = _parts(config, checkpoint.adapter, info)
     modules = info.modules(task.model_class)
-    fields, shared = _of_model(spelling, config, checkpoint.adapter, info)
+    if spelling.shared and len(config.members) > 1:
+        raise inexpressible(
+            f"a file of PEFT has one adapter, not a union of {len(config.members)} "
+            f"{spelling.peft_type}"
+        )
+    own, shared = spelling.write_model(
+        config.members[0], shared_tensors(checkpoint.adapter), info.anatomy
+    )
     tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
+    fields = {"peft_type": spelling.peft_type, **spelling.fixed, **own}
     fields |= _task_fields(head, modules, task, info)
     head_modules = tuple(fields["modules_to_save"] or ())
     tensors |= {
@@ -104,9 +112,9 @@ def encode_adapter(
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        owner = wrapped(owners[name], around.get(name, 0))
-        for own, tensor in layer.tensors.items():
-            tensors[f"{spelling.prefix}{owner}.{table[own][0]}"] = tensor
+        owner = owners[name] + f".{WRAPPED}" * around.get(name, 0)
+        for parameter, tensor in layer.tensors.items():
+            tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
     found, also = _write_extras(
         more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
     )
@@ -117,19 +125,6 @@ def encode_adapter(
         # not a field of this class; PEFT loads the tensors of a head without it
         del fields["modules_to_save"]
     return fields, tensors
-
-
-def _of_model(
-    spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
-) -> tuple[Fields, dict[str, Tensor]]:
-    """Return the fields and tensors of the whole model."""
-    kind = spelling.peft_type
-    if spelling.shared and len(config.members) > 1:
-        raise inexpressible(
-            f"a file of PEFT has one adapter, and this is a union of {len(config.members)} {kind}"
-        )
-    fields, shared = spelling.write_model(config.members[0], shared_tensors(tensors), info.anatomy)
-    return {"peft_type": spelling.peft_type, **spelling.fixed, **fields}, shared
 
 
 def _parts(
@@ -385,11 +380,6 @@ def wrapper_depths(sites: Iterable[Site], order: Sequence[str]) -> dict[str, int
     for name in sorted(own, key=place.__getitem__, reverse=True):
         by_module.setdefault(own[name], []).append(name)
     return {name: depth for names in by_module.values() for depth, name in enumerate(names)}
-
-
-def wrapped(path: str, depth: int) -> str:
-    """Return the path of a module below this many wrappers."""
-    return ".".join((path, *(WRAPPED,) * depth))
 
 
 def _write_extras(

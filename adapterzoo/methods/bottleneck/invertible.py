@@ -32,7 +32,7 @@ from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, InvertibleAdapter, SharedModules
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import ConfigError
 from adapterzoo.methods._init import DTYPES, generator, normal
 from adapterzoo.methods._parts import Affine, affine
 
@@ -135,27 +135,12 @@ class NiceAdapter(InvertibleAdapter, FusibleAdapter):
         return self._applied(y, base) if instead is None else y + instead(y).to(y.dtype)
 
     def _applied(self, y: Tensor, base: BaseLayer) -> Tensor:
-        function = self._function(y, base)
+        # a module, so that a user's hooks run
+        function = base.shared(self)
         if self.is_unscaled:
             return cast("Tensor", base.scale * function(y / base.scale))
         return cast("Tensor", function(y))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
         """Return the input of the head's last layer. `y` `[*batch, d]`, same shape."""
-        return cast("Tensor", self._function(y, base)(y, rev=True))
-
-    def _function(self, x: Tensor, base: BaseLayer) -> nn.Module:
-        """Return the module that is the function; calling it runs a user's hooks.
-
-        Raises:
-            StateError: `x` has another width.
-        """
-        function = cast("nn.ModuleDict", base.shared(self))
-        block = cast("NiceBlock", function["invertible"])
-        width = 2 * cast("Affine", cast("nn.ModuleDict", block.F)["0"]).weight.shape[1]
-        if x.shape[-1] != width:
-            raise StateError(
-                f"an invertible adapter of {width} features got {list(x.shape)}: this model has "
-                f"embeddings or heads of another width. Write 'seq_bn'."
-            )
-        return function
+        return cast("Tensor", base.shared(self)(y, rev=True))

@@ -188,7 +188,9 @@ def _projections(
     if config.phm_layer:
         made = partial(HypercomplexProjection, config, source=source, device=device, dtype=dtype)
         return made("down", d_model, width), made("up", width, d_model)
-    bert, houlsby = normal(0.02, source), _truncated_normal(0.01, source)
+    bert = normal(0.02, source)
+    # cut off at two deviations
+    houlsby = partial(nn.init.trunc_normal_, std=0.01, a=-0.02, b=0.02, generator=source)
     fresh_down, fresh_up = {
         "bert": (bert, bert),
         "mam_adapter": (kaiming(source), constant(0.0)),
@@ -209,11 +211,6 @@ def drop_rows(x: Tensor, p: float) -> Tensor:
     """
     kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1.0 - p)
     return x * kept.div_(1.0 - p)
-
-
-def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Normal with mean 0, cut off at two deviations."""
-    return lambda t: nn.init.trunc_normal_(t, 0.0, std, -2 * std, 2 * std, generator=source)
 
 
 # --- the documented places ---

@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -82,7 +82,10 @@ class Magnitudes(LowRankUpdate):
         m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
             half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
+        factor: name of a parameter in the dtype of all but the magnitudes.
     """
+
+    factor: ClassVar[str] = "lora_A"
 
     def __init__(self, config: Any, site: Site, device: torch.device, dtype: torch.dtype) -> None:
         """Make the parameters; the magnitudes are ones until `init_from_layer`.
@@ -98,9 +101,8 @@ class Magnitudes(LowRankUpdate):
         """
         super().__init__(config, site, device, dtype)  # type: ignore[call-arg]
         self.adapterhub = config.convention == "adapterhub"
-        shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
-        self.m = drawn(shape, constant(1.0), device, compute_dtype(dtype))
+        self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
 
     @abstractmethod
     def update_factors(self, base: BaseLayer) -> Factors:
@@ -144,7 +146,7 @@ class Magnitudes(LowRankUpdate):
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they are of the same dtypes, dropout and convention, on features."""
-        kinds = {(a.dropout, a.adapterhub, *(p.dtype for p in a.parameters())) for a in adapters}
+        kinds = {(a.dropout, a.adapterhub, a.m.dtype, getattr(a, a.factor).dtype) for a in adapters}
         return len(kinds) == 1 and not any(a.at_embedding or a.m.dim() > 1 for a in adapters)
 
     @classmethod

@@ -279,12 +279,11 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         self.dropout = config.dropout
         self.at_embedding = site.kind == "embedding"
         rank = config.rank_at(site.name)
-        lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fill_a, fill_b = drawing(config.init_weights, rank, source)
         dtype = config.dtype_at(dtype)
-        self.lora_A = drawn((*lead, rank, site.d_in), fill_a, device, dtype)
-        self.lora_B = drawn((*several, *lead, site.d_out, rank), fill_b, device, dtype)
+        self.lora_A = drawn((*site.lead, rank, site.d_in), fill_a, device, dtype)
+        self.lora_B = drawn((*several, *site.lead, site.d_out, rank), fill_b, device, dtype)
 
     def whole_factors(self, like: Tensor) -> Factors:
         """Return A and B of the whole update, on the device and in the dtype of `like`."""

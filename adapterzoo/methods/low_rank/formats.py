@@ -179,7 +179,10 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     """Return why a config of PEFT's LoRA cannot be reproduced."""
     for name, reason in _REFUSED.items():
         if fields.get(name) and (name != _INVOCATION or fields.get("use_dora")):
-            return f"it says {name}={str(fields[name])[:80]}: {reason}. Merge it in PEFT."
+            return (
+                f"it says {name}={str(fields[name])[:100]}: {reason}. Merge the adapter with PEFT: "
+                f"peft_model.merge_and_unload().save_pretrained(…)."
+            )
     init = fields.get("init_lora_weights")
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
@@ -218,7 +221,7 @@ def _unsayable(placement: Placement) -> str | None:
 def _write_layer(layer: PeftOutput) -> Fields:
     """Return the fields of PEFT's config for a layer; its adapters must have equal scalings."""
     parts, site = layer.parts, layer.parts[0].placement.site
-    rank = layer.tensors["lora_A"].shape[0] // _experts_of(site)
+    rank = layer.tensors["lora_A"].shape[0] // (site.experts or 1)
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
     one = configs[0]
     said = {(c.scaling_at(site.name), c.use_rslora, c.dropout) for c in configs}
@@ -301,11 +304,6 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
     return _as_parameter(parts[0].placement.site, joined)
 
 
-def _experts_of(site: Site) -> int:
-    """Return how many adapters are in the tensors of a site."""
-    return site.experts or 1
-
-
 def _read(layer: PeftLayer) -> Tensors:
     """Return our tensors `[*experts, rank, d_in]` and `[*experts, d_out, rank]` of PEFT's.
 
@@ -324,7 +322,7 @@ def _read(layer: PeftLayer) -> Tensors:
         raise CheckpointError(
             f"init_lora_weights={init!r} changed the weight of {layer.name!r}. Merge it in PEFT."
         )
-    a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], _experts_of(site)
+    a, b, count = layer.tensors["lora_A"], layer.tensors["lora_B"], site.experts or 1
     a = a.unflatten(0, (count, -1))  # [experts, rank, d_in]
     b = b.unflatten(1, (-1, count)).movedim(2, 0)  # [experts, d_out, rank]
     if _is_flipped(site):

@@ -78,14 +78,11 @@ class Options(Check):
     """Options by name; `LoRAConfig` checks them one by one."""
 
     legal = "a dict of options by name"
+    example: ClassVar[object] = {}
 
     def fits(self, value: object) -> bool:
         """Return whether it is a mapping from names."""
         return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return no options."""
-        return {}
 
 
 class Invocation(Layers):

@@ -24,6 +24,7 @@ Cannot do: embeddings; DVoRA also layers without a floating-point weight to take
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self, cast
 
 import torch
@@ -161,10 +162,7 @@ class Projections(nn.Module):
         super().__init__()
         seed = config.init_weights_seed
         source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
-
-        def kaiming(t: Tensor) -> Tensor:
-            return nn.init.kaiming_uniform_(t, generator=source)
-
+        kaiming = partial(nn.init.kaiming_uniform_, generator=source)
         d_in, d_out = max(site.d_in for site in sites), max(site.d_out for site in sites)
         # buffers: they are saved and moved, and never trained
         for name, shape in (("lora_A", (config.r, d_in)), ("lora_B", (d_out, config.r))):
@@ -208,12 +206,11 @@ class Projected(WeightAdapter):
                 f"for layers that are called. Write convention='paper'."
             )
         dtype = dtype_named(config.dtype, dtype)
-        lead = (site.experts,) if site.experts else ()
         self.scaling = config.alpha / config.r if self.dense else 1.0
         self.dropout = config.dropout
         self.d_in, self.d_out = site.d_in, site.d_out
-        self.lambda_d = self._scales((*lead, config.r), config.vera_d, device, dtype)
-        self.lambda_b = self._scales((*lead, site.d_out), config.vera_b, device, dtype)
+        self.lambda_d = self._scales((*site.lead, config.r), config.vera_d, device, dtype)
+        self.lambda_b = self._scales((*site.lead, site.d_out), config.vera_b, device, dtype)
 
     def _scales(
         self, shape: tuple[int, ...], value: float, device: torch.device, dtype: torch.dtype
@@ -286,6 +283,8 @@ VeraConfig.adapter_class = Vera
 
 class DvoRA(Magnitudes, Projected):
     """y = g (W x + s · Λ_b B Λ_d A dropout(x)) + bias with g = m / ‖W + s · Λ_b B Λ_d A‖."""
+
+    factor = "lambda_d"
 
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return Λ_d A and Λ_b B."""

@@ -80,12 +80,11 @@ class LoHa(Lycoris):
         """
         super().__init__(config, site)
         rank, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
-        lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
 
         def made(*shape: int, zero: bool = False) -> nn.Parameter:
             fill = constant(0.0) if zero else kaiming(source)
-            return drawn((*lead, *shape), fill, device, dtype)
+            return drawn((*site.lead, *shape), fill, device, dtype)
 
         self.hada_w1_a, self.hada_w1_b = made(site.d_out, rank), made(rank, site.d_in)
         self.hada_w2_a = made(site.d_out, rank)

@@ -103,11 +103,10 @@ class LoKr(Lycoris):
             parts = {f"{name}_a": (rows, r), f"{name}_b": (r, columns)}
             shapes |= parts if narrow else {name: (rows, columns)}
         zero = {True: ("lokr_w1", "lokr_w1_a"), "lycoris": ("lokr_w2", "lokr_w2_b"), False: ()}
-        lead = (site.experts,) if site.experts else ()
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         for name, shape in shapes.items():
             fill = constant(0.0) if name in zero[config.init_weights] else kaiming(source)
-            self.register_parameter(name, drawn((*lead, *shape), fill, device, dtype))
+            self.register_parameter(name, drawn((*site.lead, *shape), fill, device, dtype))
         self.names = tuple(shapes)
 
     def in_slot(self, slot: Self) -> Mapping[str, Tensor]:

@@ -29,11 +29,11 @@ from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._targets import TargetedConfig, check_site
+from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from .rotating import Rotating, block_sizes, dropped, nearest
+from .rotating import Rotating, block_sizes, dropped
 
 
 @method_config("boft")
@@ -85,15 +85,9 @@ class BOFTConfig(TargetedConfig):
         m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
         asked = num or self.boft_block_size or 4
         legal = {d_in // b if num else b: b for b in block_sizes(d_in, m)}
-        if asked in legal:
-            return legal[asked]
-        near = nearest([*legal], asked)
-        kind, field = type(self).__name__, f"boft_block_{'num' if num else 'size'}"
-        hint = f"{field}={near[-1]}" if near else "boft_n_butterfly_factor=1"
-        raise ConfigError(
-            f"{kind}({field}={asked}, boft_n_butterfly_factor={m}): not legal for d_in={d_in} at "
-            f"{site.path!r}; near it are {near}. Write {kind}({hint})."
-        )
+        name = f"boft_block_{'num' if num else 'size'}"
+        check_size(self, site, name, asked, legal, "", "boft_n_butterfly_factor=1")
+        return legal[asked]
 
     @property
     def starts_as_identity(self) -> bool:
@@ -122,14 +116,13 @@ class BOFT(Rotating):
         self.dropout = config.boft_dropout
         check_site(config, site, "boft_dropout")
         b, m = config.block_size_at(site), config.boft_n_butterfly_factor
-        lead = (site.experts,) if site.experts else ()
         dtype = dtype_named(config.dtype, dtype)
         fresh = constant(0.0), constant(1.0)
         if not config.init_weights:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}")
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
-        self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
-        self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
+        self.boft_R = drawn((*site.lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
+        self.boft_s = drawn((*site.lead, site.d_out, 1), fresh[1], device, dtype)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer on rotated features, its output scaled but for the bias.

@@ -43,11 +43,11 @@ from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
 from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
-from adapterzoo.methods._targets import TargetedConfig, check_site
+from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
 
-from .rotating import Rotating, block_sizes, dropped, nearest
+from .rotating import Rotating, block_sizes, dropped
 
 TERMS = Range(2, 64)
 
@@ -120,14 +120,7 @@ class OFTConfig(TargetedConfig):
         width = rotated_features(site)
         asked, name = (self.r, "r") if self.r else (self.oft_block_size, "oft_block_size")
         legal = {width // b if self.r else b: b for b in block_sizes(width, 1)}
-        if asked not in legal:
-            near = nearest([*legal], asked)
-            rest = ", oft_block_size=0" if self.r else ""
-            hint = f"{name}={near[-1]}{rest}" if near else f"exclude_modules=[{site.path!r}]"
-            raise ConfigError(
-                f"{type(self).__name__}({name}={asked}): not legal for {width} features at "
-                f"{site.path!r}; near it are {near}. Write {type(self).__name__}({hint})."
-            )
+        check_size(self, site, name, asked, legal, ", oft_block_size=0" if self.r else "")
         return legal[asked], width // legal[asked]
 
     @property
@@ -140,15 +133,15 @@ def skew(vectors: Tensor, b: int) -> Tensor:
     """Return the skew-symmetric matrices with these upper triangles, row by row.
 
     Args:
-        vectors: `[*lead, b (b − 1) / 2]`.
+        vectors: `[*experts, b (b − 1) / 2]`.
         b: rows and columns of each matrix.
 
     Returns:
-        `[*lead, b, b]`.
+        `[*experts, b, b]`.
     """
     row, column = torch.triu_indices(b, b, 1, device=vectors.device)
     flat = vectors.new_zeros(*vectors.shape[:-1], b * b).index_copy(-1, row * b + column, vectors)
-    upper: Tensor = flat.unflatten(-1, (b, b))  # [*lead, b, b]
+    upper: Tensor = flat.unflatten(-1, (b, b))  # [*experts, b, b]
     return upper - upper.mT
 
 
@@ -158,12 +151,12 @@ def constrained(S: Tensor, eps: float) -> Tensor:
     The gradient is that of the constrained S, as if S itself had been set to it.
 
     Args:
-        S: `[*lead, blocks, b, b]`.
+        S: `[*experts, blocks, b, b]`.
         eps: bound of the norms of all blocks together.
     """
     limit = eps / S.shape[-3] ** 0.5
     fixed = S.detach()
-    norm = fixed.square().sum((-2, -1), keepdim=True).sqrt()  # [*lead, blocks, 1, 1]
+    norm = fixed.square().sum((-2, -1), keepdim=True).sqrt()  # [*experts, blocks, 1, 1]
     inside = norm <= limit
     scale = torch.where(inside, 1.0, limit / norm.masked_fill(inside, 1.0))
     # S − fixed is exactly zero: it only passes the gradient on
@@ -209,7 +202,7 @@ class OFT(Rotating):
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = constant(0.0) if config.init_weights else normal(0.1, source)
         rows = 1 if config.block_share else number
-        shape = (*((site.experts,) if site.experts else ()), rows, b * (b - 1) // 2)
+        shape = (*site.lead, rows, b * (b - 1) // 2)
         self.oft_R = drawn(shape, fresh, device, dtype_named(config.dtype, dtype))
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -326,7 +319,12 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
 
 
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
-    return [{**fields, "peft_version": _RELEASE} for fields in said]
+    """Return PEFT's config fields for each layer: blocks by number if only sizes differ."""
+    widths = [rotated_features(layer.parts[0].placement.site) for layer in layers]
+    numbers = [f["r"] or d // f["oft_block_size"] for f, d in zip(said, widths, strict=True)]
+    by_number = len({*numbers}) == 1 and len({f["oft_block_size"] for f in said}) > 1
+    blocks = {"r": numbers[0], "oft_block_size": 0} if by_number else {}
+    return [{**fields, **blocks, "peft_version": _RELEASE} for fields in said]
 
 
 spelled(

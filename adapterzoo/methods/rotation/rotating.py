@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -46,11 +45,6 @@ def block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
     """Return the legal sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
     step = 1 if factors == 1 else 2
     return tuple(b for b in range(2, d_in + 1, step) if d_in % (b << (factors - 1)) == 0)
-
-
-def nearest(legal: Sequence[int], asked: int) -> list[int]:
-    """Return the two legal values nearest to the one that was asked for, ascending."""
-    return sorted(sorted(legal, key=lambda value: abs(value - asked))[:2])
 
 
 def dropped(Q: Tensor, p: float) -> Tensor:

@@ -246,9 +246,8 @@ def _made(
     for placement in config.placements(model.anatomy):
         site = placement.site
         sites.setdefault(_key(site), []).append(site)
-        lead = (site.experts,) if site.experts else ()
         # factors of no change, where the adapter has none
-        a, b = torch.zeros(*lead, 0, site.d_in), torch.zeros(*lead, site.d_out, 0)
+        a, b = torch.zeros(*site.lead, 0, site.d_in), torch.zeros(*site.lead, site.d_out, 0)
         kept[*_key(site), site.output_slice] = Truncated(a, b, is_exact=True)
     for key, beside in sites.items():
         # an adapter of the whole weight takes the change, not those of its parts beside it

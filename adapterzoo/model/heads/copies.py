@@ -209,17 +209,16 @@ def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
     return {path: inject.take(_layer(model, path), owner) for path in paths}
 
 
-def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
-    """Return the layers of an adapter's own head by path; none where it has no head of its own.
+def layers_with(model: AdaptedModel, *owners: str | None) -> dict[str, nn.Module]:
+    """Return the layers of the last own head of some adapters by path; none if they have none.
 
     Args:
         model: with adapters.
-        owner: of the head.
+        *owners: of the heads.
     """
-    if owner is None:
-        return {}
-    paths = model._adapter_state.copies.get(owner, ())
-    return {path: adapters_of(_layer(model, path))[owner] for path in paths}
+    paths = model._adapter_state.copies
+    owner = next((o for o in reversed(owners) if o is not None and o in paths), "")
+    return {path: adapters_of(_layer(model, path))[owner] for path in paths.get(owner, ())}
 
 
 def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
@@ -320,20 +319,14 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
     Raises:
         StateError: it has the output layer, and that of the model is tied.
     """
-    owner = _last_owner(model, names)
-    own = layers_with(model, owner)
+    own = layers_with(model, *names)
     if own and (path := output_path(model)) in own:
         weight = _layer(model, str(path))._parameters["weight"]
         if any(weight is parameter for parameter in own_parameters(model._backbone)):
             raise StateError(
-                f"{owner!r} has the output layer {path!r} for itself, and that of the model is "
-                f"tied to its embeddings, which merging would change. Keep the adapter active."
+                f"{listing(names)}: the head has the output layer {path!r}, and that of the model "
+                f"is tied to its embeddings, which merging would change. Keep the adapter active."
             )
-
-
-def _last_owner(model: AdaptedModel, names: Sequence[str]) -> str | None:
-    copies = model._adapter_state.copies
-    return next((name for name in reversed(names) if name in copies), None)
 
 
 @torch.no_grad()
@@ -344,8 +337,7 @@ def merge(model: AdaptedModel) -> None:
         model: with merged adapters.
     """
     state = model._adapter_state
-    owner = _last_owner(model, state.merged)
-    for path, mine in layers_with(model, owner).items():
+    for path, mine in layers_with(model, *state.merged).items():
         original = _state(_layer(model, path))
         state.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})
         for key, tensor in mine.state_dict().items():

@@ -396,7 +396,7 @@ def _answer(
     _check_owner(model, active.names)
     call = Call(model=model, base=base, inputs=inputs, given=given, rows=rows)
     found = head_rows(active, rows, model._active.call.generation is not None)
-    numbers = None
+    numbers: list[list[int]] | None = None
     if found is None and len(heads) == 1:
         ((name, only),) = heads.items()
         results = [only.answer(call.of(name))]

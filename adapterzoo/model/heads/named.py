@@ -192,7 +192,7 @@ def check_generation(model: Any, given: Mapping[str, Any]) -> None:
     if model._has_named_heads and not (given.get("head") or model._active.heads.names):
         raise StateError(
             f"generate(): no head is active; heads: {listing(model.heads)}. Write "
-            f"add_causal_lm_head('my_task'), or add_seq2seq_lm_head for an encoder–decoder."
+            f"add_causal_lm_head('my_task'), add_seq2seq_lm_head(…) or model.active_head = '…'."
         )
 
 

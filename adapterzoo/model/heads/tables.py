@@ -669,14 +669,10 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
         if not own or (seed is not None and any(not bool(p.any()) for p in own.values())):
             continue
         for other, record in state.records.items():
-            # most other adapters differ in the first parameter: compare no more of these
-            if other == name or type(record.config) is not type(config):
+            if other == name or record.config != config:
                 continue
             theirs = shareable_of(model, other)
-            first = next(iter(theirs.items()), None)
-            if first is None or first[0] not in own or not _is_equal(own[first[0]], first[1]):
-                continue
-            if record.config != config or own.keys() != theirs.keys():
+            if own.keys() != theirs.keys():
                 continue
             if all(_is_equal(p, theirs[place]) for place, p in own.items()):
                 group = next((g for g, n in state.sharing.items() if other in n), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import torch
@@ -149,17 +148,3 @@ def _width(model: Any, text: Any) -> int:
 
 def _first(config: Any, *names: str) -> Any:
     return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
-
-
-# --- Models with several towers (CLIP, SigLIP, CLAP): features of each, no common hidden states ---
-
-_FEATURES = re.compile(r"get_\w+_features")
-
-
-def feature_names(cls: type) -> tuple[str, ...]:
-    """Return the methods of a class for the features of one tower, such as `get_text_features`.
-
-    Args:
-        cls: a `PreTrainedModel` class.
-    """
-    return tuple(n for n in dir(cls) if _FEATURES.fullmatch(n) and callable(getattr(cls, n)))

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import os
+import re
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +36,6 @@ from adapterzoo.model.sharding import peft_layer
 from adapterzoo.model.state import base_prefix
 
 from . import adapter_folders, config_entry, hosts
-from .backbone import feature_names
 from .config_entry import Interface, format_of, restore
 from .generation import GeneratesWithAdapters, counting
 from .task_classes import HeadTypes
@@ -49,19 +49,11 @@ _GENERATING = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
 )
 
+# of models with several towers, such as `get_text_features`
+_FEATURES = re.compile(r"get_\w+_features")
+
 # of the constructor; `from_pretrained` passes it there
 INTERFACE = "adapter_interface"
-
-
-def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class with adapters; it keeps its name, which transformers writes to config.json.
-
-    Args:
-        cls: a `PreTrainedModel` class; returned unchanged if it has adapters already.
-    """
-    if issubclass(cls, AdapterModelMixin):
-        return cls
-    return class_of(cls)
 
 
 def own_config(value: Any, memo: dict[int, Any]) -> Any:
@@ -238,10 +230,9 @@ def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Call
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
-    """Return the methods for the features of one tower, with arguments for the rows."""
-    return {
-        name: with_rows(getattr(cls, name), on_base, one_head=True) for name in feature_names(cls)
-    }
+    """Return the methods for the features of one tower of CLIP or the like, with rows."""
+    names = (n for n in dir(cls) if _FEATURES.fullmatch(n) and callable(getattr(cls, n)))
+    return {name: with_rows(getattr(cls, name), on_base, one_head=True) for name in names}
 
 
 def _showing(plain: Any, *names: str) -> inspect.Signature:
@@ -359,9 +350,7 @@ def _enter_pipelines(class_name: str, generates: bool) -> None:
     from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
 
     for task in (*_PIPELINES, *(_GENERATING_PIPELINES if generates else ())):
-        known = SUPPORTED_PEFT_TASKS.setdefault(task, [])
-        if class_name not in known:
-            known.append(class_name)
+        SUPPORTED_PEFT_TASKS.setdefault(task, []).append(class_name)
 
 
 # --- `init` and `load_model`: adapters for models that keep the head of their class ---
@@ -396,7 +385,7 @@ def init(
         _refuse_init(model)
         given = config_entry.checked_interface(model, interface)
     name = type(model).__name__
-    set_class(model, with_adapters(type(model)))
+    set_class(model, class_of(type(model)))
     memo: dict[int, Any] = {}
     for module in model.modules():
         for key, value in list(vars(module).items()):
@@ -464,5 +453,7 @@ def load_model(
         given = path
     if given is not None:
         kwargs[INTERFACE] = given
-    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
-    return cast("M", loaded)
+    cls: Any = model_class
+    if not issubclass(cls, AdapterModelMixin):
+        cls = class_of(cls)
+    return cast("M", cls.from_pretrained(path, **kwargs))

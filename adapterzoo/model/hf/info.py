@@ -560,9 +560,4 @@ def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
         ConfigError: the name is not legal.
     """
     name = load_as if load_as is not None else stored.metadata.get("name")
-    try:
-        return check_name(PurePath(path).name if name is None else name)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error} Or write {argument('load_as', 'a', 'load_adapter')}."
-        ) from error
+    return check_name(PurePath(path).name if name is None else name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -253,12 +253,9 @@ def save(
     weight = find(model, name).weight
     folder = Path(folder)
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as temporary:
-            tokenizer.save_pretrained(temporary)
-            contents = {p.name: p.read_bytes() for p in Path(temporary).iterdir() if p.is_file()}
-        inner = folder / _TOKENIZER
-        stale = [p.name for p in inner.iterdir() if p.is_file()] if inner.is_dir() else []
-        files.write_all(inner, contents, stale)
+        # files of another tokenizer there would be read with it
+        shutil.rmtree(folder / _TOKENIZER, ignore_errors=True)
+        tokenizer.save_pretrained(folder / _TOKENIZER)
     files.write_all(folder, {_TABLE: files.pickle_bytes(weight)})
 
 
