@@ -143,7 +143,9 @@ class WeightsLoader(ABC):
         """
         folder = Path(save_directory)
         saved_as = str(files.read_json(folder / self.config_name).get("name"))
-        tensors = files.read_tensors(self._file_in(folder))
+        there = [n for n in (self.weights_name, self._pickled_name) if (folder / n).exists()]
+        chosen = there or [self.weights_name]
+        tensors = files.read_tensors(folder / chosen[0 if self._use_safetensors else -1])
         name = load_as or saved_as
         rename = self.rename_func(saved_as, name) if load_as else str
         renamed = {rename(key): tensor for key, tensor in tensors.items()}
@@ -157,8 +159,3 @@ class WeightsLoader(ABC):
         is_chosen = self.filter_func(name)
         with torch.no_grad():
             return {key: t for key, t in self.model.state_dict().items() if is_chosen(key)}
-
-    def _file_in(self, folder: Path) -> Path:
-        there = [n for n in (self.weights_name, self._pickled_name) if (folder / n).exists()]
-        chosen = there or [self.weights_name]
-        return folder / chosen[0 if self._use_safetensors else -1]

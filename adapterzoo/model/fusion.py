@@ -301,22 +301,21 @@ def recorded(
         watched["adapter_fusion_attentions"] = _fusions_of(model, acting)
     thread = threading.get_ident()
     calls: dict[str, dict[tuple[str, int, str], list[Tensor]]] = {field: {} for field in watched}
+
+    def keep(kept: list[Tensor], read: Any, _module: nn.Module, _args: Any, out: Any) -> None:
+        if threading.get_ident() == thread:
+            kept.append(read(out).detach())
+
     with ExitStack() as stack:
         for field, modules in watched.items():
             for place, module, read in modules:
-
-                def keep(
-                    _module: nn.Module, _args: Any, out: Any,
-                    kept: Any = calls[field], place: Any = place, read: Any = read,
-                ) -> None:  # fmt: skip
-                    if threading.get_ident() == thread:
-                        kept.setdefault(place, []).append(read(out).detach())
-
-                stack.callback(module.register_forward_hook(keep).remove)
+                hook = functools.partial(keep, calls[field].setdefault(place, []), read)
+                stack.callback(module.register_forward_hook(hook).remove)
         outputs = run()
     found: dict[str, Scores] = {field: {} for field in watched}
     for field, kept in calls.items():
-        for (name, block, location), tensors in kept.items():
+        # a skipped block has no calls
+        for (name, block, location), tensors in ((at, ts) for at, ts in kept.items() if ts):
             # calls with different rows of the batch; otherwise each gives a column
             joined = torch.cat(tensors, 0 if by_rows else -1)  # [batch, …]
             if joined.dim() == 2 and joined.shape[1] == 1:

@@ -163,8 +163,6 @@ def push(
     Returns:
         The address of the commit, or of the pull request.
     """
-    for each in names_in(name) if is_setup else [name]:
-        model._adapter_state.find(each)
     sharding.refuse_if_sharded(
         model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
     )
