@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import ConfigError
+from .errors import ConfigError, argument
 
 FUSION = "fusion:"
 """Precedes the name of a fusion among those of adapters; no adapter can have such a name."""
@@ -28,12 +28,13 @@ _LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 
 
-def check_name(name: object) -> str:
+def check_name(name: object, other: str | None = None) -> str:
     """Return the name if it is legal for an adapter or a head.
 
     Args:
         name: 1 to 128 characters, at most 200 bytes in UTF-8; no dot, slash or other character
             that has a meaning in keys or paths; no blank at either end.
+        other: the argument that gives another name, if this one is not the caller's.
 
     Raises:
         ConfigError: the name is not legal.
@@ -50,7 +51,9 @@ def check_name(name: object) -> str:
     elif name in _TAKEN:
         why = "the container of adapters and heads has an attribute of this name"
     if why:
-        raise ConfigError(f"the name {name!r} cannot be used: {why}. Write {_legal(name)!r}.")
+        legal = _legal(name)
+        advice = repr(legal) if other is None else argument(other, legal, "load_adapter")
+        raise ConfigError(f"the name {name!r} cannot be used: {why}. Write {advice}.")
     return name
 
 

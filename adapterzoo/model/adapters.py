@@ -329,7 +329,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     # other adapters change no ties
     if copies.tables_of(model, name) or copies.rows_of(model, name):
         copies.update_rows(model)
-    copies.list_ties(model)
+    copies.list_ties(model, name)
 
 
 def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
@@ -348,7 +348,7 @@ def remove(model: AdaptedModel, name: str) -> None:
     release(model, name)
     copies.leave_groups(model, [name])
     uninstall(model, name)
-    copies.list_ties(model)
+    copies.list_ties(model, name)
 
 
 def uninstall(model: AdaptedModel, name: str) -> None:

@@ -193,7 +193,8 @@ def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) ->
         return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
     mine, theirs = _sites(slot.places), _sites(places)
     shown = {**mine, **theirs}
-    lines = [f"{shown[key]}   in one of them only" for key in mine.keys() ^ theirs.keys()]
+    others = {shown[key] for key in mine.keys() ^ theirs.keys()}
+    lines = [f"{name}   in one of them only" for name in others]
     for own, other in zip(slot.config.members, config.members, strict=True):
         left, right = own.to_dict(), other.to_dict()
         lines += [

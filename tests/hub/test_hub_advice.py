@@ -19,7 +19,7 @@ ROWS = [
     ("hub.resolve('ann/deep')", r"Write ('user/repository/folder')", "hub.resolve({0})", ("user/repository/folder", "ann/deep/b")),
     # ids of AdapterHub
     ("old('a/b/c@ukp')", r"Write ('task/dataset@organization')", "old({0})", ("task/dataset@organization", "sentiment/sst-2@ukp")),
-    ("old('sst-2@ukp', None)", r"Write (model_name='bert-base-uncased')", "old('sst-2@ukp', {0})"),
+    ("old('sst-2@ukp', None)", r"or (model_name='bert-base-uncased')", "old('sst-2@ukp', {0})"),
     ("old('sst-2@ukp', 'gpt2')", r"or (model_name='bert-base-uncased')", "old('sst-2@ukp', {0})"),
     ("old('sst-2@ukp', 'gpt2')", r"Write the repository ('AdapterHub/…')", "hub.resolve({0})", ("…", "sst-2_usual")),
     ("old('imdb@ukp')", r"Write one of ('sentiment/imdb')", "old({0})"),

@@ -104,10 +104,12 @@ def test_rows_of_other_lengths_are_the_rows_alone(config, family, attention):
     inputs = in_float64(tiny_inputs(family, batch=4))
     names = ["b", "a", None, "a"]
     mixed = hidden(model, inputs, adapter_names=names)
+    # the eager attention of these two computes its softmax in float32, also of float64
+    near = 1e-6 if attention == "eager" and family in ("llama", "vit") else 1e-9
     for row, name in enumerate(names):
         model.set_active_adapters(name)
         alone = hidden(model, {k: v[row : row + 1] for k, v in inputs.items()})[0]
-        torch.testing.assert_close(mixed[row], alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(mixed[row], alone, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

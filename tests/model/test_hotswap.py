@@ -263,8 +263,8 @@ def test_a_copy_of_a_static_head_is_swapped_and_the_original_stays(tmp_path):
     ("config", "says"),
     [
         ("lora[r=9]", ("[8, 32]", "[9, 32]", "hotswap=False")),
-        ("lora[attn_matrices=['q']]", ("value", "same layers", "hotswap=False")),
-        ("lora[output_lora=True]", ("output.dense", "same layers", "hotswap=False")),
+        ("lora[attn_matrices=['q']]", ("value", "in one of them only", "hotswap=False")),
+        ("lora[output_lora=True]", ("output.dense", "in one of them only", "hotswap=False")),
         ("dora", ("'lora'", "'dora'", "hotswap=False")),
         ("lora[lora_bias=True]", ("lora_bias=False and not True", "hotswap=False")),
     ],

@@ -551,11 +551,23 @@ def ties(model: AdaptedModel) -> dict[str, str]:
     return {key: source for key, source in sources if source != key}
 
 
-def list_ties(model: AdaptedModel) -> None:
-    """Tell transformers which parameters are shared."""
-    own, before = cast("Any", model), model._adapter_state.tied
+def list_ties(model: AdaptedModel, name: str | None = None) -> None:
+    """Tell transformers which parameters are shared.
+
+    Args:
+        model: with adapters.
+        name: of an adapter that was added or removed; None: something else has changed.
+    """
+    own, state = cast("Any", model), model._adapter_state
+    before = state.tied
     # absent until transformers has finished the constructor
     listed = vars(own).get("all_tied_weights_keys")
+    if name is not None:
+        # most adapters share nothing, and the fiftieth must cost no more than the first
+        was_tied = any(f".{name}." in f"{key} {other}" for key, other in before.items())
+        shares = any(name in group for group in state.sharing.values())
+        if not (was_tied or shares or tables_of(model, name) or rows_of(model, name)):
+            return
     tied = ties(model)
     vars(own).pop("_tied_weights_keys", None)
     if tied:
@@ -566,7 +578,7 @@ def list_ties(model: AdaptedModel) -> None:
         for key in before:
             listed.pop(key, None)
         listed.update(tied)
-    model._adapter_state.tied = tied
+    state.tied = tied
 
 
 def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:

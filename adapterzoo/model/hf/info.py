@@ -559,5 +559,7 @@ def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
     Raises:
         ConfigError: the name is not legal.
     """
-    name = load_as if load_as is not None else stored.metadata.get("name")
-    return check_name(PurePath(path).name if name is None else name)
+    if load_as is not None:
+        return check_name(load_as)
+    name = stored.metadata.get("name")
+    return check_name(PurePath(path).name if name is None else name, other="load_as")
