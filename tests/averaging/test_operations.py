@@ -131,7 +131,7 @@ def test_weights_are_those_of_a_list_or_a_dict():
         ([], None, r"\[\] is not a list.*Write \['a', 'b'\]"),
         ("ab", None, r"'ab' is not a list.*Write \['a', 'b'\]"),
         (5, None, r"5 is not a list"),
-        (Average\('a', 'b'.*\) is not a list"),
+        (Average("a", "b"), None, r"Average\('a', 'b'.*\) is not a list"),
         (["a", "b"], [1.0], r"not a list of 2 finite numbers.*Write weights=\[1.0, 1.0\]"),
         (["a"], [float("nan")], r"\[nan\] is not a list of 1 finite.*Write weights=\[1.0\]"),
         (["a"], ["1"], r"\['1'\] is not a list of 1 finite"),
