@@ -185,6 +185,7 @@ def translated(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in _mapped(own, given).items():
         argument = own.fields.get(name) or COMMON.get(name)
+        ours: str | None
         if argument is None or argument.ours == name:
             ours, kept = name, value
         elif value is None and argument.default is None:

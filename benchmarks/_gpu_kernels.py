@@ -220,7 +220,7 @@ def _grouped_sizes(s: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def _grouped(v: Operands) -> Tensor:
-    a, b = v["a"], v["b"]
+    a, b = v["a"].unbind(), v["b"].unbind()
     return grouped.grouped_low_rank(v["y"], v["x"], a, b, (S,) * len(a), _GROUPS)
 
 

@@ -335,7 +335,7 @@ class AdaptedAttention(Adapted):
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
         """Return a `config` attribute for modules that look up their function by its name."""
-        if is_inline(plain):
+        if is_inline(plain):  # type: ignore[arg-type]
             return {"_is_inline": True}
         return {"config": property(_read_config, _write_config)}
 

@@ -225,10 +225,10 @@ def eject(model: AdaptedModel, name: str) -> None:
     shared = dict(modules_of(model, name)).get("")
     members = []
     for number, member in enumerate(config.members):
-        own = shared
+        own: nn.Module | None = shared
         if shared is not None and len(config.members) > 1:
             own = shared._modules.get(str(number))
-        changes = own.eject() if isinstance(own, Ejectable) else {}
+        changes: Mapping[str, Any] = own.eject() if isinstance(own, Ejectable) else {}
         members.append(member.replace(**changes) if changes else member)
     if members == list(config.members):
         raise StateError(f"{name!r} has no network to eject, as a prefix with flat=False has.")

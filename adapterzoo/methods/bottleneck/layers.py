@@ -118,7 +118,8 @@ class BottleneckLayer(FusibleAdapter):
             x: the bottleneck's input, `[*batch, d_model]`; both results are of its shape.
             base: the module.
         """
-        down, up = getattr(self.adapter_down, self.down_name), self.adapter_up
+        down: Any = getattr(self.adapter_down, self.down_name)
+        up: Any = self.adapter_up
         if isinstance(up, HypercomplexProjection):
             shared = cast("nn.ModuleDict", base.shared(self))["phm"] if self.shares else None
             down, up = down.product(shared, x.device), up.product(shared, x.device)
@@ -191,11 +192,12 @@ def _projections(
     bert = normal(0.02, source)
     # cut off at two deviations
     houlsby = partial(nn.init.trunc_normal_, std=0.01, a=-0.02, b=0.02, generator=source)
-    fresh_down, fresh_up = {
+    starts: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
         "bert": (bert, bert),
         "mam_adapter": (kaiming(source), constant(0.0)),
         "houlsby": (houlsby, houlsby),
-    }[config.init_weights]
+    }
+    fresh_down, fresh_up = starts[config.init_weights]
     down = affine((width, d_model), fresh_down, device, dtype)
     return down, affine((d_model, width), fresh_up, device, dtype)
 

@@ -99,7 +99,7 @@ class Magnitudes(LowRankUpdate):
         Raises:
             ConfigError: the site cannot have such an adapter.
         """
-        super().__init__(config, site, device, dtype)  # type: ignore[call-arg]
+        super().__init__(config, site, device, dtype)
         self.adapterhub = config.convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
@@ -223,7 +223,7 @@ class DoRA(Magnitudes, LowRank):
             return
         gains = [adapter.gain(base) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
-        super().combine(adapters, weights, strategy, base, [gain / c for gain in gains])
+        self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 

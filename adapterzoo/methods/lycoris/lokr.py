@@ -208,7 +208,7 @@ def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     flat = parts.reshape(-1, parts.shape[-1])  # [tokens · count, d]
     for matrix in reversed(matrices):
         flat = linear(flat, matrix)  # [tokens · count, r or e]
-    return flat.unflatten(0, parts.shape[:2])  # [tokens, count, e]
+    return flat.reshape(*parts.shape[:2], flat.shape[-1])  # [tokens, count, e]
 
 
 # each of w1 and w2 is one matrix or two

@@ -541,8 +541,8 @@ def ties(model: AdaptedModel) -> dict[str, str]:
         for path, module in modules_of(model, name):
             keyed += module.named_parameters(f"{start}{prefixes[path]}".removesuffix("."))
     for name, head in heads_of(model).items():
-        for path, module in plain_modules(head, f"heads.{name}"):
-            keyed += ((f"{path}.{n}", p) for n, p in module._parameters.items() if p is not None)
+        for path, layer in plain_modules(head, f"heads.{name}"):
+            keyed += ((f"{path}.{n}", p) for n, p in layer._parameters.items() if p is not None)
     for path, name in state.outputs:
         output = _adapters_at(_module_at(whole, path))[name]
         keyed += output.named_parameters(f"{path}.{container_of(output)}.{name}")
