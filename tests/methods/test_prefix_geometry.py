@@ -97,7 +97,7 @@ def test_a_static_cache_changes_nothing_behind_the_prefix(family, attention):
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_static_cache_with_a_window_that_hides_the_prefix_is_refused(family):
     model = generating(family, SHIFTED)
-    with pytest.raises(StateError, match=r"positions='shifted' a sliding window of 16 hides"):
+    with pytest.raises(StateError, match=r"positions='shifted' exceed the sliding window of 16"):
         written(model, prompt(), cache_implementation="static")
 
 

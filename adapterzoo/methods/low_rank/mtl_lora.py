@@ -34,6 +34,7 @@ from adapterzoo.config import (
     method_config,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.methods._init import constant, drawn
 
@@ -161,6 +162,26 @@ class MTLLoRA(LowRank):
         """
         y, t = base(x), self.task_specific(self.down(x, self.lora_A, base))  # [*batch, rank]
         return expand(y, t, self.up(self.lora_B.dtype), self.scaling)
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they are of the same dtype and dropout, on features."""
+        kinds = {(a.lora_A.dtype, a.dropout) for a in adapters}
+        return len(kinds) == 1 and not any(a.at_embedding for a in adapters)
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`.
+
+        Tasks without rows take part, so that no process of a data-parallel run leaves one out.
+        """
+        one = adapters[0]
+        a = [each.lora_A for each in adapters]
+        b = [each.task_specific.after(each.up(each.lora_B.dtype)) for each in adapters]
+        scaling = [each.scaling for each in adapters]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
     def whole_factors(self, like: Tensor) -> Factors:
         """Return A and Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ, on the device and in the dtype of `like`."""
