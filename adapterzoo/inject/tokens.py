@@ -372,6 +372,9 @@ def recorded_call(
 
     Yields:
         The arguments to call it with.
+
+    Raises:
+        StateError: the call cannot hold the tokens that adapters add.
     """
     context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}

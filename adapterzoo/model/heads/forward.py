@@ -218,6 +218,10 @@ def forward(
         head: which heads; None for the active ones.
         return_dict: False for tuples.
         times: how often the batch is repeated.
+
+    Raises:
+        BatchError: the heads are those of another number of rows.
+        StateError: the heads cannot compute with these labels.
     """
     active = named.chosen(model, head)
     used = named.heads_by_name(model, active)
