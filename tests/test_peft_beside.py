@@ -17,7 +17,7 @@ from snapshots import refused, same_bits
 
 from adapterzoo import ConfigUnion, LNTuningConfig, LoRAConfig, TrainableTokensConfig
 from adapterzoo.contracts import CopyAdapter
-from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, SiteError
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.model.state import tensors_of
 
 pytestmark = [
@@ -172,7 +172,7 @@ def test_norms_and_modules(family, targets, saved, tmp_path):
     # the same from an object of PEFT
     model.add_adapter("b", peft.LNTuningConfig(target_modules=targets, modules_to_save=saved))
     assert {k.partition("/")[0] for k in tensors_of(model, "b")} > {*_norms(model, targets)}
-    with refused(model, SiteError, "all layers", "fewer"):
+    with refused(model, ConfigError, "all layers", "fewer"):
         model.add_adapter("c", LNTuningConfig(target_modules=targets, modules_to_save=targets))
 
 
@@ -332,8 +332,14 @@ def test_files_of_peft_go_into_a_slot_that_is_spelled_in_another_way(case, tmp_p
     ("fields", "words"),
     [
         ({"trainable_token_indices": [3, 11]}, ("3, 11", "3, 10", "hotswap=False")),
-        ({"trainable_token_indices": None}, ("word_embeddings", "same layers", "hotswap=False")),
-        ({"modules_to_save": ["output.LayerNorm"]}, ("embeddings.LayerNorm", "same layers")),
+        (
+            {"trainable_token_indices": None},
+            ("word_embeddings", "in one of them only", "hotswap=False"),
+        ),
+        (
+            {"modules_to_save": ["output.LayerNorm"]},
+            ("embeddings.LayerNorm", "in one of them"),
+        ),
         ({"bias": "all"}, ("output.dense", "hotswap=False")),
     ],
 )
