@@ -201,7 +201,13 @@ class BnConfig(ConfigWithCopies):
         super().__post_init__()
         parallel, reads_sum = self.is_parallel, self.original_ln_before
         keeps_stream = self.original_ln_after or (reads_sum and self.residual_before_ln is False)
+        row = PLACES.get(self.site_convention)
+        differs = row is None or bool(
+            (row.moves_entry and self.inv_adapter)
+            or any(getattr(self, LOCATIONS[kind]) for kind in row.sublayers)
+        )
         checks = {
+            "site_convention='paper'": not differs,
             "phm_layer=False": self.phm_layer and self.init_weights == "houlsby",
             "output_adapter=True": not (
                 self.mh_adapter or self.output_adapter or self.cross_adapter

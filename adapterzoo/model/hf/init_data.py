@@ -297,8 +297,8 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
     ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
     if not ids:
         raise ConfigError(
-            f"the text has no tokens for the tokenizer of {name!r}. Load the model from a folder "
-            "with one."
+            f"prompt_init_text={text!r}: it has no tokens for the tokenizer of {name!r}. Load the "
+            f"model from a folder with one."
         )
     weight = cast("Tensor", table._parameters["weight"])
     with torch.no_grad():
