@@ -245,10 +245,13 @@ class LoadOptions:
         Raises:
             ConfigError: what the user gives is not a config.
         """
-        wanted = None if self.config is None else AdapterConfig.load(self.config).to_dict()
-        if wanted is not None and wanted != config.to_dict():
+        found = config.to_dict()
+        wanted = found if self.config is None else AdapterConfig.load(self.config).to_dict()
+        differing = sorted(k for k in wanted | found if wanted.get(k) != found.get(k))
+        if differing:
+            shown = ", ".join(f"{k}={found.get(k)!r} and not {wanted.get(k)!r}" for k in differing)
             warnings.warn(
-                f"config=…: the checkpoint has its own config, {config!r}. Leave config out.",
+                f"config=…: the checkpoint has its own config, with {shown}. Leave config out.",
                 stacklevel=2,
             )
         if self.model_name is not None and model_name not in (None, self.model_name):
