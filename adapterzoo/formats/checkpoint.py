@@ -24,6 +24,7 @@ from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import files
+from .fit import by_path
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
@@ -140,6 +141,15 @@ class Place:
         """Return the key of one of its parameters in `Checkpoint.adapter`."""
         return f"{self.path}/{self.part}{parameter}"
 
+    def own(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return its tensors by parameter.
+
+        Args:
+            tensors: of all places, see `fit.by_path`.
+        """
+        here = tensors.get(self.path, {})
+        return {k.removeprefix(self.part): t for k, t in here.items() if k.startswith(self.part)}
+
 
 def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     """Return the places of a config at linear layers and in the residual stream, in model order.
@@ -187,14 +197,13 @@ def _changed(
     change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Return the tensors, with those of each place changed."""
-    found = dict(tensors)
+    found, at = dict(tensors), by_path(tensors)
     for place in places_of(config, anatomy):
-        start = place.key("")
-        here = {k.removeprefix(start): found.pop(k) for k in [*found] if k.startswith(start)}
-        if not here:
-            continue
-        changed = change(place.placement.config, here)
-        found |= {place.key(name): tensor for name, tensor in changed.items()}
+        if own := place.own(at):
+            for name in own:
+                del found[place.key(name)]
+            changed = change(place.placement.config, own)
+            found |= {place.key(name): tensor for name, tensor in changed.items()}
     return found
 
 

@@ -51,10 +51,10 @@ from adapterzoo.formats.files import (
     json_bytes,
     pickle_bytes,
     read_json,
-    read_tensors,
     tensor_bytes,
+    tensors_in,
 )
-from adapterzoo.formats.fit import same_values
+from adapterzoo.formats.fit import by_path, same_values
 from adapterzoo.heads import STATIC, HeadConfig, head_types
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -413,15 +413,16 @@ def write_adapter(
     if layout.swapped:
         written = write_config(joined([_swapped(m) for m in members]))
     places = places_of(joined(members), info.anatomy)
-    by_path: dict[str, tuple[Container, list[Place]]] = {}
+    containers: dict[str, tuple[Container, list[Place]]] = {}
     for place in places:
         for container in spelling_of(place.placement.config).containers:
             if location_of(container, place) is not None:
                 path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
-                by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
+                containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
-    for path, (container, here) in by_path.items():
-        for parameter, tensor in _to_container(container, here, tensors).items():
+    tensors_at = by_path(tensors)
+    for path, (container, here) in containers.items():
+        for parameter, tensor in _to_container(container, here, tensors_at).items():
             found[f"{path}.{name}.{parameter}"] = tensor
     for number, member in zip(own, members, strict=True):
         shared = shared_tensors(tensors, number if len(config.members) > 1 else None)
@@ -506,7 +507,7 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 
 
 def _to_container(
-    container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
+    container: Container, places: Sequence[Place], tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
@@ -520,11 +521,7 @@ def _to_container(
         raise inexpressible(
             f"{len(places)} adapters sit at {places[0].path!r}, where AdapterHub has one name"
         )
-    each = []
-    for place in places:
-        start = place.key("")
-        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
-        each.append(container.to_theirs(own, place.placement.config))
+    each = [container.to_theirs(p.own(tensors), p.placement.config) for p in places]
     return {name: torch.cat([part[name] for part in each]) for name in each[0]}
 
 
@@ -536,7 +533,7 @@ _FIELDS = frozenset(
 )  # fmt: skip
 
 
-def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
 
@@ -582,14 +579,11 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
 def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
     if kind == "adapter_fusion":
         return _read_fusion(folder, info)
-    head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
-    name = None
+    head = Checkpoint({"name": None, "head": None})
     if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
-        metadata, tensors = _files_in(folder, _HEAD)
-        name = metadata.get("name")
-        head = read_head(info, metadata, tensors)
+        head = _read_head(info, *_files_in(folder, _HEAD))
     if kind == "head":
-        return Checkpoint({"name": name, "head": head[0]}, {}, head[1])
+        return head
     metadata, tensors = _files_in(folder, _ADAPTER)
     config, adapter = read_adapter(info, metadata, tensors)
     described = {
@@ -597,12 +591,12 @@ def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
         "model_type": metadata.get("model_type"),
         "model_name": metadata.get("model_name"),
         "config": config.to_dict(),
-        "head": head[0],
-        "meta": meta_in(metadata),
+        "head": head.metadata["head"],
+        "meta": _meta_in(metadata),
     }
-    if head[0] is not None and name not in (None, described["name"]):
-        described["head_name"] = name
-    return Checkpoint(described, adapter, head[1])
+    if head.metadata["name"] not in (None, described["name"]):
+        described["head_name"] = head.metadata["name"]
+    return Checkpoint(described, adapter, head.head)
 
 
 def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView, *, safe: bool) -> dict[str, bytes]:
@@ -646,19 +640,15 @@ for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
 def _files_in(
     folder: Path, names: tuple[str, str, str]
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors."""
     config, safe, pickled = names
-    metadata = read_json(folder / config)
-    # of two files with the same tensors, prefer the one that cannot hold code
-    file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{str(folder)!r} has {config}, but no tensors beside it. {AGAIN}.")
-    return metadata, read_tensors(file)
+    return read_json(folder / config), tensors_in(folder, (safe, pickled))
 
 
-def read_head(
+def _read_head(
     info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return metadata and tensors of a head.
+) -> Checkpoint:
+    """Return a head.
 
     Args:
         info: of the model.
@@ -668,13 +658,14 @@ def read_head(
     Raises:
         CheckpointError: the head has no equivalent in this model.
     """
-    config = metadata.get("config")
+    name, config = metadata.get("name"), metadata.get("config")
     if config is None:
-        return _read_static(info, metadata, tensors)
+        document, own = _read_static(info, metadata, tensors)
+        return Checkpoint({"name": name, "head": document}, {}, own)
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
-    start = f"heads.{metadata.get('name')}"
+    start = f"heads.{name}"
     # adapters also saves heads whose names begin with this one
     own = {
         key.removeprefix(f"{start}."): tensor
@@ -683,7 +674,7 @@ def read_head(
     }
     if info.named_heads:
         config, own = info.untied(config, own)
-    return {"config": dict(config)}, own
+    return Checkpoint({"name": name, "head": {"config": dict(config)}}, {}, own)
 
 
 def write_head(
@@ -819,7 +810,7 @@ def _read_fusion(folder: Path, info: ModelView) -> Checkpoint:
         "name": name,
         "adapter_names": names,
         "config": {**config, **_conventions(configs), **entry},
-        "meta": meta_in(metadata),
+        "meta": _meta_in(metadata),
     }
     return Checkpoint(described, tensors)
 
@@ -840,10 +831,10 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[
     metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
+    at = by_path(checkpoint.adapter)
     for container, place in _fusion_places(info, fused).values():
         named = name_of(info, container, place, layout)
-        at = f"{place.path}/"
-        own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
+        own = dict(at.get(place.path, {}))
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
             raise inexpressible(

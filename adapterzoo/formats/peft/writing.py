@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import argument, listing
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
     ModelView,
@@ -23,7 +24,6 @@ from adapterzoo.formats.checkpoint import (
     places_of,
     shared_tensors,
 )
-from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import head_types
 from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
@@ -131,15 +131,11 @@ def _parts(
     """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
     by_name: dict[str, list[PeftPart]] = {}
-    at: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        at.setdefault(key.partition("/")[0], {})[key] = tensor
+    at = fit.by_path(tensors)
     methods: dict[str, PeftSpelling] = {}
     for place in places_of(config, info.anatomy):
         member = place.placement.config
-        start = place.key("")
-        here = at.get(place.path, {}).items()
-        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
+        own = place.own(at)
         if place.placement.location in FIELD_AT:
             more.append((place, own))
             continue
@@ -341,7 +337,7 @@ def _whole_modules(
 def _is_own(key: str, tensor: Tensor, info: ModelView) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
-    return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))
+    return own is tensor or (own is not None and not own.is_meta and fit.same_bits(own, tensor))
 
 
 def is_written(site: Site, spelling: PeftSpelling, info: ModelView) -> bool:
