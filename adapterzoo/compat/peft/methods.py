@@ -61,7 +61,6 @@ from adapterzoo.peft_arguments import (
     class_of,
     classes_of_peft,
     is_peft,
-    or_with_config_of_peft,
     translated,
 )
 from adapterzoo.spelling import PeftSpelling, peft_spellings
@@ -557,7 +556,12 @@ _own_add: Any = _mixin.add_adapter
 _own_supports: Any = AdaptersMethods.supports_adapter
 
 
+@functools.wraps(_own_add)
 def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+    words = kwargs.keys() & {"adapter_config", "peft_config"}
+    if not words and not any(map(is_peft, (*args, *kwargs.values()))):
+        _own_add(self, *args, **kwargs)
+        return
     # with the config first, as in transformers, the adapter is trained and active afterwards
     if "peft_config" in kwargs:
         given = kwargs.pop("peft_config")
@@ -605,7 +609,7 @@ def _supports_adapter(self: Any, type_or_config: Any) -> bool:
 
 MEMBERS = {
     **{name: member for name, member in vars(PeftMethods).items() if not name.startswith("_")},
-    "add_adapter": or_with_config_of_peft(_own_add, _add_adapter, "adapter_config", "peft_config"),
+    "add_adapter": _add_adapter,
     "delete_adapter": also_named(adapter_names="adapter_name")(_mixin.delete_adapter),
     "merge_adapter": also_named(adapter_names="name")(_mixin.merge_adapter),
     "supports_adapter": _supports_adapter,

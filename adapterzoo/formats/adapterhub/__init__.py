@@ -20,7 +20,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion, defaults
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
@@ -101,11 +101,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
             for member in config.members:
                 spelling_of(member)
             return config
-        if not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"config={values!r} in adapter_config.json is not an object. {AGAIN}."
-            )
-        if values.get("architecture") != ConfigUnion.architecture:
+        if not isinstance(values, Mapping) or values.get("architecture") != "union":
             return _read_member(values, file)
         members = values.get("configs")
         members = members if isinstance(members, list) else [members]
@@ -172,23 +168,20 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
     if (reason := spelling.unsayable(config)) is not None:
         raise unsayable(config, reason)
     values = config.to_dict()
-    legal = {**{f.name: _default(f) for f in dataclasses.fields(config)}, **spelling.implied}
+    legal = {**defaults(type(config)), **spelling.implied}
     sayable = {*spelling.fields.values(), *spelling.omitted}
     # `to_dict` leaves out fields that only this library has
     wrong = [k for k, v in legal.items() if k not in sayable and values.get(k, v) != v]
     if wrong:
-        shown = ", ".join(f"{name}={values[name]!r}" for name in sorted(wrong))
-        raise unsayable(config, f"adapters has no {shown}")
+        raise unsayable(config, f"adapters has no {_shown(values, sorted(wrong))}")
     written = {theirs: values[ours] for theirs, ours in spelling.fields.items()}
     written |= {**spelling.fixed, **spelling.constants}
     name = spelling.architecture[0]
     return written if name is None else {"architecture": name, **written}
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
 def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
@@ -451,16 +444,13 @@ def check_convention(info: ModelView, config: AdapterConfig) -> None:
     Raises:
         CheckpointError: it computes another one.
     """
+    mine = config.to_dict()
     theirs = spelling_of(config).convention(info.model_type, config).to_dict()
-    differing = [name for name, value in config.to_dict().items() if theirs[name] != value]
-    if differing:
-        mine, other = (
-            ", ".join(f"{name}={values[name]!r}" for name in differing)
-            for values in (config.to_dict(), theirs)
-        )
+    if differing := [name for name, value in mine.items() if theirs[name] != value]:
+        other = _shown(theirs, differing)
         raise inexpressible(
-            f"in {info.model_type} models adapters computes {other}, and this adapter has {mine}. "
-            f"Train it again with {other} for adapters"
+            f"in {info.model_type} models adapters computes {other}, and this adapter has "
+            f"{_shown(mine, differing)}. Train it again with {other} for adapters"
         )
 
 
@@ -730,8 +720,8 @@ def _check_sayable(info: ModelView, config: Mapping[str, Any]) -> None:
         raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
     ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
-        shown = ", ".join(f"{field}={config[field]!r}" for field in used)
-        raise inexpressible(f"AdapterHub's format cannot express a head with {shown}", *hints)
+        why = f"AdapterHub's format cannot express a head with {_shown(config, used)}"
+        raise inexpressible(why, *hints)
 
 
 def _read_static(
@@ -742,21 +732,18 @@ def _read_static(
     labels = metadata.get("label2id")
     if info.named_heads:
         return info.from_static(theirs, tensors, labels if isinstance(labels, Mapping) else None)
-    static = info.static_head
-    mine = {key: tensor for key, tensor in tensors.items() if key in static}
+    found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        if key in mine:
-            continue
         # the layer onto the vocabulary, which adapters saves with every head
-        own = info.tensor(key)
+        own = None if key in info.static_head else info.tensor(key)
         if own is None:
-            mine[key] = tensor
+            found[key] = tensor
         elif not same_values(tensor, own):
             raise CheckpointError(
                 f"{key!r} differs from the model's own. Write "
                 f"{argument('with_head', False, 'load_adapter')}."
             )
-    return {STATIC: theirs}, mine
+    return {STATIC: theirs}, found
 
 
 def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
@@ -846,9 +833,9 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[
     theirs = _conventions(fused)
     mine = {key: fields["config"][key] for key in theirs}
     if mine != theirs:
-        shown = [", ".join(f"{k}={v!r}" for k, v in values.items()) for values in (theirs, mine)]
         raise inexpressible(
-            f"adapters computes such a fusion with {shown[0]}, and this has {shown[1]}"
+            f"adapters computes such a fusion with {_shown(theirs, theirs)}, and this has "
+            f"{_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
     meta = meta_for(metadata.get("meta") or {})

@@ -52,7 +52,7 @@ from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
-from adapterzoo.patterns import TokenIds, fault, is_named, short_names
+from adapterzoo.patterns import TokenIds, around, fault, is_named, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
     Fields,
@@ -293,20 +293,19 @@ def class_in(peft_config: FileConfig, info: ModelView) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
-    return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
+    return next(classes_for(TASKS.get(peft_config.task_type, {}), info.model_type), None)
 
 
-def classes_for(mapping: Mapping[str, Any], info: ModelView) -> Iterator[str]:
+def classes_for(mapping: Mapping[str, Any], model_type: str) -> Iterator[str]:
     """Yield the classes of transformers for a task that a type of model has."""
-    found = mapping.get(info.model_type)
+    found = mapping.get(model_type)
     yield from (found,) if isinstance(found, str) else found or ()
 
 
 def task_of(model_class: str) -> str | None:
     """Return PEFT's name of the task of a class; None if it has none."""
     for task, mapping in TASKS.items():
-        classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
-        if model_class in set(classes):
+        if any(model_class in classes_for(mapping, model_type) for model_type in mapping):
             return task
     return None
 
@@ -735,9 +734,7 @@ def _plain(key: str) -> str:
 
 def _is_saved(layer: str, names: Sequence[str]) -> bool:
     """Return whether a layer is in one of the modules, by PEFT's rule for names."""
-    parts = layer.split(".")
-    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(module.endswith(name) for module in around for name in names)
+    return any(module.endswith(name) for module in around(layer) for name in names)
 
 
 def base_tensor(path: str, parameter: str, info: ModelView) -> Tensor | None:
@@ -807,8 +804,8 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
     found: Fields = {}
     if extras.copies:
         layers = [s.path for s in (*anatomy.others, *anatomy)]
-        around = {path[:i] for path in layers for i, c in enumerate(path) if c == "."}
-        names = short_names([*extras.copies], [*layers, *around])
+        above = {module for path in layers for module in around(path)[:-1]}
+        names = short_names([*extras.copies], [*layers, *above])
         found["modules_to_save"] = exactly(extras.copies) if names is None else list(names)
     if extras.rows:
         table = anatomy.own_table

@@ -25,7 +25,7 @@ from adapterzoo.formats.checkpoint import (
     shared_tensors,
 )
 from adapterzoo.heads import head_types
-from adapterzoo.patterns import short_names
+from adapterzoo.patterns import around, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
@@ -105,12 +105,12 @@ def encode_adapter(
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
-    around = wrapper_depths(sites.values(), [*info.anatomy.weights()])
+    depths = wrapper_depths(sites.values(), [*info.anatomy.weights()])
     for name, layer in layers.items():
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        owner = owners[name] + f".{WRAPPED}" * around.get(name, 0)
+        owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
         for parameter, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
     found, also = _write_extras(
@@ -199,8 +199,12 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
             pattern, ours = patterns[name]
             found[name] = most_common(said, first[ours])
             found[pattern] = by_path(said, found[name])
+        elif len(distinct := {*said.values()}) > 1:
+            raise inexpressible(
+                f"layers differ in {name} ({listing(sorted(distinct))}), and PEFT has one value"
+            )
         else:
-            found[name] = _same(name, {*said.values()})
+            found[name] = distinct.pop()
     return found
 
 
@@ -210,14 +214,6 @@ def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
     arguments = {} if spelling.arguments is None else spelling.arguments.fields
     always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
     return always | {n: values[a.ours] for n, a in spelling.fields.items() if a.ours in values}
-
-
-def _same(name: str, values: set[Any]) -> Any:
-    if len(values) > 1:
-        raise inexpressible(
-            f"layers differ in {name} ({listing(sorted(values))}), and PEFT has one value"
-        )
-    return next(iter(values))
 
 
 def _target_fields(
@@ -317,11 +313,9 @@ def _whole_modules(
     """
     below: dict[str, set[str]] = {}
     for key in head:
-        parts = key.split(".")
-        below |= {".".join(parts[:end]): set() for end in range(1, len(parts))}
+        below |= {path: set() for path in around(key)[:-1]}
     for path, own in modules.items():
-        parts = path.split(".")
-        for start in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & below.keys():
+        for start in below.keys() & around(path):
             below[start] |= {f"{path}.{name}" for name in own}
     whole = [path for path in sorted(below) if path in modules and below[path] <= head.keys()]
     found = [path for path in whole if not any(path.startswith(f"{other}.") for other in whole)]
@@ -477,7 +471,7 @@ def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, T
     mapping = TASKS.get(str(task_type), {})
     if known is not None and known.peft_classes is not None:
         mapping = getattr(modeling_auto, known.peft_classes)
-    model_class = next(iter(classes_for(mapping, info)), None)
+    model_class = next(classes_for(mapping, info.model_type), None)
     if model_class is None:
         raise inexpressible(
             f"transformers has no {info.model_type!r} with a {head_type!r} head",
@@ -497,5 +491,7 @@ def _without_head(info: ModelView) -> Task:
         (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
         ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
     )
-    found = [Task(c, task) for task, mapping in generating for c in classes_for(mapping, info)]
-    return found[0] if found else Task(info.model_class, None)
+    for task, mapping in generating:
+        for model_class in classes_for(mapping, info.model_type):
+            return Task(model_class, task)
+    return Task(info.model_class, None)
