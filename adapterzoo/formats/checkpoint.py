@@ -68,12 +68,18 @@ class ModelView(Protocol):
     model_name: str | None
     model_type: str
     named_heads: bool
-    output: frozenset[str]
     prefix: str
     renamed: Callable[[str], str]
     split_experts: frozenset[str]
-    static_head: dict[str, tuple[int, ...]]
     with_head: bool
+
+    @property
+    def output(self) -> frozenset[str]:
+        """The keys of the output layer of the static head."""
+
+    @property
+    def static_head(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the static head's tensors by key."""
 
     def adapter_config(self, name: str) -> AdapterConfig:
         """Return the config of an adapter."""

@@ -424,13 +424,13 @@ def _write_extras(
         if names is None or any(path.endswith(names) for path in others):
             names = tuple(sorted(saved))
         fields["modules_to_save"] = list(names)
+    tables, paths, lists = zip(*tokens.values(), strict=True) if tokens else ((), (), ())
     if tokens and spelling.rows_field:
-        fields |= _rows_alone(spelling, list(tokens.values()))
+        if any(ids != lists[0] for ids in lists):
+            raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
+        fields |= {spelling.rows_field: lists[0], "target_modules": [*paths]}
     elif tokens:
-        found = list(tokens.values())
-        alone = len(found) == 1 and found[0][0] is None
-        listed = {path: ids for _, path, ids in found}
-        fields[TOKENS] = found[0][2] if alone else listed
+        fields[TOKENS] = lists[0] if tables == (None,) else dict(zip(paths, lists, strict=True))
     return fields, tensors
 
 
@@ -439,16 +439,6 @@ def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView)
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
     return [name for name in weights if info.tensor(f"{name}.weight") is own]
-
-
-def _rows_alone(
-    spelling: PeftSpelling, found: Sequence[tuple[str | None, str, list[int]]]
-) -> Fields:
-    """Return the fields of a method that only trains rows, which are the same in each table."""
-    lists = [ids for _, _, ids in found]
-    if lists != [lists[0]] * len(lists):
-        raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
-    return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
 
 
 def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, Tensor]]:
