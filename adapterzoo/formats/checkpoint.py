@@ -99,10 +99,7 @@ class ModelView(Protocol):
         """Return config and own tensors of a named head."""
 
     def from_static(
-        self,
-        architecture: str,
-        tensors: Mapping[str, Tensor],
-        label2id: Mapping[str, int] | None,
+        self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the document and the tensors of the named head that equals a static head."""
 
