@@ -517,28 +517,13 @@ def _to_container(
 
 # --- folders ---
 
-_FIELDS = frozenset(
-    ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",
-     "version")
-)  # fmt: skip
+_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
+_FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version"))
 
 
 def _meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
-
-
-def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the `meta_dict` entries to write next to the fields of a config.
-
-    Raises:
-        CheckpointError: it has a key that is such a field.
-    """
-    if taken := sorted(_FIELDS & set(meta)):
-        raise inexpressible(
-            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
-        )
-    return meta
 
 
 _ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
@@ -550,8 +535,6 @@ _FUSION = (
     "model_adapter_fusion.safetensors",
     "pytorch_model_adapter_fusion.bin",
 )
-
-_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
 
 
 def names_of_files(kind: Kind) -> tuple[str, str, str]:
@@ -594,25 +577,46 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView, *, safe: bool) 
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
     name = str(metadata["name"])
-    common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
+    common = {key: metadata.get(key) for key in _COMMON}
     contents: dict[str, bytes] = {}
     if kind == "adapter":
         config = AdapterConfig.from_dict(metadata["config"])
         fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
-        meta = meta_for(metadata.get("meta") or {})
-        contents |= _tensor_file(_ADAPTER, tensors, safe)
-        contents[_ADAPTER[0]] = json_bytes({**meta, **common, "config": fields})
+        fields = {**common, "config": fields}
+        contents |= _files(_ADAPTER, fields, tensors, safe, metadata.get("meta"))
     if metadata.get("head") is not None:
-        more, tensors = write_head(info, name, metadata["head"], checkpoint.head)
-        contents |= _tensor_file(_HEAD, tensors, safe)
-        contents[_HEAD[0]] = json_bytes({**common, **more})
+        fields, tensors = write_head(info, name, metadata["head"], checkpoint.head)
+        contents |= _files(_HEAD, {**common, **fields}, tensors, safe)
     return contents
 
 
-def _tensor_file(
-    names: tuple[str, str, str], tensors: Mapping[str, Tensor], safe: bool
+def _files(
+    names: tuple[str, str, str],
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    safe: bool,
+    meta: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    return {names[1]: tensor_bytes(tensors, {})} if safe else {names[2]: pickle_bytes(tensors)}
+    """Return names and contents of a config and of the tensors beside it.
+
+    Args:
+        names: see `names_of_files`.
+        fields: of the config.
+        tensors: by AdapterHub's keys.
+        safe: whether to write safetensors.
+        meta: `meta_dict`, whose entries stand beside the fields.
+
+    Raises:
+        CheckpointError: it has a key that is such a field.
+    """
+    meta = meta or {}
+    if taken := sorted(_FIELDS & meta.keys()):
+        raise inexpressible(
+            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
+        )
+    config, file, pickled = names
+    held = {file: tensor_bytes(tensors, {})} if safe else {pickled: pickle_bytes(tensors)}
+    return {config: json_bytes({**meta, **fields, "version": VERSION}), **held}
 
 
 for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
@@ -838,9 +842,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[
             f"{_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
-    meta = meta_for(metadata.get("meta") or {})
-    contents = _tensor_file(_FUSION, tensors, safe)
-    return contents | {_FUSION[0]: json_bytes({**meta, **fields, "version": VERSION})}
+    return _files(_FUSION, fields, tensors, safe, metadata.get("meta"))
 
 
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
