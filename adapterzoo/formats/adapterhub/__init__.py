@@ -20,7 +20,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -305,12 +305,9 @@ def read_adapter(
     members = [spelling_of(m).convention(info.model_type, m) for m in members]
     config = joined([*members, *added(members, info.anatomy)])
     members = config.members
-    places = places_of(config, info.anatomy)
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
-    for place in places:
-        for container in spelling_of(place.placement.config).containers:
-            if (location := location_of(container, place)) is not None:
-                here.setdefault((container.name, location), []).append(place)
+    for container, there, place in _containers(places_of(config, info.anatomy)):
+        here.setdefault((container.name, there), []).append(place)
     groups: dict[tuple[str, str], list[Key]] = {}
     for key in keys:
         groups.setdefault((key.container.name, key.path), []).append(key)
@@ -353,8 +350,7 @@ def _read_group(
         return texts
     fused = places[0].placement.site.output_slice is not None
     if fused:
-        check_fused(places)
-        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        places = in_order(places)
         if any(t.dim() == 0 or t.shape[0] % len(places) for t in own.values()):
             return texts
     found: dict[str, Tensor] = {}
@@ -372,8 +368,8 @@ def _container(config: AdapterConfig, name: str) -> Container | None:
     return next((c for c in spelling_of(config).containers if c.name == name), None)
 
 
-def check_fused(places: Sequence[Place]) -> None:
-    """Refuse a fused layer whose parts AdapterHub takes for others.
+def in_order(places: Sequence[Place]) -> list[Place]:
+    """Return the parts of a fused layer in AdapterHub's order.
 
     Raises:
         CheckpointError: the layer does not hold queries, keys and values one under the other.
@@ -386,6 +382,15 @@ def check_fused(places: Sequence[Place]) -> None:
                 f"in the fused layer {site.path!r} adapters takes other rows for its parts. Train "
                 f"the adapter at other layers, or write {argument('format', 'native')}."
             )
+    return sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+
+
+def _containers(places: Iterable[Place]) -> Iterator[tuple[Container, BlockLocation, Place]]:
+    """Yield the containers of the tensors of each place, with its location there."""
+    for place in places:
+        for container in spelling_of(place.placement.config).containers:
+            if (location := location_of(container, place)) is not None:
+                yield container, location, place
 
 
 def write_adapter(
@@ -405,13 +410,10 @@ def write_adapter(
     written = write_config(joined(members))
     if layout.swapped:
         written = write_config(joined([_swapped(m) for m in members]))
-    places = places_of(joined(members), info.anatomy)
     containers: dict[str, tuple[Container, list[Place]]] = {}
-    for place in places:
-        for container in spelling_of(place.placement.config).containers:
-            if location_of(container, place) is not None:
-                path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
-                containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
+    for container, _, place in _containers(places_of(joined(members), info.anatomy)):
+        path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
+        containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
     tensors_at = by_path(tensors)
     for path, (container, here) in containers.items():
@@ -501,8 +503,7 @@ def _to_container(
 ) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
-        check_fused(places)
-        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        places = in_order(places)
         reason = spelling_of(places[0].placement.config).fused
         if reason is not None:
             hints = argument("format", "native"), argument("format", "peft")
@@ -869,8 +870,7 @@ def _fusion_places(
         places = places_of(config, info.anatomy)
         for member in config.members:
             check_convention(info, member)
-        for place in places:
-            for container in spelling_of(place.placement.config).containers:
-                if container.at == "sublayer" and (location := location_of(container, place)):
-                    found[location] = container, place
+        for container, location, place in _containers(places):
+            if container.at == "sublayer":
+                found[location] = container, place
     return found
