@@ -53,7 +53,7 @@ from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import STATIC
 from adapterzoo.methods.copies import all_placements
 from adapterzoo.patterns import TokenIds, around, fault, is_named, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, instead
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -132,61 +132,57 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         )
     mapping = metadata.get("auto_mapping")
     base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    legal = {name: cast("Check", argument.check) for name, argument in spelling.fields.items()}
+    tokens = spelling.rows_field or TOKENS
     return FileConfig(
         spelling=spelling,
-        fields={name: _value(metadata, name, a) for name, a in spelling.fields.items()},
+        fields={
+            name: _value(metadata, name, legal[name], argument.default)
+            for name, argument in spelling.fields.items()
+        },
         patterns={
-            name: _pattern(metadata, name, spelling.fields[base])
+            name: _value(metadata, name, _ByLayer(legal[base]), {})
             for name, base in spelling.patterns.items()
         },
-        task_type=_value(metadata, "task_type", PeftArgument(check=Text())),
+        task_type=_value(metadata, "task_type", Text()),
         base_class=base_class if isinstance(base_class, str) else None,
-        modules_to_save=_listed(metadata, "modules_to_save"),
-        target_parameters=_listed(metadata, "target_parameters") if spelling.of_parameters else (),
-        trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
-        bias=_value(metadata, "bias", PeftArgument("none", check=Text())),
+        modules_to_save=_value(metadata, "modules_to_save", _Names(), []),
+        target_parameters=_value(metadata, "target_parameters", _Names(), [])
+        if spelling.of_parameters
+        else (),
+        # an empty list asks for no tokens
+        trainable_token_indices=_value({tokens: metadata.get(tokens) or None}, tokens, TokenIds()),
+        bias=_value(metadata, "bias", Text(), "none"),
         selection={name: metadata.get(name) for name in _SELECTION},
     )
 
 
-def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Any:
-    value, check = metadata.get(name), cast("Check", argument.check)
+class _Names(Check):
+    legal = "a list of names or null"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(n, str) for n in value)
+
+
+class _ByLayer(Check):
+    def __init__(self, check: Check) -> None:
+        self.check, self.legal = check, f"layer names with {check.legal} each"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, Mapping) and all(map(self.check.fits, value.values()))
+
+
+def _value(metadata: Mapping[str, Any], name: str, check: Check, default: Any = None) -> Any:
+    """Return the value of a field, checked; the default for none."""
+    value = metadata.get(name)
     if value is None:
-        return argument.default
+        return default
     if not check.fits(check.convert(value)):
-        raise _wrong(name, value, check.legal, argument.default)
+        raise CheckpointError(
+            f"{CONFIG} says {name}={short(value)}; legal is {check.legal}. If the tensors are "
+            f"right, write {name!r}: {default} there; else copy the checkpoint again."
+        )
     return value
-
-
-def _pattern(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Mapping[str, Any]:
-    value, check = metadata.get(name), cast("Check", argument.check)
-    value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(map(check.fits, value.values())):
-        raise _wrong(name, value, f"layer names with {check.legal} each", {})
-    return value
-
-
-def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
-    value = metadata.get(field)
-    names = [] if value is None else value
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise _wrong(field, value, "a list of names or null", None)
-    return names
-
-
-def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
-    """Return the tokens of each table, checked."""
-    value, check = metadata.get(name), TokenIds()
-    if value and not check.fits(check.convert(value)):
-        raise _wrong(name, value, check.legal, None)
-    return value
-
-
-def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:
-    return CheckpointError(
-        f"{CONFIG} says {name}={short(value)}; legal is {legal}. If the tensors are right, write "
-        f"{name!r}: {hint} there; else copy the checkpoint again."
-    )
 
 
 _T = TypeVar("_T")
