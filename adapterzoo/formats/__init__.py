@@ -3,7 +3,6 @@
 from . import native, adapterhub, peft  # noqa: I001  each registers itself; asked in this order
 from .checkpoint import (
     KINDS,
-    OWN_OUTPUT,
     Base,
     Checkpoint,
     Kind,
@@ -17,7 +16,6 @@ from .checkpoint import (
 
 __all__ = [
     "KINDS",
-    "OWN_OUTPUT",
     "Base",
     "Checkpoint",
     "Kind",
