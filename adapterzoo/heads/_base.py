@@ -231,11 +231,13 @@ class PredictionHead(Head):
             the last layer, with which invertible adapters undo their change of the embeddings.
         averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
         calls_base: whether `answer` makes the arguments of the base model itself.
+        output_path: of the linear layer onto the vocabulary; None without one.
     """
 
     has_exit: ClassVar[bool] = False
     averages_itself: ClassVar[bool] = False
     calls_base: ClassVar[bool] = False
+    output_path: str | None = None
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
         """Keep the config.
@@ -288,14 +290,9 @@ class PredictionHead(Head):
     _taken: int | None = None
 
     @property
-    def _output_path(self) -> str | None:
-        """The path of the linear layer onto the vocabulary; None without one."""
-        return None
-
-    @property
     def output_embeddings(self) -> nn.Linear | None:
         """The linear layer onto the vocabulary; None without one."""
-        path = self._output_path
+        path = self.output_path
         return None if path is None else cast("nn.Linear", self.get_submodule(path))
 
     def get_output_embeddings(self) -> nn.Linear | None:
@@ -346,11 +343,11 @@ class PredictionHead(Head):
         Raises:
             ConfigError: it is not a linear layer.
         """
-        if self._output_path is None:
+        if self.output_path is None:
             return
         if not isinstance(layer, nn.Linear):
             raise ConfigError(f"{layer!r}: write set_output_embeddings(nn.Linear(…)).")
-        self.set_submodule(self._output_path, layer)
+        self.set_submodule(self.output_path, layer)
         self.of_checkpoint = False
 
     def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:

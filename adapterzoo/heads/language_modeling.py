@@ -135,6 +135,7 @@ class LMHead(PredictionHead):
                 layers.append(backbone.layer_norm(d_out, config.norm_bias, config.layer_norm_eps))
         layers.append(backbone.linear(width, vocabulary, config.bias))
         number(self, layers)
+        self.output_path = str(len(layers) - 1)
         if config.added_bias:
             bias = torch.zeros(1, vocabulary, device=backbone.device, dtype=backbone.dtype)
             self.register_buffer("final_logits_bias", bias)
@@ -151,7 +152,8 @@ class LMHead(PredictionHead):
     def decode(self, features: Tensor) -> Tensor:
         """Apply the last layer. `[*batch, embedding_size]` → `[*batch, vocab_size]`."""
         config = self.config
-        logits: Tensor = self._modules[self._output_path](features)  # type: ignore[misc]
+        *_, last = self._modules.values()
+        logits: Tensor = last(features)  # type: ignore[misc]
         if config.added_bias:
             logits = logits + self.final_logits_bias
         if config.logit_scale is not None:
@@ -186,13 +188,9 @@ class LMHead(PredictionHead):
         return hidden[:, -keep:] if keep else hidden
 
     @property
-    def _output_path(self) -> str:
-        return next(reversed(self._modules))
-
-    @property
     def output_key(self) -> str:
         """The key of the last layer's weight."""
-        return f"{self._output_path}.weight"
+        return f"{self.output_path}.weight"
 
     def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
         """Give the layer onto the vocabulary another weight and bias."""

@@ -157,12 +157,6 @@ class TaskHead(PredictionHead):
             owner, _, name = key.rpartition(".")
             self.get_submodule(owner)._parameters[name] = self.get_parameter(source)
 
-    # --- the vocabulary ---
-
-    @property
-    def _output_path(self) -> str | None:
-        return self.output_path
-
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding, if the class does and it fits."""
         return self.is_tied and super().tie(weight)

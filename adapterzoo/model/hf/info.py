@@ -10,20 +10,19 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from adapterzoo.anatomy import Anatomy, without_wrappers
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
-from adapterzoo.inject.adapted import AdapterDict
-from adapterzoo.inject.building import layer_at
+from adapterzoo.inject.building import layer_at, plain_modules
 from adapterzoo.model.heads import named
-from adapterzoo.model.heads.copies import output_tensors
+from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, base_prefix, heads_of
@@ -152,19 +151,14 @@ class ModelInfo:
         model, cls = self._model, getattr(transformers, task_class, None)
         if not isinstance(model, cls or type(model)):
             model = on_meta(cls, model.config)
-        found: dict[str, tuple[str, ...]] = {}
-        dicts: tuple[str, ...] = ()
-        # a container comes before the modules in it
-        for path, module in model.named_modules():
-            if isinstance(module, AdapterDict):
-                dicts = (*dicts, f"{path}.")
-            elif path and not path.startswith(dicts):
-                kept = module._parameters | module._buffers
-                skipped = module._non_persistent_buffers_set
-                found[without_wrappers(path)] = tuple(
-                    n for n, t in kept.items() if t is not None and n not in skipped
-                )
-        return found
+        paths: dict[nn.Module, str] = {}
+        for path, module in plain_modules(model):
+            paths.setdefault(module, path)
+        return {
+            path: tuple(name for name, _ in saved_tensors(module))
+            for module, path in paths.items()
+            if path
+        }
 
     def named(
         self,
@@ -402,16 +396,16 @@ def renamer(model: Any) -> Callable[[str], str]:
     Args:
         model: a `PreTrainedModel`.
     """
-    renamings: list[WeightRenaming] | None = None
+
+    # on first use only: it walks the whole model, and recent adapters do not need it
+    @functools.cache
+    def renamings() -> list[WeightRenaming]:
+        known = get_model_conversion_mapping(model)
+        return [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
 
     def renamed(name: str) -> str:
-        nonlocal renamings
-        # on first use only: it walks the whole model, and recent adapters do not need it
-        if renamings is None:
-            known = get_model_conversion_mapping(model)
-            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
         # the patterns match keys of tensors: add an end to the path that no pattern matches
-        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
+        return rename_source_key(f"{name}._", renamings(), [])[0].removesuffix("._")
 
     return renamed
 
