@@ -194,9 +194,13 @@ class HeadConfig(Config):
         """Return whether the last layer of the head is the input embedding.
 
         Args:
-            model_ties: whether the model's config ties the two.
+            model_ties: whether the model's config ties the two; a head's `tie_word_embeddings`
+                takes precedence.
         """
-        return False
+        if "tie_word_embeddings" not in self.field_names():
+            return False
+        own: bool | None = self["tie_word_embeddings"]
+        return model_ties if own is None else own
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:

@@ -83,10 +83,6 @@ class LMConfig(HeadConfig):
         """Return the labels, shifted to the next token if `shift_labels`; same shape."""
         return next_labels(labels) if self.shift_labels else labels
 
-    def ties_output(self, model_ties: bool) -> bool:
-        """Return this config's choice, or else the model's."""
-        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
-
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
         """Return the layers onto the vocabulary of a language model."""
@@ -336,16 +332,11 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
     if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
         raise InexpressibleError(f"its config has {strange[0]}={config[strange[0]]!r}")
     out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
-    modules = [path for path in (dense, norm, out) if path is not None]
     if norm is not None and dense is None:
         raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
-    keys = {}
     # dense 0, activation 1, norm 2, then the output
     places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
-    for path in modules:
-        for end in ("weight", "bias"):
-            if f"{path}.{end}" in static.tensors:
-                keys[f"{path}.{end}"] = f"{places[path]}.{end}"
+    keys = static.keys_at(places)
     # BERT and RoBERTa store the bias of the output layer beside it
     lone = [k for k in static.tensors if k not in keys and re.search(r"(^|\.)bias$", k)]
     keys.update(dict.fromkeys(lone, f"{places[out]}.bias"))

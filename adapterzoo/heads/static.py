@@ -61,10 +61,6 @@ class StaticConfig(HeadConfig):
         """Return the labels if there is one argument; several differ in what they count."""
         return super().find_labels(name, given) if len(self.label_names) == 1 else None
 
-    def ties_output(self, model_ties: bool) -> bool:
-        """Return this config's choice, or else the model's."""
-        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
-
     def build(self, backbone: Backbone) -> TaskHead:
         """Return fresh layers of the class.
 
