@@ -160,7 +160,7 @@ class ModelInfo:
             if path
         }
 
-    def named(
+    def equal_head(
         self,
         architecture: str,
         tensors: Mapping[str, Tensor],
@@ -168,8 +168,8 @@ class ModelInfo:
         pooler: bool,
         fields: Mapping[str, Any] | None = None,
         lenient: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, Tensor], frozenset[str]]:
-        """Return config and tensors of the named head that equals a static head, and what it read.
+    ) -> StaticHead:
+        """Return the named head that equals a static head.
 
         If no other type equals it, the head is of the type "static".
 
@@ -185,26 +185,11 @@ class ModelInfo:
             InexpressibleError: the class does not compute around such a base model, or has other
                 tensors.
         """
-        found = self._equal(architecture, _shapes(tensors), label2id, pooler, fields or {}, lenient)
-        named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
-        # a checkpoint may have its own output layer even if the family ties its embeddings
-        config, own = self.untied(found.config.to_dict(), named)
-        return config, own, frozenset(found.keys)
-
-    def _equal(
-        self,
-        architecture: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        label2id: Mapping[str, int] | None,
-        pooler: bool,
-        fields: Mapping[str, Any],
-        lenient: bool,
-    ) -> StaticHead:
-        """Return the named head that equals a static head, of the type "static" if need be."""
+        shapes = _shapes(tensors)
         with contextlib.suppress(InexpressibleError):
             return self._from_static(architecture, shapes, label2id, pooler, fields)
         try:
-            static = static_head(self._model, architecture, shapes, label2id, fields)
+            static = static_head(self._model, architecture, shapes, label2id, fields or {})
         except ConfigError as error:
             raise InexpressibleError(str(error)) from error
         if more := shapes.keys() - static.keys.keys():
@@ -215,6 +200,19 @@ class ModelInfo:
             with contextlib.suppress(InexpressibleError):
                 return self._from_static(architecture, known, label2id, pooler, fields)
         return static
+
+    def values_of(
+        self, head: StaticHead, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config and own tensors of the named head that equals a static head.
+
+        Args:
+            head: from `equal_head`.
+            tensors: of the static head.
+        """
+        named = {mine: tensors[theirs] for theirs, mine in head.keys.items()}
+        # a checkpoint may have its own output layer even if the family ties its embeddings
+        return self.untied(head.config.to_dict(), named)
 
     def from_static(
         self,
@@ -237,12 +235,13 @@ class ModelInfo:
         fields = other_fields(self._model.config, saved or {})
         try:
             pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
-            config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
+            head = self.equal_head(architecture, whole, label2id, pooler, fields)
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: {error}. Write "
                 f"{argument('with_head', False, 'load_adapter')}."
             ) from error
+        config, own = self.values_of(head, whole)
         return {"config": config}, own
 
     def _whole(self, architecture: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
