@@ -24,6 +24,9 @@ from ._losses import Count, Logits
 STATIC = "static"
 """The type, and the key of a task class in checkpoints of such a class."""
 
+OWN_OUTPUT = "own_output"
+"""The key in a document of a task class: whether the output layer is the adapter's own."""
+
 
 @head_types.register(STATIC)
 @config_class

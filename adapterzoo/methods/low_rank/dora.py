@@ -43,8 +43,7 @@ from adapterzoo.kernels.grouped import (
 from adapterzoo.methods._init import constant, drawn
 from adapterzoo.methods._targets import PLACES
 
-from .factors import LowRank, LowRankConfig, LowRankUpdate
-from .starts import Factors
+from .factors import Factors, LowRank, LowRankConfig, LowRankUpdate
 
 
 @method_config("dora")

@@ -3,6 +3,10 @@
 The update is s · B A with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
 alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
 
+Initial values as in PEFT. Gaussian: A has deviation 1 / r. Orthogonal: the rows of A and the
+columns of B lie in two orthogonal halves of a random basis of the ranks, so that B A = 0 although
+neither is zero.
+
 Several adapters are combined into one (the strategies are in `adapterzoo.averaging`), with weights
 w, and σ = ±√|w s| on A and √|w s| on B (the sign on A alone):
 
@@ -25,8 +29,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Self, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -45,10 +49,18 @@ from adapterzoo.config import (
     field,
 )
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upcast
-from adapterzoo.errors import CompositionError
+from adapterzoo.errors import CompositionError, ConfigError
 from adapterzoo.kernels.low_rank import shrink
 from adapterzoo.kernels.ops import exactly
-from adapterzoo.methods._init import DTYPE, drawn, dtype_named, generator
+from adapterzoo.methods._init import (
+    DTYPE,
+    constant,
+    drawn,
+    dtype_named,
+    generator,
+    kaiming,
+    normal,
+)
 from adapterzoo.methods._targets import (
     RANK,
     SIZES,
@@ -61,7 +73,11 @@ from adapterzoo.methods._targets import (
 )
 from adapterzoo.patterns import Patterns, matching
 
-from .starts import DRAWN, Factors, drawing
+DRAWN = "lora", "bert", "gaussian", "orthogonal"
+"""The names of initial values that do not depend on the weight."""
+
+Factors: TypeAlias = tuple[Tensor, Tensor]
+"""A `[*experts, r, d_in]` and B `[*experts, d_out, r]`."""
 
 _SCALING = SIZES | {"use_rslora"}
 _ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of any rank"
@@ -240,6 +256,44 @@ class LowRankUpdate(WeightAdapter):
         if self.at_embedding:
             return embedding(x, a.T, base.padding_idx) * base.scale
         return shrink(x, a, self.dropout, self.training)
+
+
+def drawing(
+    name: str, rank: int, source: torch.Generator | None
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return the initializers of A and B that do not depend on the weight.
+
+    Args:
+        name: of the initial values; for those that depend on the weight, the values of "lora".
+        rank: r.
+        source: of random numbers.
+
+    Raises:
+        ConfigError: the rank must be even.
+    """
+    if name == "bert":
+        return normal(0.02, source), normal(0.02, source)
+    if name == "gaussian":
+        return normal(1 / rank, source), constant(0.0)
+    if name != "orthogonal":
+        return kaiming(source), constant(0.0)
+    if rank % 2:
+        raise ConfigError(
+            f"init_weights='orthogonal' with the odd rank {rank}: A and B get one half of the "
+            f"ranks each. Write r={rank + 1}."
+        )
+    basis = torch.linalg.qr(torch.randn(rank, rank, generator=source, device="cpu"))[0]  # [r, r]
+    halves = basis[0::2], basis[1::2]  # [r / 2, r] each
+
+    def fill_a(t: Tensor) -> Tensor:
+        drawn = torch.randn(*t.shape[:-2], t.shape[-1], rank // 2, generator=source, device="cpu")
+        return t.copy_((drawn @ halves[0]).mT / 10)  # [*experts, r, d_in]
+
+    def fill_b(t: Tensor) -> Tensor:
+        drawn = torch.randn(*t.shape[:-1], rank // 2, generator=source, device="cpu")
+        return t.copy_(drawn @ halves[1] / 10)  # [*experts, d_out, r]
+
+    return fill_a, fill_b
 
 
 class LowRank(LowRankUpdate, FactoredAdapter):

@@ -38,8 +38,7 @@ from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.methods._init import constant, drawn
 
-from .factors import LowRank, LowRankConfig
-from .starts import Factors
+from .factors import Factors, LowRank, LowRankConfig
 
 
 @method_config("mtl_lora")

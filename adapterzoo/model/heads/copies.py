@@ -37,7 +37,6 @@ from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import SiteError, StateError, listing
-from adapterzoo.formats.peft.reading import exactly
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import packing_of
@@ -52,7 +51,7 @@ from adapterzoo.model.state import (
     prefixes_of,
     token_table,
 )
-from adapterzoo.patterns import matches, short_names
+from adapterzoo.patterns import exactly, matches, short_names
 from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
