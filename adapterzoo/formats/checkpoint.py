@@ -33,9 +33,6 @@ Kind = Literal["adapter", "head", "adapter_fusion"]
 KINDS: tuple[Kind, ...] = ("adapter", "head")
 """The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
 
-OWN_OUTPUT = "own_output"
-"""The key in a document of a task class: whether the output layer is the adapter's own."""
-
 formats: Registry[Format] = Registry("format")
 """Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
 

@@ -41,7 +41,6 @@ from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import (
-    OWN_OUTPUT,
     ModelView,
     method_of,
     places_of,
@@ -50,9 +49,9 @@ from adapterzoo.formats.checkpoint import (
 )
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
-from adapterzoo.heads import STATIC
+from adapterzoo.heads import OWN_OUTPUT, STATIC
 from adapterzoo.methods.copies import all_placements
-from adapterzoo.patterns import TokenIds, around, fault, is_named, short_names
+from adapterzoo.patterns import TokenIds, around, exactly, fault, is_named, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, instead
 from adapterzoo.spelling import (
     Fields,
@@ -211,11 +210,6 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
         if fitting := [value for expression, value in compiled if expression.match(path)]:
             found[path] = fitting[0]
     return found
-
-
-def exactly(paths: Iterable[str]) -> str:
-    """Return a regular expression that matches exactly these paths."""
-    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
 
 
 def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
