@@ -23,7 +23,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from adapterzoo.formats.checkpoint import (
     Checkpoint,
     Format,
     Kind,
-    ModelView,
     Place,
     base_of,
     formats,
@@ -76,6 +75,9 @@ from .names import (
     prefix_of,
     to_location,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 # --- configs and tensors of adapters ---
 
@@ -276,7 +278,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 
 
 def read_adapter(
-    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """Return the config, completed from the keys, and the tensors under our keys.
 
@@ -323,7 +325,7 @@ def read_adapter(
 
 
 def _read_group(
-    info: ModelView,
+    info: ModelInfo,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -394,7 +396,7 @@ def _containers(places: Iterable[Place]) -> Iterator[tuple[Container, BlockLocat
 
 
 def write_adapter(
-    info: ModelView, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
+    info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the fields of the config, and the tensors by AdapterHub's keys.
 
@@ -440,7 +442,7 @@ def write_adapter(
     return written, found
 
 
-def check_convention(info: ModelView, config: AdapterConfig) -> None:
+def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
     """Check that `adapters` computes a config in such a model as its fields say.
 
     Raises:
@@ -456,7 +458,7 @@ def check_convention(info: ModelView, config: AdapterConfig) -> None:
         )
 
 
-def _without_added(info: ModelView, config: AdapterConfig) -> dict[int, AdapterConfig]:
+def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
     """Return the members by number, without those that `adapters` adds in such a model.
 
     Raises:
@@ -478,7 +480,7 @@ def _joined_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _as_flags(info: ModelView, config: AdapterConfig) -> AdapterConfig:
+def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
     """Return the same adapter, with its places in AdapterHub's fields."""
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:
@@ -550,7 +552,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return {"config", "model_class"} <= fields_of(folder / config).keys()
 
 
-def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     if kind == "adapter_fusion":
         return _read_fusion(folder, info)
     head = Checkpoint({"name": None, "head": None})
@@ -573,7 +575,7 @@ def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
     return Checkpoint(described, adapter, head.head)
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView, *, safe: bool) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
     if kind == "adapter_fusion":
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
@@ -641,7 +643,7 @@ def _files_in(
 
 
 def _read_head(
-    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Checkpoint:
     """Return a head.
 
@@ -673,7 +675,7 @@ def _read_head(
 
 
 def write_head(
-    info: ModelView, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
 
@@ -699,7 +701,7 @@ def _task_fields(label2id: object) -> dict[str, Any]:
     return {"config": None, "label2id": label2id, "num_labels": count}
 
 
-def _refuse_quirks(info: ModelView, config: Mapping[str, Any]) -> None:
+def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
     known = head_types.get(str(config.get("head_type")))
     what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
     if what is not None:
@@ -709,7 +711,7 @@ def _refuse_quirks(info: ModelView, config: Mapping[str, Any]) -> None:
         )
 
 
-def _ties_there(info: ModelView) -> bool:
+def _ties_there(info: ModelInfo) -> bool:
     """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
     if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
@@ -717,7 +719,7 @@ def _ties_there(info: ModelView) -> bool:
     return bool(info.config.get("tie_word_embeddings"))
 
 
-def _check_sayable(info: ModelView, config: Mapping[str, Any]) -> None:
+def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
     hints = argument("with_head", False), argument("format", "native")
     known = HeadConfig.from_dict(config)
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
@@ -730,7 +732,7 @@ def _check_sayable(info: ModelView, config: Mapping[str, Any]) -> None:
 
 
 def _read_static(
-    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the head of a task class: for a named head translated, for such a class as it is."""
     theirs = str(metadata.get("model_class"))
@@ -768,7 +770,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _read_fusion(folder: Path, info: ModelView) -> Checkpoint:
+def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     """Return the fusion, in our terms.
 
     What has no place in the model keeps its key of AdapterHub, so that the comparison with the
@@ -807,7 +809,7 @@ def _read_fusion(folder: Path, info: ModelView) -> Checkpoint:
     return Checkpoint(described, tensors)
 
 
-def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[str, bytes]:
+def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[str, bytes]:
     """Return the names and contents of the files of a fusion.
 
     Raises:
@@ -854,7 +856,7 @@ def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
     return found
 
 
-def _at_entry(info: ModelView, fused: Sequence[AdapterConfig]) -> bool:
+def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
     """Return whether any of the fused adapters has a function of the embeddings."""
     entry = info.anatomy.entry
     sites = (p.site for config in fused for p in config.placements(info.anatomy))
@@ -862,7 +864,7 @@ def _at_entry(info: ModelView, fused: Sequence[AdapterConfig]) -> bool:
 
 
 def _fusion_places(
-    info: ModelView, fused: Sequence[AdapterConfig]
+    info: ModelInfo, fused: Sequence[AdapterConfig]
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor
@@ -18,7 +18,6 @@ from adapterzoo.errors import argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
-    ModelView,
     Place,
     inexpressible,
     places_of,
@@ -47,6 +46,9 @@ from .reading import (
     task_of,
 )
 
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
@@ -57,7 +59,7 @@ _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def encode_adapter(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelView
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
@@ -126,7 +128,7 @@ def encode_adapter(
 
 
 def _parts(
-    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelView
+    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
     """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
@@ -159,7 +161,7 @@ def _parts(
 
 
 def _output(
-    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelView
+    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
     site = parts[0].placement.site
@@ -253,7 +255,7 @@ def _target_fields(
 
 
 def _task_fields(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelView
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
 ) -> Fields:
     """Return the fields that name the model and the task."""
     # PEFT requires the heads of these tasks in the file
@@ -288,7 +290,7 @@ def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) 
 
 
 def _path_in_task(
-    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView, task: Task
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
 ) -> str:
     """Return the path in the task class of a layer that is at a path in the base model."""
     found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
@@ -302,7 +304,7 @@ def _path_in_task(
 
 
 def _whole_modules(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelView
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
 ) -> list[str]:
     """Return the paths of the modules that a head consists of, each as far up as it is whole.
 
@@ -328,13 +330,13 @@ def _whole_modules(
     return found
 
 
-def _is_own(key: str, tensor: Tensor, info: ModelView) -> bool:
+def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
     return own is tensor or (own is not None and not own.is_meta and fit.same_bits(own, tensor))
 
 
-def is_written(site: Site, spelling: PeftSpelling, info: ModelView) -> bool:
+def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
     """Return whether an adapter is written as that of a parameter.
 
     So is that of a layer whose name PEFT would take for a former layer of experts.
@@ -376,7 +378,7 @@ def _write_extras(
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
     path_in_task: Callable[[str], str],
-    info: ModelView,
+    info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
 
@@ -434,14 +436,14 @@ def _write_extras(
     return fields, tensors
 
 
-def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView) -> list[str]:
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
     """Return the paths in the task class of all modules with the table at a path."""
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
     return [name for name in weights if info.tensor(f"{name}.weight") is own]
 
 
-def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, Tensor]]:
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
     """Return the task class that an adapter is written for, and its head's tensors by key there.
 
     Raises:
@@ -470,7 +472,7 @@ def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, T
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
-def _without_head(info: ModelView) -> Task:
+def _without_head(info: ModelInfo) -> Task:
     """Return the class for adapters without a head: one that generates, else the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
