@@ -304,7 +304,7 @@ def _has_true_gradient(model: Host, x: Tensor, tensor: Tensor) -> bool:
     """Compare the gradient of an input or a parameter in a random direction."""
     tensor.requires_grad_()
     agrees = torch.autograd.gradcheck(
-        lambda _: model(x), tensor, atol=5e-11, rtol=1e-5, fast_mode=True,
+        lambda _: model(x), tensor, eps=1e-5, atol=5e-11, rtol=1e-5, fast_mode=True,
         check_undefined_grad=False, raise_exception=False,
     )  # fmt: skip
     tensor.requires_grad_(False)
