@@ -19,7 +19,7 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import inject_path
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding

@@ -50,7 +50,7 @@ from adapterzoo.formats.checkpoint import (
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import STATIC
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.patterns import TokenIds, fault, is_named, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
