@@ -274,27 +274,6 @@ def is_peft(config: object) -> bool:
     return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
 
 
-def or_with_config_of_peft(
-    own: Callable[..., T], other: Callable[..., T], *names: str
-) -> Callable[..., T]:
-    """Return a method that calls `other` if an argument is a config of PEFT.
-
-    Args:
-        own: the method for other arguments.
-        other: the same for a config of PEFT.
-        *names: of arguments that only `other` has.
-    """
-
-    @functools.wraps(own)
-    def method(*args: Any, **kwargs: Any) -> T:
-        is_own = {*names}.isdisjoint(kwargs) and not any(
-            map(is_peft, (*args[1:], *kwargs.values()))
-        )
-        return (own if is_own else other)(*args, **kwargs)
-
-    return method
-
-
 def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a method: let some of its arguments have other names too.
 

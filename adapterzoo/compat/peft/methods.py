@@ -61,7 +61,6 @@ from adapterzoo.peft_arguments import (
     class_of,
     classes_of_peft,
     is_peft,
-    or_with_config_of_peft,
     translated,
 )
 from adapterzoo.spelling import PeftSpelling, peft_spellings
@@ -548,6 +547,7 @@ _own_add: Any = _mixin.add_adapter
 _own_supports: Any = AdaptersMethods.supports_adapter
 
 
+@functools.wraps(_own_add)
 def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
     # with the config first, as in transformers, the adapter is trained and active afterwards
     if "peft_config" in kwargs:
@@ -560,11 +560,11 @@ def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
         given = kwargs.pop("adapter_name", None)
         name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
         args = name, first, *args[1:]
-    call = inspect.signature(_own_add).bind(self, *args, **kwargs)
-    if is_peft(call.arguments.get("config")):
+    if is_peft(kwargs.get("config", args[1] if len(args) > 1 else None)):
+        call = inspect.signature(_own_add).bind(self, *args, **kwargs)
         _add_from_peft(**call.arguments)
     else:
-        _own_add(*call.args, **call.kwargs)
+        _own_add(self, *args, **kwargs)
     if first is not None:
         training.train_alone(self, name, unfreezes=not first.inference_mode)
 
@@ -596,7 +596,7 @@ def _supports_adapter(self: Any, type_or_config: Any) -> bool:
 
 MEMBERS = {
     **vars(PeftMethods),
-    "add_adapter": or_with_config_of_peft(_own_add, _add_adapter, "adapter_config", "peft_config"),
+    "add_adapter": _add_adapter,
     "delete_adapter": also_named(adapter_names="adapter_name")(_mixin.delete_adapter),
     "merge_adapter": also_named(adapter_names="name")(_mixin.merge_adapter),
     "supports_adapter": _supports_adapter,
