@@ -178,6 +178,16 @@ class Positive(Check):
         return is_number(value) and 0 < value < math.inf
 
 
+class Density(Check):
+    """A number above 0, up to 1."""
+
+    legal = "a number above 0 to 1"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 < value <= 1
+
+
 class Choice(Check):
     """One of a few values."""
 

@@ -365,6 +365,11 @@ def fault(patterns: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def exactly(paths: Iterable[str]) -> str:
+    """Return a regular expression that matches exactly these paths."""
+    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
+
+
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
     """Return the shortest ends of paths that name the chosen ones and nothing else.
 

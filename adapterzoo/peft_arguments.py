@@ -19,7 +19,6 @@ from .names import one_of
 
 if TYPE_CHECKING:
     from .anatomy import Site
-    from .config import Check
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +59,7 @@ class PeftArgument:
         parts: the fields of the config object that the field holds, of which our field has those
             that are not PEFT's defaults; None: it does not hold one.
         part_class: PEFT's name of the class of that object.
-        check: the legal values in a file; None: files are read without the field.
+        check: the `config.Check` of its values in a file; None: files are read without the field.
     """
 
     default: Any = None
@@ -70,7 +69,7 @@ class PeftArgument:
     passes: bool = False
     parts: Mapping[str, PeftArgument] | None = None
     part_class: str = ""
-    check: Check | None = None
+    check: object | None = None
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""

@@ -20,8 +20,9 @@ from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
 from adapterzoo.model.conversion import Size, add_changes, changes_by_peft, random_inputs
 from adapterzoo.model.conversion.certificate import Certificate
+from adapterzoo.model.heads.plain import class_for
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
+from adapterzoo.model.hf.task_classes import is_task, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 

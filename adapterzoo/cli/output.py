@@ -31,10 +31,9 @@ def print_facts(facts: Mapping[str, object], as_json: bool = False) -> None:
     if as_json:
         print_json(facts)
         return
-    shown = {k.replace("_", " "): _shown(v) for k, v in facts.items() if v not in (None, {}, [])}
-    width = max(map(len, shown), default=0)
-    for name, value in shown.items():
-        click.echo(f"{name:<{width}}  {value}")
+    shown = [(k.replace("_", " "), _shown(v)) for k, v in facts.items() if v not in (None, {}, [])]
+    for line in errors.columns(shown, [False, False]):
+        click.echo(line)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -420,7 +420,23 @@ class RowSteps:
             return self.layers[-1].run(adapters, layout, x, base)
         views = parts_of_call(layout, rows, x, base)
         outputs = [_on_part(self.steps[part], adapters, view) for part, view in views]
+        if len(outputs) < len(self.steps):
+            outputs.append(_no_rows(adapters, outputs[0], base))
         return layout.restored(torch.cat(outputs))  # [rows, …]
+
+
+def _no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
+    """Return a tensor `[0, …]` whose gradient reaches all parameters that are trained at a site.
+
+    Joined to the rows of a batch, it gives a gradient of zeros to an adapter without rows, which
+    DistributedDataParallel would wait for.
+    """
+    modules = [module for adapter in adapters for module in adapter.modules()]
+    sharing = [m for m in modules if isinstance(m, Adapter) and m.shared_key is not None]
+    parameters = [p for module in modules for p in module.parameters(recurse=False)]
+    parameters += [p for module in sharing for p in base.shared(module).parameters()]
+    found = [p.flatten()[:0].to(like) for p in parameters if p.requires_grad]
+    return torch.cat([like.new_empty(0), *found]).view(0, *like.shape[1:])
 
 
 def parts_of_call(
@@ -592,7 +608,14 @@ def prefix_of(
         parts.append(None if own is None else prefix_of(own, adapters, view.x, view))
         sizes.append(view.x.shape[0])
     there = [part for part in parts if part is not None]
-    keys, values, mask = (layout.restored(t) for t in _padded(parts, sizes, there[0]))
+    if not there:
+        # the rows of the prefixes are not in this batch
+        own = next(own for own in step.steps if own is not None)
+        there = [prefix_of(own, adapters, x, base)]
+    keys, values, mask = _padded(parts, sizes, there[0])
+    if len(parts) < len(step.steps):
+        keys = torch.cat([keys, _no_rows(adapters, keys, base)])
+    keys, values, mask = (layout.restored(t) for t in (keys, values, mask))
     in_window = any(part.in_window for part in there)
     return Prefix(keys, values, mask, there[0].distances, in_window)
 
@@ -617,7 +640,7 @@ def _padded(
     parts: Sequence[Prefix | None], sizes: Sequence[int], one: Prefix
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values `[rows, kv_heads, longest, width]` and a mask, false for padding."""
-    longest = max(part.keys.shape[2] for part in parts if part is not None)
+    longest = max((part.keys.shape[2] for part in parts if part is not None), default=0)
     empty = Prefix(one.keys.detach()[:1, :, :0], one.values.detach()[:1, :, :0])
     keys, values, masks = list[Tensor](), list[Tensor](), list[Tensor]()
     for part, size in zip(parts, sizes, strict=True):

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
@@ -23,9 +24,7 @@ from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import files
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
+from .fit import by_path
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
@@ -33,9 +32,6 @@ Kind = Literal["adapter", "head", "adapter_fusion"]
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
 """The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
-
-OWN_OUTPUT = "own_output"
-"""The key in a document of a task class: whether the output layer is the adapter's own."""
 
 formats: Registry[Format] = Registry("format")
 """Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
@@ -54,6 +50,57 @@ class Checkpoint:
     metadata: dict[str, Any]
     adapter: dict[str, Tensor] = field(default_factory=dict)
     head: dict[str, Tensor] = field(default_factory=dict)
+
+
+class ModelView(Protocol):
+    """A model as the formats see it; `model.hf.info.ModelInfo` is one, and documents the members.
+
+    Its paths and keys are those of the model here, whichever task class wrote a file.
+    """
+
+    anatomy: Anatomy
+    config: Mapping[str, Any]
+    dtype: torch.dtype
+    model_class: str
+    model_name: str | None
+    model_type: str
+    named_heads: bool
+    output: frozenset[str]
+    prefix: str
+    renamed: Callable[[str], str]
+    split_experts: frozenset[str]
+    static_head: dict[str, tuple[int, ...]]
+    with_head: bool
+
+    def adapter_config(self, name: str) -> AdapterConfig:
+        """Return the config of an adapter."""
+
+    def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
+        """Return the paths of all modules of a task class, with the names of their tensors."""
+
+    def tensor(self, key: str) -> Tensor | None:
+        """Return a parameter or buffer; None if there is none."""
+
+    def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors that a head shares with the base model."""
+
+    def untied(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config and own tensors of a named head."""
+
+    def from_static(
+        self,
+        architecture: str,
+        tensors: Mapping[str, Tensor],
+        label2id: Mapping[str, int] | None,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the document and the tensors of the named head that equals a static head."""
+
+    def to_static(
+        self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of a named head by their keys in a task class."""
 
 
 def shared_key(parameter: str, number: int | None = None) -> str:
@@ -90,6 +137,15 @@ class Place:
     def key(self, parameter: str) -> str:
         """Return the key of one of its parameters in `Checkpoint.adapter`."""
         return f"{self.path}/{self.part}{parameter}"
+
+    def own(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return its tensors by parameter.
+
+        Args:
+            tensors: of all places, see `fit.by_path`.
+        """
+        here = tensors.get(self.path, {})
+        return {k.removeprefix(self.part): t for k, t in here.items() if k.startswith(self.part)}
 
 
 def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
@@ -138,14 +194,13 @@ def _changed(
     change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Return the tensors, with those of each place changed."""
-    found = dict(tensors)
+    found, at = dict(tensors), by_path(tensors)
     for place in places_of(config, anatomy):
-        start = place.key("")
-        here = {k.removeprefix(start): found.pop(k) for k in [*found] if k.startswith(start)}
-        if not here:
-            continue
-        changed = change(place.placement.config, here)
-        found |= {place.key(name): tensor for name, tensor in changed.items()}
+        if own := place.own(at):
+            for name in own:
+                del found[place.key(name)]
+            changed = change(place.placement.config, own)
+            found |= {place.key(name): tensor for name, tensor in changed.items()}
     return found
 
 
@@ -175,8 +230,8 @@ class Format:
     """
 
     recognizes: Callable[[Path, Kind], bool]
-    read: Callable[[Path, Kind, ModelInfo], Checkpoint]
-    encode: Callable[[Checkpoint, Kind, ModelInfo], dict[str, bytes]]
+    read: Callable[[Path, Kind, ModelView], Checkpoint]
+    encode: Callable[[Checkpoint, Kind, ModelView], dict[str, bytes]]
     base: Callable[[Path], Base]
     owned: Callable[[Kind], tuple[str, ...]]
 
@@ -233,7 +288,7 @@ def of(folder: Path, kind: Kind) -> str | None:
     return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
-def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+def read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
     """Read a folder in any format.
 
     Args:
@@ -259,7 +314,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         return formats[name].read(folder, kind, info)
 
 
-def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
+def exported(checkpoint: Checkpoint, info: ModelView) -> Checkpoint:
     """Return a checkpoint with its adapter as files of the peers hold it.
 
     See `AdapterConfig.plain`.
@@ -274,7 +329,7 @@ def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 
-def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> dict[str, bytes]:
+def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelView) -> dict[str, bytes]:
     """Return the files of a checkpoint; arguments as of `write`.
 
     Raises:
@@ -289,7 +344,7 @@ def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> d
     return chosen.encode(checkpoint, kind, info)
 
 
-def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
+def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelView) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
     A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.

@@ -11,7 +11,7 @@ import itertools
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +158,10 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
     if any(own[key].is_meta for key in values):
-        module.load_state_dict(values, strict=False, assign=True)
-        _share_again(module, own, values)
+        # one object for all names of a tensor, so that they share the new one too
+        new = {id(own[key]): _like(own[key], value) for key, value in values.items()}
+        named = {key: new[id(tensor)] for key, tensor in own.items() if id(tensor) in new}
+        module.load_state_dict(named, strict=False, assign=True)
         return
     with torch.no_grad():
         for key, value in values.items():
@@ -173,23 +175,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[str]) -> None:
-    """Share tensors again that had several names before some names got new tensors."""
-    first = {id(own[key]): key for key in filled}
-    for key, tensor in own.items():
-        if (source := first.get(id(tensor), key)) != key:
-            _holder(module, key)[_last(key)] = _holder(module, source)[_last(source)]
-
-
-def _holder(module: nn.Module, key: str) -> dict[str, Any]:
-    """Return the parameters or the buffers of the module that a state dict's key names."""
-    holder = module.get_submodule(key.rpartition(".")[0])
-    parameters = _last(key) in holder._parameters
-    return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a parameter if it replaces one."""
+    return nn.Parameter(value, own.requires_grad) if isinstance(own, nn.Parameter) else value
 
 
 # --- A sample of a base model's weights: whether an adapter was trained on this base ---
@@ -279,19 +267,12 @@ def _read(kept: object) -> Iterator[tuple[str, list[int], tuple[float, ...]]]:
 
 
 def _values(tensors: list[Tensor]) -> list[tuple[float, ...]]:
-    """Return the values of each tensor at fixed positions, with one transfer for each device."""
-    found: dict[torch.device, list[Tensor]] = {}
+    """Return the values of each tensor at fixed positions."""
+    found = []
     for tensor in tensors:
-        count = tensor.numel()
-        for i in range(_VALUES):
-            at, place = (2 * i + 1) * count // (2 * _VALUES), []
-            for size in reversed(tensor.shape):
-                at, here = divmod(at, size)
-                place.append(here)
-            value = tensor.detach()[tuple(reversed(place))].float()
-            found.setdefault(tensor.device, []).append(value)
-    moved = {device: iter(torch.stack(each).tolist()) for device, each in found.items()}
-    return [tuple(itertools.islice(moved[t.device], _VALUES)) for t in tensors]
+        at = [(2 * i + 1) * tensor.numel() // (2 * _VALUES) for i in range(_VALUES)]
+        found.append(tuple(tensor.detach().flatten()[at].float().tolist()))
+    return found
 
 
 def _unit(values: Iterable[tuple[float, ...]]) -> float:

@@ -24,6 +24,9 @@ from ._losses import Count, Logits
 STATIC = "static"
 """The type, and the key of a task class in checkpoints of such a class."""
 
+OWN_OUTPUT = "own_output"
+"""The key in a document of a task class: whether the output layer is the adapter's own."""
+
 
 @head_types.register(STATIC)
 @config_class
@@ -57,10 +60,6 @@ class StaticConfig(HeadConfig):
     def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
         """Return the labels if there is one argument; several differ in what they count."""
         return super().find_labels(name, given) if len(self.label_names) == 1 else None
-
-    def ties_output(self, model_ties: bool) -> bool:
-        """Return this config's choice, or else the model's."""
-        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
 
     def build(self, backbone: Backbone) -> TaskHead:
         """Return fresh layers of the class.
@@ -153,12 +152,6 @@ class TaskHead(PredictionHead):
         for key, source in self.aliases.items():
             owner, _, name = key.rpartition(".")
             self.get_submodule(owner)._parameters[name] = self.get_parameter(source)
-
-    # --- the vocabulary ---
-
-    @property
-    def _output_path(self) -> str | None:
-        return self.output_path
 
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding, if the class does and it fits."""

@@ -29,7 +29,7 @@ from . import adapters, checkpointing, sharding
 from .activation import check_setup, refuse_merged, refuse_used, replan, set_active
 from .heads import copies, named, store
 from .hf.hosts import refuse_while_batching
-from .hf.info import ModelInfo, name_in
+from .hf.info import ModelInfo
 from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
 
 _Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
@@ -67,7 +67,7 @@ def load(
         UnknownNameError: there is no adapter of this name.
     """
     stored = formats.read(folder, "adapter", ModelInfo(model, asked.with_head))
-    name = name_in(asked.load_as, stored, hub_name or folder)
+    name = checkpointing.name_in(asked.load_as, stored, hub_name or folder)
     if or_add and name not in model._adapter_state.records:
         rank = model._adapter_state.slot_rank or 1
         if stored.metadata.get("embeddings") is not None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from adapterzoo.composition import Stack
 from adapterzoo.config import AdapterConfig
@@ -309,16 +310,9 @@ def seeded(model: Any, inputs: Inputs) -> Any:
 
 def flat(outputs: Any) -> Tensor:
     """Concatenate all floating-point outputs of a model. `[numbers]`."""
-    found = [t.reshape(-1) for t in _tensors(outputs) if t.is_floating_point()]
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+    found = [t.reshape(-1) for t in tensors if t.is_floating_point()]
     return torch.cat(found) if found else torch.zeros(0)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(inner)
 
 
 class _OneTensor:
@@ -340,9 +334,7 @@ class ModelCase(Case):
     # rounding errors of a whole model vary: one of the two may be small by chance
     margin: ClassVar[float] = 8.0
 
-    tiny: TinyModel = dataclasses.field(
-        default=TinyModel(nn.Identity(), {}), compare=False, repr=False
-    )
+    tiny: TinyModel = dataclasses.field(kw_only=True, compare=False, repr=False)
 
     def __str__(self) -> str:
         """Return the class of the model."""

@@ -23,7 +23,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from adapterzoo.formats.checkpoint import (
     Checkpoint,
     Format,
     Kind,
+    ModelView,
     Place,
     base_of,
     formats,
@@ -50,10 +51,10 @@ from adapterzoo.formats.files import (
     json_bytes,
     pickle_bytes,
     read_json,
-    read_tensors,
     tensor_bytes,
+    tensors_in,
 )
-from adapterzoo.formats.fit import same_values
+from adapterzoo.formats.fit import by_path, same_values
 from adapterzoo.heads import STATIC, HeadConfig, head_types
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -75,9 +76,6 @@ from .names import (
     prefix_of,
     to_location,
 )
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
 
 # --- configs and tensors of adapters ---
 
@@ -285,7 +283,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 
 
 def read_adapter(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """Return the config, completed from the keys, and the tensors under our keys.
 
@@ -335,7 +333,7 @@ def read_adapter(
 
 
 def _read_group(
-    info: ModelInfo,
+    info: ModelView,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -398,7 +396,7 @@ def check_fused(places: Sequence[Place]) -> None:
 
 
 def write_adapter(
-    info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
+    info: ModelView, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the fields of the config, and the tensors by AdapterHub's keys.
 
@@ -415,15 +413,16 @@ def write_adapter(
     if layout.swapped:
         written = write_config(joined([_swapped(m) for m in members]))
     places = places_of(joined(members), info.anatomy)
-    by_path: dict[str, tuple[Container, list[Place]]] = {}
+    containers: dict[str, tuple[Container, list[Place]]] = {}
     for place in places:
         for container in spelling_of(place.placement.config).containers:
             if location_of(container, place) is not None:
                 path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
-                by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
+                containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
-    for path, (container, here) in by_path.items():
-        for parameter, tensor in _to_container(container, here, tensors).items():
+    tensors_at = by_path(tensors)
+    for path, (container, here) in containers.items():
+        for parameter, tensor in _to_container(container, here, tensors_at).items():
             found[f"{path}.{name}.{parameter}"] = tensor
     for number, member in zip(own, members, strict=True):
         shared = shared_tensors(tensors, number if len(config.members) > 1 else None)
@@ -446,7 +445,7 @@ def write_adapter(
     return written, found
 
 
-def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
+def check_convention(info: ModelView, config: AdapterConfig) -> None:
     """Check that `adapters` computes a config in such a model as its fields say.
 
     Raises:
@@ -465,7 +464,7 @@ def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
         )
 
 
-def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
+def _without_added(info: ModelView, config: AdapterConfig) -> dict[int, AdapterConfig]:
     """Return the members by number, without those that `adapters` adds in such a model.
 
     Raises:
@@ -487,7 +486,7 @@ def _joined_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
+def _as_flags(info: ModelView, config: AdapterConfig) -> AdapterConfig:
     """Return the same adapter, with its places in AdapterHub's fields."""
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:
@@ -508,7 +507,7 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 
 
 def _to_container(
-    container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
+    container: Container, places: Sequence[Place], tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
@@ -522,11 +521,7 @@ def _to_container(
         raise inexpressible(
             f"{len(places)} adapters sit at {places[0].path!r}, where AdapterHub has one name"
         )
-    each = []
-    for place in places:
-        start = place.key("")
-        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
-        each.append(container.to_theirs(own, place.placement.config))
+    each = [container.to_theirs(p.own(tensors), p.placement.config) for p in places]
     return {name: torch.cat([part[name] for part in each]) for name in each[0]}
 
 
@@ -538,7 +533,7 @@ _FIELDS = frozenset(
 )  # fmt: skip
 
 
-def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
 
@@ -581,17 +576,14 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return {"config", "model_class"} <= fields_of(folder / config).keys()
 
 
-def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
     if kind == "adapter_fusion":
         return _read_fusion(folder, info)
-    head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
-    name = None
+    head = Checkpoint({"name": None, "head": None})
     if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
-        metadata, tensors = _files_in(folder, _HEAD)
-        name = metadata.get("name")
-        head = read_head(info, metadata, tensors)
+        head = _read_head(info, *_files_in(folder, _HEAD))
     if kind == "head":
-        return Checkpoint({"name": name, "head": head[0]}, {}, head[1])
+        return head
     metadata, tensors = _files_in(folder, _ADAPTER)
     config, adapter = read_adapter(info, metadata, tensors)
     described = {
@@ -599,15 +591,15 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         "model_type": metadata.get("model_type"),
         "model_name": metadata.get("model_name"),
         "config": config.to_dict(),
-        "head": head[0],
-        "meta": meta_in(metadata),
+        "head": head.metadata["head"],
+        "meta": _meta_in(metadata),
     }
-    if head[0] is not None and name not in (None, described["name"]):
-        described["head_name"] = name
-    return Checkpoint(described, adapter, head[1])
+    if head.metadata["name"] not in (None, described["name"]):
+        described["head_name"] = head.metadata["name"]
+    return Checkpoint(described, adapter, head.head)
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView, *, safe: bool) -> dict[str, bytes]:
     if kind == "adapter_fusion":
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
@@ -648,19 +640,15 @@ for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
 def _files_in(
     folder: Path, names: tuple[str, str, str]
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors."""
     config, safe, pickled = names
-    metadata = read_json(folder / config)
-    # of two files with the same tensors, prefer the one that cannot hold code
-    file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{str(folder)!r} has {config}, but no tensors beside it. {AGAIN}.")
-    return metadata, read_tensors(file)
+    return read_json(folder / config), tensors_in(folder, (safe, pickled))
 
 
-def read_head(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return metadata and tensors of a head.
+def _read_head(
+    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Checkpoint:
+    """Return a head.
 
     Args:
         info: of the model.
@@ -670,13 +658,14 @@ def read_head(
     Raises:
         CheckpointError: the head has no equivalent in this model.
     """
-    config = metadata.get("config")
+    name, config = metadata.get("name"), metadata.get("config")
     if config is None:
-        return _read_static(info, metadata, tensors)
+        document, own = _read_static(info, metadata, tensors)
+        return Checkpoint({"name": name, "head": document}, {}, own)
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
-    start = f"heads.{metadata.get('name')}"
+    start = f"heads.{name}"
     # adapters also saves heads whose names begin with this one
     own = {
         key.removeprefix(f"{start}."): tensor
@@ -685,11 +674,11 @@ def read_head(
     }
     if info.named_heads:
         config, own = info.untied(config, own)
-    return {"config": dict(config)}, own
+    return Checkpoint({"name": name, "head": {"config": dict(config)}}, {}, own)
 
 
 def write_head(
-    info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelView, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
 
@@ -715,7 +704,7 @@ def _task_fields(label2id: object) -> dict[str, Any]:
     return {"config": None, "label2id": label2id, "num_labels": count}
 
 
-def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
+def _refuse_quirks(info: ModelView, config: Mapping[str, Any]) -> None:
     known = head_types.get(str(config.get("head_type")))
     what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
     if what is not None:
@@ -725,7 +714,7 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
         )
 
 
-def _ties_there(info: ModelInfo) -> bool:
+def _ties_there(info: ModelView) -> bool:
     """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
     if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
@@ -733,7 +722,7 @@ def _ties_there(info: ModelInfo) -> bool:
     return bool(info.config.get("tie_word_embeddings"))
 
 
-def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
+def _check_sayable(info: ModelView, config: Mapping[str, Any]) -> None:
     hints = argument("with_head", False), argument("format", "native")
     known = HeadConfig.from_dict(config)
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
@@ -746,7 +735,7 @@ def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
 
 
 def _read_static(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the head of a task class: for a named head translated, for such a class as it is."""
     theirs = str(metadata.get("model_class"))
@@ -787,7 +776,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
+def _read_fusion(folder: Path, info: ModelView) -> Checkpoint:
     """Return the fusion, in our terms.
 
     What has no place in the model keeps its key of AdapterHub, so that the comparison with the
@@ -821,12 +810,12 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         "name": name,
         "adapter_names": names,
         "config": {**config, **_conventions(configs), **entry},
-        "meta": meta_in(metadata),
+        "meta": _meta_in(metadata),
     }
     return Checkpoint(described, tensors)
 
 
-def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[str, bytes]:
+def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[str, bytes]:
     """Return the names and contents of the files of a fusion.
 
     Raises:
@@ -842,10 +831,10 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
+    at = by_path(checkpoint.adapter)
     for container, place in _fusion_places(info, fused).values():
         named = name_of(info, container, place, layout)
-        at = f"{place.path}/"
-        own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
+        own = dict(at.get(place.path, {}))
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
             raise inexpressible(
@@ -875,7 +864,7 @@ def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
     return found
 
 
-def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
+def _at_entry(info: ModelView, fused: Sequence[AdapterConfig]) -> bool:
     """Return whether any of the fused adapters has a function of the embeddings."""
     entry = info.anatomy.entry
     sites = (p.site for config in fused for p in config.placements(info.anatomy))
@@ -883,7 +872,7 @@ def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
 
 
 def _fusion_places(
-    info: ModelInfo, fused: Sequence[AdapterConfig]
+    info: ModelView, fused: Sequence[AdapterConfig]
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}

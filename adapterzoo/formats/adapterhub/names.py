@@ -10,15 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
-from adapterzoo.formats.checkpoint import Place, inexpressible
+from adapterzoo.formats.checkpoint import ModelView, Place, inexpressible
 from adapterzoo.spelling import Container
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
 
 BlockLocation = tuple[int, str]
 """The number of a block and the location in it; or -1 and the path of a layer."""
@@ -132,7 +128,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
 _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
 
 
-def layout_of(info: ModelInfo) -> Layout:
+def layout_of(info: ModelView) -> Layout:
     """Return the names that `adapters` gives to the places of a model.
 
     Raises:
@@ -146,13 +142,13 @@ def layout_of(info: ModelInfo) -> Layout:
     return layout
 
 
-def prefix_of(info: ModelInfo) -> str:
+def prefix_of(info: ModelView) -> str:
     """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
     layout = LAYOUTS.get(info.model_type)
     return "" if layout is not None and layout.is_base else info.prefix
 
 
-def to_location(info: ModelInfo, parameter: str) -> str:
+def to_location(info: ModelView, parameter: str) -> str:
     """Return our key of an adapter-wide tensor of AdapterHub."""
     layout = LAYOUTS.get(info.model_type)
     location, dot, rest = parameter.partition(".")
@@ -187,7 +183,7 @@ def location_of(container: Container, place: Place) -> BlockLocation | None:
     return None
 
 
-def find_location(info: ModelInfo, container: Container, path: str) -> BlockLocation | None:
+def find_location(info: ModelView, container: Container, path: str) -> BlockLocation | None:
     """Return the location that a path of AdapterHub leads to; None if the model has none."""
     if container.at == "model":
         inside = path.removeprefix(prefix_of(info)).removeprefix(".")
@@ -211,13 +207,13 @@ def find_location(info: ModelInfo, container: Container, path: str) -> BlockLoca
     return block.layer, "cross" if CROSS.search(f"{module}.") else "attention"
 
 
-def find_layer_site(info: ModelInfo, path: str) -> Site | None:
+def find_layer_site(info: ModelView, path: str) -> Site | None:
     """Return the linear layer that a path of AdapterHub leads to."""
     located = find_block(info, path)
     return None if located is None else find_layer(*located)
 
 
-def below_model(info: ModelInfo, container: Container) -> str:
+def below_model(info: ModelView, container: Container) -> str:
     """Return AdapterHub's path, without the prefix, of the module with adapter-wide tensors."""
     entry = ""
     if container.in_encoder:
@@ -226,7 +222,7 @@ def below_model(info: ModelInfo, container: Container) -> str:
     return ".".join(filter(None, (entry, container.below)))
 
 
-def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
+def name_of(info: ModelView, container: Container, place: Place, layout: Layout) -> str:
     """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
 
     Raises:
@@ -251,7 +247,7 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     return found
 
 
-def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
+def find_block(info: ModelView, path: str) -> tuple[Block, str] | None:
     """Return the block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:

@@ -8,38 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.formats import files
-from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, base_of, formats
+from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, ModelView, base_of, formats
 
 from .reading import CONFIG, checked, head_from, read_adapter
 from .writing import encode_adapter, head_for
 
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
-
 _TENSORS = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
+_FILES = _TENSORS, "adapter_model.bin"
 
 
 def _recognizes(folder: Path, kind: Kind) -> bool:
     if kind != "adapter":
         return False
-    there = any((folder / name).is_file() for name in (_TENSORS, _PICKLE))
+    there = any((folder / name).is_file() for name in _FILES)
     return there or "peft_type" in files.fields_of(folder / CONFIG)
 
 
-def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
     found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
     found.metadata["meta"] = meta_in(folder)
     return found
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView) -> dict[str, bytes]:
     if kind != "adapter":
         what = "heads without an adapter" if kind == "head" else "fusions"
         raise CheckpointError(f"PEFT has no {what}. Write {argument('format', 'native')}.")
@@ -58,12 +55,12 @@ formats.register("peft")(
         base=lambda folder: base_of(
             files.read_json(folder / CONFIG), "base_model_name_or_path", "revision"
         ),
-        owned=lambda kind: (_TENSORS, _PICKLE, CONFIG) if kind == "adapter" else (),
+        owned=lambda kind: (*_FILES, CONFIG) if kind == "adapter" else (),
     )
 )
 
 
-def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def encoded(checkpoint: Checkpoint, info: ModelView) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
     Raises:
@@ -74,7 +71,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], di
 
 
 def decoded(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelInfo
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelView
 ) -> Checkpoint:
     """Return the adapter, and the head where there is one, of PEFT's config and tensors.
 
@@ -110,9 +107,4 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: there are none.
     """
-    for name in (_TENSORS, _PICKLE):
-        if (folder / name).is_file():
-            return files.read_tensors(folder / name)
-    raise CheckpointError(
-        f"{str(folder)!r} has {CONFIG}, but neither {_TENSORS} nor {_PICKLE}. {files.AGAIN}."
-    )
+    return files.tensors_in(folder, _FILES)

@@ -29,7 +29,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -41,7 +41,7 @@ from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import (
-    OWN_OUTPUT,
+    ModelView,
     method_of,
     places_of,
     shared_key,
@@ -49,9 +49,9 @@ from adapterzoo.formats.checkpoint import (
 )
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
-from adapterzoo.heads import STATIC
+from adapterzoo.heads import OWN_OUTPUT, STATIC
 from adapterzoo.methods._copies import all_placements
-from adapterzoo.patterns import TokenIds, fault, is_named, short_names
+from adapterzoo.patterns import TokenIds, exactly, fault, is_named, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
 from adapterzoo.spelling import (
     Fields,
@@ -61,9 +61,6 @@ from adapterzoo.spelling import (
     peft_readable,
     peft_spellings,
 )
-
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
 
 CONFIG = "adapter_config.json"
 
@@ -219,11 +216,6 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
     return found
 
 
-def exactly(paths: Iterable[str]) -> str:
-    """Return a regular expression that matches exactly these paths."""
-    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
-
-
 def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
     """Return the preferred value if any path has it, else the most common one."""
     if preferred in values.values():
@@ -291,14 +283,14 @@ class Task:
     task_type: str | None
 
 
-def class_in(peft_config: FileConfig, info: ModelInfo) -> str | None:
+def class_in(peft_config: FileConfig, info: ModelView) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
     return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
 
 
-def classes_for(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
+def classes_for(mapping: Mapping[str, Any], info: ModelView) -> Iterator[str]:
     """Yield the classes of transformers for a task that a type of model has."""
     found = mapping.get(info.model_type)
     yield from (found,) if isinstance(found, str) else found or ()
@@ -336,7 +328,7 @@ Layers = Mapping[str, PeftLayer]
 
 
 def read_adapter(
-    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelView
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return config and tensors of the adapter, and all other tensors.
 
@@ -378,7 +370,7 @@ def read_adapter(
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
-def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> None:
+def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelView) -> None:
     """Check that the layers that the config names have tensors, in each stack of which some have.
 
     The class of models that wrote the file may lack whole stacks, and layers outside of blocks.
@@ -427,7 +419,7 @@ def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
 
 
 def _sorted(
-    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelView
 ) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
     """Return the file's tensors: of layers, adapter-wide, without a place here, and all others.
 
@@ -487,14 +479,14 @@ def _sorted(
     return layers, shared, lost, rest
 
 
-def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
+def _sites(spelling: PeftSpelling, info: ModelView) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
     return [site for site in info.anatomy if site.parameter is None]
 
 
-def _weight(site: Site, info: ModelInfo) -> Tensor | None:
+def _weight(site: Site, info: ModelView) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
     found = base_tensor(site.path, "weight", info)
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
@@ -518,7 +510,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
     return place, None
 
 
-def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
+def _here(named: str, sites: Mapping[str, object], info: ModelView) -> str | None:
     """Return the path in this model of a layer in the file."""
     # the file may come from another task class, with or without a base model in it
     cls = getattr(transformers, info.model_class, None)
@@ -532,7 +524,7 @@ def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | Non
 
 
 def _to_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelView
 ) -> str | None:
     """Convert the tensors to one dtype without loss, and return the config's `dtype`."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
@@ -555,7 +547,7 @@ def _to_one_dtype(
     return None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
 
 
-def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
+def _members(peft_config: FileConfig, layers: Layers, info: ModelView) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
     spelling = peft_config.spelling
     patterns = {name: ours for name, ours in PATTERNS.items() if name in checks(spelling.config)}
@@ -589,7 +581,7 @@ def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[d
     return members
 
 
-def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -> dict[str, Any]:
+def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelView) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
     modules = [site.path for site in chosen if site.parameter is None]
     weights = [site.name for site in chosen if site.parameter is not None]
@@ -648,7 +640,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelView
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -705,7 +697,7 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: FileConfig, info: ModelInfo, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: ModelView, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
@@ -742,18 +734,18 @@ def _is_saved(layer: str, names: Sequence[str]) -> bool:
     return any(module.endswith(name) for module in around for name in names)
 
 
-def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
+def base_tensor(path: str, parameter: str, info: ModelView) -> Tensor | None:
     """Return a tensor of the base model; None if the module has none of this name."""
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
 
 
-def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
+def _cast(tensor: Tensor, path: str, info: ModelView) -> Tensor:
     """Return a copy of a layer's tensor in the dtype of the layer."""
     own = base_tensor(path, "weight", info)
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
+def _as(tensor: Tensor, path: str, info: ModelView) -> Tensor:
     """Return a value in the dtype of its layer's weight, if that is exact."""
     own = base_tensor(path, "weight", info)
     if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
@@ -762,7 +754,7 @@ def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
 
 
 def _rows(
-    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
+    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelView
 ) -> tuple[tuple[int, ...], Tensor]:
     given = peft_config.trainable_token_indices
     if isinstance(given, Mapping):
@@ -794,7 +786,7 @@ def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
                 )
 
 
-def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
+def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelView) -> bool:
     """Return whether a table equals the model's, except for some rows."""
     own = base_tensor(path, "weight", info)
     if own is None or own.is_meta or own.shape != table.shape:
@@ -863,7 +855,7 @@ def _keyed(
 
 
 def head_from(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelView
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return metadata and tensors of the head in a file; None if there is none.
 
@@ -915,7 +907,7 @@ def head_from(
     return info.from_static(architecture, head, info.config.get("label2id"))
 
 
-def _in_base(key: str, info: ModelInfo) -> Tensor | None:
+def _in_base(key: str, info: ModelView) -> Tensor | None:
     """Return the tensor of the base model that a key of some task class names."""
     if key in info.static_head:
         return None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from torch import Tensor
@@ -15,14 +15,15 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import argument, listing
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
+    ModelView,
     Place,
     inexpressible,
     places_of,
     shared_tensors,
 )
-from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import head_types
 from adapterzoo.patterns import short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
@@ -46,9 +47,6 @@ from .reading import (
     task_of,
 )
 
-if TYPE_CHECKING:
-    from adapterzoo.model.hf.info import ModelInfo
-
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
@@ -59,7 +57,7 @@ _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def encode_adapter(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelView
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
@@ -128,20 +126,16 @@ def encode_adapter(
 
 
 def _parts(
-    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelView
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
     """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
     by_name: dict[str, list[PeftPart]] = {}
-    at: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        at.setdefault(key.partition("/")[0], {})[key] = tensor
+    at = fit.by_path(tensors)
     methods: dict[str, PeftSpelling] = {}
     for place in places_of(config, info.anatomy):
         member = place.placement.config
-        start = place.key("")
-        here = at.get(place.path, {}).items()
-        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
+        own = place.own(at)
         if place.placement.location in FIELD_AT:
             more.append((place, own))
             continue
@@ -165,7 +159,7 @@ def _parts(
 
 
 def _output(
-    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
+    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelView
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
     site = parts[0].placement.site
@@ -263,7 +257,7 @@ def _target_fields(
 
 
 def _task_fields(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelView
 ) -> Fields:
     """Return the fields that name the model and the task."""
     # PEFT requires the heads of these tasks in the file
@@ -298,7 +292,7 @@ def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) 
 
 
 def _path_in_task(
-    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView, task: Task
 ) -> str:
     """Return the path in the task class of a layer that is at a path in the base model."""
     found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
@@ -312,7 +306,7 @@ def _path_in_task(
 
 
 def _whole_modules(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelView
 ) -> list[str]:
     """Return the paths of the modules that a head consists of, each as far up as it is whole.
 
@@ -340,13 +334,13 @@ def _whole_modules(
     return found
 
 
-def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
+def _is_own(key: str, tensor: Tensor, info: ModelView) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
-    return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))
+    return own is tensor or (own is not None and not own.is_meta and fit.same_bits(own, tensor))
 
 
-def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
+def is_written(site: Site, spelling: PeftSpelling, info: ModelView) -> bool:
     """Return whether an adapter is written as that of a parameter.
 
     So is that of a layer whose name PEFT would take for a former layer of experts.
@@ -388,7 +382,7 @@ def _write_extras(
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
     path_in_task: Callable[[str], str],
-    info: ModelInfo,
+    info: ModelView,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
 
@@ -446,7 +440,7 @@ def _write_extras(
     return fields, tensors
 
 
-def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView) -> list[str]:
     """Return the paths in the task class of all modules with the table at a path."""
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
@@ -463,7 +457,7 @@ def _rows_alone(
     return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
 
 
-def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
+def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, Tensor]]:
     """Return the task class that an adapter is written for, and its head's tensors by key there.
 
     Raises:
@@ -492,7 +486,7 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
-def _without_head(info: ModelInfo) -> Task:
+def _without_head(info: ModelView) -> Task:
     """Return the class for adapters without a head: one that generates, else the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
