@@ -134,9 +134,8 @@ def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mappi
     own = classes_of_peft.get(cls)
     if own is None:
         return cls, given
-    legal = {f.name for f in dataclasses.fields(cls)}
-    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys()
-    if not [name for name in given if name in words and (name not in legal)]:
+    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys() - _names(cls)
+    if words.isdisjoint(given):
         return cls, _mapped(own, given)
     chosen = class_of(own.peft_type, {**own.fixed, **given}, cls)
     rest = {k: v for k, v in given.items() if k not in own.fixed or k in _names(chosen)}
