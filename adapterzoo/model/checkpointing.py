@@ -29,7 +29,7 @@ from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, inject_path, is_offloaded, plain_modules
 from adapterzoo.inject.layers import is_quantized
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding

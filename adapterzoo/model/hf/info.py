@@ -68,6 +68,11 @@ class ModelInfo:
         named_heads: whether it has heads by name, or one static head.
         with_head: whether the user wants the head too; without it formats need not look at one.
         dtype: of its parameters.
+        config: the dict of the model's config, with that of the text part on top.
+        split_experts: names that PEFT takes for the former layers of fused experts, wherever they
+            are.
+        renamed: maps a path or key of the model in older releases of transformers to the present
+            one.
     """
 
     def __init__(self, model: Any, with_head: bool = True) -> None:
@@ -86,12 +91,11 @@ class ModelInfo:
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
-
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
-        """The dict of the model's config, with that of the text part on top."""
-        own = self._model.config
-        return {**_as_dict(own), **_as_dict(text_config(own))}
+        own = model.config
+        self.config: Mapping[str, Any] = {**_as_dict(own), **_as_dict(text_config(own))}
+        layers = split_experts(self.model_type).values()
+        self.split_experts = frozenset(name for names in layers for name in names)
+        self.renamed = renamer(model)
 
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
@@ -103,17 +107,6 @@ class ModelInfo:
     def output(self) -> frozenset[str]:
         """The keys of the output layer of the static head, if it is a language model's."""
         return frozenset(output_tensors(self._model))
-
-    @functools.cached_property
-    def split_experts(self) -> frozenset[str]:
-        """Names that PEFT takes for the former layers of fused experts, wherever they are."""
-        layers = split_experts(self.model_type).values()
-        return frozenset(name for names in layers for name in names)
-
-    @functools.cached_property
-    def renamed(self) -> Callable[[str], str]:
-        """Maps a path or key of the model in older releases of transformers to the present one."""
-        return renamer(self._model)
 
     def tensor(self, key: str) -> Tensor | None:
         """Return a parameter or buffer, without merged adapters; None if there is none.
