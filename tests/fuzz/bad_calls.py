@@ -101,7 +101,6 @@ WITH_ADAPTER: dict[str, Callable[[Any, Any, str], Any]] = {
     ),
     "average_adapter, name": lambda m, w, n: m.average_adapter(w.illegal, [n]),
     "save_adapter, format": lambda m, w, n: m.save_adapter(w.new_folder(), n, format="no_such"),
-    "save_adapter, meta": lambda m, w, n: m.save_adapter(w.new_folder(), n, meta_dict={"x": m}),
     "save_adapter, a file": lambda m, w, n: m.save_adapter(w.a_file(), n),
     "load_adapter, name": lambda m, w, n: m.load_adapter(w.saved_adapter(n), load_as=w.illegal),
     "load_adapter, taken": lambda m, w, n: m.load_adapter(w.saved_adapter(n), overwrite_ok=False),
