@@ -540,6 +540,12 @@ def head_input(
     Raises:
         StateError: the model did not compute what the head needs.
     """
+    needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
+    if outputs.get(needed) is None:
+        raise StateError(
+            f"{type(model).__name__} computes no {needed}, which the head reads. "
+            f"Add a head with another pooling, such as pooling='mean'."
+        )
     if pooling == "pooler":
         # a CNN's has two more dimensions, of size 1
         return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
