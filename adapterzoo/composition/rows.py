@@ -202,7 +202,10 @@ class RowMap:
     entered: bool = False
     tasks: RowTasks | None = None
     known: int = 0
-    _layouts: dict[int, RowLayout] = field(default_factory=dict, compare=False, repr=False)
+    # of one call: `replace` makes new ones
+    _layouts: dict[int, RowLayout] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def parts(self) -> int:
@@ -232,18 +235,18 @@ class RowMap:
             index = tuple(of[task_ids[row % batch]][row // times] for row in range(count))
         return replace(
             self, index=index, repeats=1, together=together, copies=self.repeats, tokens=tokens,
-            entered=True, tasks=None, _layouts={},
+            entered=True, tasks=None,
         )  # fmt: skip
 
     def renumbered(self, numbers: Sequence[int]) -> RowMap:
         """Return the same rows with another number for each part; parts may get equal numbers."""
         index = tuple(numbers[part] for part in self.index)
-        return replace(self, index=index, known=0, _layouts={})
+        return replace(self, index=index, known=0)
 
     def of(self, other: RowMap, part: int) -> RowMap:
         """Return how this divides the rows of one part of another, in the order of `take`."""
         index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
-        return replace(self, index=index, _layouts={})
+        return replace(self, index=index)
 
     def layout(self, count: int) -> RowLayout:
         """Return the layout of a batch.
