@@ -134,9 +134,8 @@ def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mappi
     own = classes_of_peft.get(cls)
     if own is None:
         return cls, given
-    legal = {f.name for f in dataclasses.fields(cls)}
-    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys()
-    if not [name for name in given if name in words and (name not in legal)]:
+    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys() - _names(cls)
+    if words.isdisjoint(given):
         return cls, _mapped(own, given)
     chosen = class_of(own.peft_type, {**own.fixed, **given}, cls)
     rest = {k: v for k, v in given.items() if k not in own.fixed or k in _names(chosen)}
@@ -271,27 +270,6 @@ def is_peft(config: object) -> bool:
     if isinstance(config, Mapping):
         return "peft_type" in config
     return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
-
-
-def or_with_config_of_peft(
-    own: Callable[..., T], other: Callable[..., T], *names: str
-) -> Callable[..., T]:
-    """Return a method that calls `other` if an argument is a config of PEFT.
-
-    Args:
-        own: the method for other arguments.
-        other: the same for a config of PEFT.
-        *names: of arguments that only `other` has.
-    """
-
-    @functools.wraps(own)
-    def method(*args: Any, **kwargs: Any) -> T:
-        is_own = {*names}.isdisjoint(kwargs) and not any(
-            map(is_peft, (*args[1:], *kwargs.values()))
-        )
-        return (own if is_own else other)(*args, **kwargs)
-
-    return method
 
 
 def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -443,14 +443,14 @@ def restore_trained(model: AdaptedModel, folder: Path) -> None:
 
 def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
-    kept = {id(p) for p in own_parameters_of(model)}
+    owned = {id(p) for p in own_parameters_of(model)}
     for name in saved_names(model):
         found = record_of(model, name)
-        kept |= {id(t) for t in found.tensors.values()} if found is not None else set()
+        owned |= {id(t) for t in found.tensors.values()} if found is not None else set()
     return {
         without_wrappers(name): p
         for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in kept
+        if p.requires_grad and id(p) not in owned
     }
 
 

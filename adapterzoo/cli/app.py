@@ -75,7 +75,7 @@ class RefusedError(click.ClickException):
             file: instead of standard error.
         """
         # it may quote names from files; some messages have several lines
-        message = printable(self.message, kept="\n")
+        message = printable(self.message, allowed="\n")
         click.echo(f"adapterzoo: {message}", file=file, err=True)
 
 

@@ -94,11 +94,11 @@ def _shown(value: object) -> str:
     return "-" if value is None else printable(str(value))
 
 
-def printable(text: str, kept: str = "") -> str:
+def printable(text: str, allowed: str = "") -> str:
     """Escape unprintable characters, such as a terminal's control sequences.
 
     Args:
         text: not trusted.
-        kept: unprintable characters to keep.
+        allowed: unprintable characters to keep.
     """
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)

@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.inject.building import inject_path
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import files
 from .fit import by_path
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
@@ -50,57 +52,6 @@ class Checkpoint:
     metadata: dict[str, Any]
     adapter: dict[str, Tensor] = field(default_factory=dict)
     head: dict[str, Tensor] = field(default_factory=dict)
-
-
-class ModelView(Protocol):
-    """A model as the formats see it; `model.hf.info.ModelInfo` is one, and documents the members.
-
-    Its paths and keys are those of the model here, whichever task class wrote a file.
-    """
-
-    anatomy: Anatomy
-    config: Mapping[str, Any]
-    dtype: torch.dtype
-    model_class: str
-    model_name: str | None
-    model_type: str
-    named_heads: bool
-    output: frozenset[str]
-    prefix: str
-    renamed: Callable[[str], str]
-    split_experts: frozenset[str]
-    static_head: dict[str, tuple[int, ...]]
-    with_head: bool
-
-    def adapter_config(self, name: str) -> AdapterConfig:
-        """Return the config of an adapter."""
-
-    def modules(self, task_class: str) -> Mapping[str, tuple[str, ...]]:
-        """Return the paths of all modules of a task class, with the names of their tensors."""
-
-    def tensor(self, key: str) -> Tensor | None:
-        """Return a parameter or buffer; None if there is none."""
-
-    def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors that a head shares with the base model."""
-
-    def untied(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config and own tensors of a named head."""
-
-    def from_static(
-        self,
-        architecture: str,
-        tensors: Mapping[str, Tensor],
-        label2id: Mapping[str, int] | None,
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the document and the tensors of the named head that equals a static head."""
-
-    def to_static(
-        self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the tensors of a named head by their keys in a task class."""
 
 
 def shared_key(parameter: str, number: int | None = None) -> str:
@@ -230,8 +181,8 @@ class Format:
     """
 
     recognizes: Callable[[Path, Kind], bool]
-    read: Callable[[Path, Kind, ModelView], Checkpoint]
-    encode: Callable[[Checkpoint, Kind, ModelView], dict[str, bytes]]
+    read: Callable[[Path, Kind, ModelInfo], Checkpoint]
+    encode: Callable[[Checkpoint, Kind, ModelInfo], dict[str, bytes]]
     base: Callable[[Path], Base]
     owned: Callable[[Kind], tuple[str, ...]]
 
@@ -288,7 +239,7 @@ def of(folder: Path, kind: Kind) -> str | None:
     return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
-def read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
+def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     """Read a folder in any format.
 
     Args:
@@ -314,7 +265,7 @@ def read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
         return formats[name].read(folder, kind, info)
 
 
-def exported(checkpoint: Checkpoint, info: ModelView) -> Checkpoint:
+def exported(checkpoint: Checkpoint, info: ModelInfo) -> Checkpoint:
     """Return a checkpoint with its adapter as files of the peers hold it.
 
     See `AdapterConfig.plain`.
@@ -329,7 +280,7 @@ def exported(checkpoint: Checkpoint, info: ModelView) -> Checkpoint:
     return replace(checkpoint, metadata=metadata, adapter=tensors)
 
 
-def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelView) -> dict[str, bytes]:
+def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> dict[str, bytes]:
     """Return the files of a checkpoint; arguments as of `write`.
 
     Raises:
@@ -344,7 +295,7 @@ def encoded(checkpoint: Checkpoint, kind: Kind, name: str, info: ModelView) -> d
     return chosen.encode(checkpoint, kind, info)
 
 
-def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelView) -> None:
+def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
     A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, cast
 
 from adapterzoo.anatomy.sites import TokenInput
@@ -530,12 +530,7 @@ class AdapterSetup:
             self._entered.append((_here(), stack.pop_all()))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the previous setup.
 
         Raises:

@@ -29,7 +29,7 @@ from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, inject_path, is_offloaded, plain_modules
 from adapterzoo.inject.layers import is_quantized
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
@@ -129,7 +129,9 @@ def check_saving(
     """
     # the native format can express all
     for name in names if format != "native" else ():
-        check(model, checkpoint_of(model, name, with_head, None, format), "adapter", format)
+        stored = checkpoint_of(model, name, with_head, None, format)
+        _refuse_sharded(model, format)
+        formats.encoded(stored, "adapter", format, ModelInfo(model))
 
 
 def checkpoint_of(
@@ -423,25 +425,16 @@ def write(
         CheckpointError: the format cannot express it, or the folder cannot be written.
     """
     info = ModelInfo(model)
-    _refuse_sharded(model, format)
+    if kind != "adapter_fusion":
+        _refuse_sharded(model, format)
     adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
     whole = dataclasses.replace(stored, adapter=adapter, head=head)
     sharding.in_first_process(model, lambda: formats.write(Path(folder), whole, kind, format, info))
 
 
-def check(model: AdaptedModel, stored: Checkpoint, kind: formats.Kind, format: str) -> None:
-    """Check that `write` can express a checkpoint; arguments as there.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
-    _refuse_sharded(model, format)
-    formats.encoded(stored, kind, format, ModelInfo(model))
-
-
 def _refuse_sharded(model: AdaptedModel, format: str) -> None:
     if format != "native":
-        # these formats read weights of the base model, in one process
+        # for adapters and heads these formats read weights of the base model, in one process
         sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")
 
 

@@ -211,17 +211,14 @@ def save(
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
     }
-    layers, info = dict(fusion_modules(model, name)), ModelInfo(model)
+    layers = dict(fusion_modules(model, name))
     if with_head:
         # whether it can be written is known before anything is
         head_name = with_head if isinstance(with_head, str) else name
         checkpointing.save_head(model, folder, head_name, format)
     with sharding.gathering(model, layers.values()):
-        tensors = sharding.gathered(named_tensors(layers, keep_vars=True))
-        stored = Checkpoint(document, tensors)
-        sharding.in_first_process(
-            model, lambda: formats.write(Path(folder), stored, "adapter_fusion", format, info)
-        )
+        stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
+        checkpointing.write(model, folder, stored, "adapter_fusion", format)
 
 
 def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions) -> str:

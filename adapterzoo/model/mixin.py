@@ -1411,7 +1411,7 @@ class AdapterModelMixin:
         """Initialize the state, without adapters; called once for each model."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
-        owned.own(self, owned.names_of(AdapterModelMixin))
+        owned.own(self, AdapterModelMixin)
         activation.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -243,11 +243,6 @@ def distance(one: Tensor, other: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def fields_of(config: AdapterConfig) -> set[str]:
-    """Return the names of a config's fields."""
-    return {f.name for f in dataclasses.fields(config)}
-
-
 def _fits(case: Case) -> bool:
     # a config that names its layers decides itself about embeddings
     if case.kind == "embedding" and getattr(case.config, "target_modules", ()) is not None:
@@ -319,8 +314,7 @@ class _OneTensor:
     """Mixin for the class of a model, which then takes `Inputs` and returns one tensor."""
 
     def __call__(self, x: Inputs, **kwargs: Any) -> Any:
-        call = cast("Any", super()).__call__
-        return flat(seeded(lambda **inputs: call(**inputs), x))
+        return flat(seeded(cast("Any", super()).__call__, x))
 
 
 @dataclass(frozen=True)
@@ -339,10 +333,6 @@ class ModelCase(Case):
     def __str__(self) -> str:
         """Return the class of the model."""
         return type(self.tiny.model).__name__
-
-    def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
-        """Return the config."""
-        return config or self.config
 
     def input(self, *batch: int, seed: int = 0) -> Tensor:
         """Return the inputs of the model, for any batch."""

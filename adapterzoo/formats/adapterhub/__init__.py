@@ -20,22 +20,21 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion, defaults
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
     Format,
     Kind,
-    ModelView,
     Place,
     base_of,
     formats,
@@ -77,6 +76,9 @@ from .names import (
     to_location,
 )
 
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
 # --- configs and tensors of adapters ---
 
 # the release whose format is written
@@ -101,11 +103,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
             for member in config.members:
                 spelling_of(member)
             return config
-        if not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"config={values!r} in adapter_config.json is not an object. {AGAIN}."
-            )
-        if values.get("architecture") != ConfigUnion.architecture:
+        if not isinstance(values, Mapping) or values.get("architecture") != "union":
             return _read_member(values, file)
         members = values.get("configs")
         members = members if isinstance(members, list) else [members]
@@ -172,23 +170,20 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
     if (reason := spelling.unsayable(config)) is not None:
         raise unsayable(config, reason)
     values = config.to_dict()
-    legal = {**{f.name: _default(f) for f in dataclasses.fields(config)}, **spelling.implied}
+    legal = {**defaults(type(config)), **spelling.implied}
     sayable = {*spelling.fields.values(), *spelling.omitted}
     # `to_dict` leaves out fields that only this library has
     wrong = [k for k, v in legal.items() if k not in sayable and values.get(k, v) != v]
     if wrong:
-        shown = ", ".join(f"{name}={values[name]!r}" for name in sorted(wrong))
-        raise unsayable(config, f"adapters has no {shown}")
+        raise unsayable(config, f"adapters has no {_shown(values, sorted(wrong))}")
     written = {theirs: values[ours] for theirs, ours in spelling.fields.items()}
     written |= {**spelling.fixed, **spelling.constants}
     name = spelling.architecture[0]
     return written if name is None else {"architecture": name, **written}
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
 def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
@@ -283,7 +278,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 
 
 def read_adapter(
-    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """Return the config, completed from the keys, and the tensors under our keys.
 
@@ -312,12 +307,9 @@ def read_adapter(
     members = [spelling_of(m).convention(info.model_type, m) for m in members]
     config = joined([*members, *added(members, info.anatomy)])
     members = config.members
-    places = places_of(config, info.anatomy)
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
-    for place in places:
-        for container in spelling_of(place.placement.config).containers:
-            if (location := location_of(container, place)) is not None:
-                here.setdefault((container.name, location), []).append(place)
+    for container, there, place in _containers(places_of(config, info.anatomy)):
+        here.setdefault((container.name, there), []).append(place)
     groups: dict[tuple[str, str], list[Key]] = {}
     for key in keys:
         groups.setdefault((key.container.name, key.path), []).append(key)
@@ -333,7 +325,7 @@ def read_adapter(
 
 
 def _read_group(
-    info: ModelView,
+    info: ModelInfo,
     keys: Sequence[Key],
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
@@ -360,8 +352,7 @@ def _read_group(
         return texts
     fused = places[0].placement.site.output_slice is not None
     if fused:
-        check_fused(places)
-        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        places = in_order(places)
         if any(t.dim() == 0 or t.shape[0] % len(places) for t in own.values()):
             return texts
     found: dict[str, Tensor] = {}
@@ -379,8 +370,8 @@ def _container(config: AdapterConfig, name: str) -> Container | None:
     return next((c for c in spelling_of(config).containers if c.name == name), None)
 
 
-def check_fused(places: Sequence[Place]) -> None:
-    """Refuse a fused layer whose parts AdapterHub takes for others.
+def in_order(places: Sequence[Place]) -> list[Place]:
+    """Return the parts of a fused layer in AdapterHub's order.
 
     Raises:
         CheckpointError: the layer does not hold queries, keys and values one under the other.
@@ -393,10 +384,19 @@ def check_fused(places: Sequence[Place]) -> None:
                 f"in the fused layer {site.path!r} adapters takes other rows for its parts. Train "
                 f"the adapter at other layers, or write {argument('format', 'native')}."
             )
+    return sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+
+
+def _containers(places: Iterable[Place]) -> Iterator[tuple[Container, BlockLocation, Place]]:
+    """Yield the containers of the tensors of each place, with its location there."""
+    for place in places:
+        for container in spelling_of(place.placement.config).containers:
+            if (location := location_of(container, place)) is not None:
+                yield container, location, place
 
 
 def write_adapter(
-    info: ModelView, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
+    info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the fields of the config, and the tensors by AdapterHub's keys.
 
@@ -412,13 +412,10 @@ def write_adapter(
     written = write_config(joined(members))
     if layout.swapped:
         written = write_config(joined([_swapped(m) for m in members]))
-    places = places_of(joined(members), info.anatomy)
     containers: dict[str, tuple[Container, list[Place]]] = {}
-    for place in places:
-        for container in spelling_of(place.placement.config).containers:
-            if location_of(container, place) is not None:
-                path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
-                containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
+    for container, _, place in _containers(places_of(joined(members), info.anatomy)):
+        path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
+        containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
     tensors_at = by_path(tensors)
     for path, (container, here) in containers.items():
@@ -445,26 +442,23 @@ def write_adapter(
     return written, found
 
 
-def check_convention(info: ModelView, config: AdapterConfig) -> None:
+def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
     """Check that `adapters` computes a config in such a model as its fields say.
 
     Raises:
         CheckpointError: it computes another one.
     """
+    mine = config.to_dict()
     theirs = spelling_of(config).convention(info.model_type, config).to_dict()
-    differing = [name for name, value in config.to_dict().items() if theirs[name] != value]
-    if differing:
-        mine, other = (
-            ", ".join(f"{name}={values[name]!r}" for name in differing)
-            for values in (config.to_dict(), theirs)
-        )
+    if differing := [name for name, value in mine.items() if theirs[name] != value]:
+        other = _shown(theirs, differing)
         raise inexpressible(
-            f"in {info.model_type} models adapters computes {other}, and this adapter has {mine}. "
-            f"Train it again with {other} for adapters"
+            f"in {info.model_type} models adapters computes {other}, and this adapter has "
+            f"{_shown(mine, differing)}. Train it again with {other} for adapters"
         )
 
 
-def _without_added(info: ModelView, config: AdapterConfig) -> dict[int, AdapterConfig]:
+def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
     """Return the members by number, without those that `adapters` adds in such a model.
 
     Raises:
@@ -486,7 +480,7 @@ def _joined_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _as_flags(info: ModelView, config: AdapterConfig) -> AdapterConfig:
+def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
     """Return the same adapter, with its places in AdapterHub's fields."""
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:
@@ -511,8 +505,7 @@ def _to_container(
 ) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
-        check_fused(places)
-        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        places = in_order(places)
         reason = spelling_of(places[0].placement.config).fused
         if reason is not None:
             hints = argument("format", "native"), argument("format", "peft")
@@ -527,28 +520,13 @@ def _to_container(
 
 # --- folders ---
 
-_FIELDS = frozenset(
-    ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",
-     "version")
-)  # fmt: skip
+_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
+_FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version"))
 
 
 def _meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
-
-
-def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the `meta_dict` entries to write next to the fields of a config.
-
-    Raises:
-        CheckpointError: it has a key that is such a field.
-    """
-    if taken := sorted(_FIELDS & set(meta)):
-        raise inexpressible(
-            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
-        )
-    return meta
 
 
 _ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
@@ -560,8 +538,6 @@ _FUSION = (
     "model_adapter_fusion.safetensors",
     "pytorch_model_adapter_fusion.bin",
 )
-
-_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
 
 
 def names_of_files(kind: Kind) -> tuple[str, str, str]:
@@ -576,7 +552,7 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return {"config", "model_class"} <= fields_of(folder / config).keys()
 
 
-def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     if kind == "adapter_fusion":
         return _read_fusion(folder, info)
     head = Checkpoint({"name": None, "head": None})
@@ -599,30 +575,51 @@ def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
     return Checkpoint(described, adapter, head.head)
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView, *, safe: bool) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
     if kind == "adapter_fusion":
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
     name = str(metadata["name"])
-    common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
+    common = {key: metadata.get(key) for key in _COMMON}
     contents: dict[str, bytes] = {}
     if kind == "adapter":
         config = AdapterConfig.from_dict(metadata["config"])
         fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
-        meta = meta_for(metadata.get("meta") or {})
-        contents |= _tensor_file(_ADAPTER, tensors, safe)
-        contents[_ADAPTER[0]] = json_bytes({**meta, **common, "config": fields})
+        fields = {**common, "config": fields}
+        contents |= _files(_ADAPTER, fields, tensors, safe, metadata.get("meta"))
     if metadata.get("head") is not None:
-        more, tensors = write_head(info, name, metadata["head"], checkpoint.head)
-        contents |= _tensor_file(_HEAD, tensors, safe)
-        contents[_HEAD[0]] = json_bytes({**common, **more})
+        fields, tensors = write_head(info, name, metadata["head"], checkpoint.head)
+        contents |= _files(_HEAD, {**common, **fields}, tensors, safe)
     return contents
 
 
-def _tensor_file(
-    names: tuple[str, str, str], tensors: Mapping[str, Tensor], safe: bool
+def _files(
+    names: tuple[str, str, str],
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    safe: bool,
+    meta: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    return {names[1]: tensor_bytes(tensors, {})} if safe else {names[2]: pickle_bytes(tensors)}
+    """Return names and contents of a config and of the tensors beside it.
+
+    Args:
+        names: see `names_of_files`.
+        fields: of the config.
+        tensors: by AdapterHub's keys.
+        safe: whether to write safetensors.
+        meta: `meta_dict`, whose entries stand beside the fields.
+
+    Raises:
+        CheckpointError: it has a key that is such a field.
+    """
+    meta = meta or {}
+    if taken := sorted(_FIELDS & meta.keys()):
+        raise inexpressible(
+            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
+        )
+    config, file, pickled = names
+    held = {file: tensor_bytes(tensors, {})} if safe else {pickled: pickle_bytes(tensors)}
+    return {config: json_bytes({**meta, **fields, "version": VERSION}), **held}
 
 
 for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
@@ -646,7 +643,7 @@ def _files_in(
 
 
 def _read_head(
-    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Checkpoint:
     """Return a head.
 
@@ -678,7 +675,7 @@ def _read_head(
 
 
 def write_head(
-    info: ModelView, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
 
@@ -704,7 +701,7 @@ def _task_fields(label2id: object) -> dict[str, Any]:
     return {"config": None, "label2id": label2id, "num_labels": count}
 
 
-def _refuse_quirks(info: ModelView, config: Mapping[str, Any]) -> None:
+def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
     known = head_types.get(str(config.get("head_type")))
     what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
     if what is not None:
@@ -714,7 +711,7 @@ def _refuse_quirks(info: ModelView, config: Mapping[str, Any]) -> None:
         )
 
 
-def _ties_there(info: ModelView) -> bool:
+def _ties_there(info: ModelInfo) -> bool:
     """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
     if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
@@ -722,7 +719,7 @@ def _ties_there(info: ModelView) -> bool:
     return bool(info.config.get("tie_word_embeddings"))
 
 
-def _check_sayable(info: ModelView, config: Mapping[str, Any]) -> None:
+def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
     hints = argument("with_head", False), argument("format", "native")
     known = HeadConfig.from_dict(config)
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
@@ -730,33 +727,30 @@ def _check_sayable(info: ModelView, config: Mapping[str, Any]) -> None:
         raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
     ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
-        shown = ", ".join(f"{field}={config[field]!r}" for field in used)
-        raise inexpressible(f"AdapterHub's format cannot express a head with {shown}", *hints)
+        why = f"AdapterHub's format cannot express a head with {_shown(config, used)}"
+        raise inexpressible(why, *hints)
 
 
 def _read_static(
-    info: ModelView, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the head of a task class: for a named head translated, for such a class as it is."""
     theirs = str(metadata.get("model_class"))
     labels = metadata.get("label2id")
     if info.named_heads:
         return info.from_static(theirs, tensors, labels if isinstance(labels, Mapping) else None)
-    static = info.static_head
-    mine = {key: tensor for key, tensor in tensors.items() if key in static}
+    found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        if key in mine:
-            continue
         # the layer onto the vocabulary, which adapters saves with every head
-        own = info.tensor(key)
+        own = None if key in info.static_head else info.tensor(key)
         if own is None:
-            mine[key] = tensor
+            found[key] = tensor
         elif not same_values(tensor, own):
             raise CheckpointError(
                 f"{key!r} differs from the model's own. Write "
                 f"{argument('with_head', False, 'load_adapter')}."
             )
-    return {STATIC: theirs}, mine
+    return {STATIC: theirs}, found
 
 
 def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
@@ -776,7 +770,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _read_fusion(folder: Path, info: ModelView) -> Checkpoint:
+def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     """Return the fusion, in our terms.
 
     What has no place in the model keeps its key of AdapterHub, so that the comparison with the
@@ -815,7 +809,7 @@ def _read_fusion(folder: Path, info: ModelView) -> Checkpoint:
     return Checkpoint(described, tensors)
 
 
-def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[str, bytes]:
+def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[str, bytes]:
     """Return the names and contents of the files of a fusion.
 
     Raises:
@@ -846,14 +840,12 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelView, safe: bool) -> dict[
     theirs = _conventions(fused)
     mine = {key: fields["config"][key] for key in theirs}
     if mine != theirs:
-        shown = [", ".join(f"{k}={v!r}" for k, v in values.items()) for values in (theirs, mine)]
         raise inexpressible(
-            f"adapters computes such a fusion with {shown[0]}, and this has {shown[1]}"
+            f"adapters computes such a fusion with {_shown(theirs, theirs)}, and this has "
+            f"{_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
-    meta = meta_for(metadata.get("meta") or {})
-    contents = _tensor_file(_FUSION, tensors, safe)
-    return contents | {_FUSION[0]: json_bytes({**meta, **fields, "version": VERSION})}
+    return _files(_FUSION, fields, tensors, safe, metadata.get("meta"))
 
 
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
@@ -864,7 +856,7 @@ def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
     return found
 
 
-def _at_entry(info: ModelView, fused: Sequence[AdapterConfig]) -> bool:
+def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
     """Return whether any of the fused adapters has a function of the embeddings."""
     entry = info.anatomy.entry
     sites = (p.site for config in fused for p in config.placements(info.anatomy))
@@ -872,7 +864,7 @@ def _at_entry(info: ModelView, fused: Sequence[AdapterConfig]) -> bool:
 
 
 def _fusion_places(
-    info: ModelView, fused: Sequence[AdapterConfig]
+    info: ModelInfo, fused: Sequence[AdapterConfig]
 ) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
     found: dict[BlockLocation, tuple[Container, Place]] = {}
@@ -880,8 +872,7 @@ def _fusion_places(
         places = places_of(config, info.anatomy)
         for member in config.members:
             check_convention(info, member)
-        for place in places:
-            for container in spelling_of(place.placement.config).containers:
-                if container.at == "sublayer" and (location := location_of(container, place)):
-                    found[location] = container, place
+        for container, location, place in _containers(places):
+            if container.at == "sublayer":
+                found[location] = container, place
     return found

@@ -10,11 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
-from adapterzoo.formats.checkpoint import ModelView, Place, inexpressible
+from adapterzoo.formats.checkpoint import Place, inexpressible
 from adapterzoo.spelling import Container
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 BlockLocation = tuple[int, str]
 """The number of a block and the location in it; or -1 and the path of a layer."""
@@ -79,44 +83,29 @@ def _tower(name: str) -> Layout:
 _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
 
+_ALIKE: Mapping[str, Layout] = {
+    "bart gemma2 gemma3_text gptj mbart modernbert plbart qwen2 qwen3 whisper": _HUNG_IN,
+    "bert bert-generation deberta deberta-v2 electra roberta xlm-roberta xmod": _BERT,
+    "llama mistral": _LLAMA,
+    "mt5 t5": _T5,
+}
 LAYOUTS: Mapping[str, Layout] = {
+    **{family: layout for families, layout in _ALIKE.items() for family in families.split()},
+    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
     "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
-    "bart": _HUNG_IN,
     "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
-    "bert": _BERT,
-    "bert-generation": _BERT,
     "clip": Layout(
         _HUNG_IN.sublayers,
         entry="text_model",
         locations={f"{t}_self_prefix": f"clip_{t}_self_prefix" for t in _TOWERS},
     ),
-    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
-    "deberta": _BERT,
-    "deberta-v2": _BERT,
     "distilbert": Layout(_HUNG_IN.sublayers, locations={"self_prefix": "self"}),
-    "electra": _BERT,
-    "gemma2": _HUNG_IN,
-    "gemma3_text": _HUNG_IN,
     "gpt2": Layout(_HUNG_IN.sublayers, crosses=False),
-    "gptj": _HUNG_IN,
-    "llama": _LLAMA,
-    "mbart": _HUNG_IN,
-    "mistral": _LLAMA,
-    "modernbert": _HUNG_IN,
-    "mt5": _T5,
-    "plbart": _HUNG_IN,
-    "qwen2": _HUNG_IN,
-    "qwen3": _HUNG_IN,
-    "roberta": _BERT,
-    "t5": _T5,
     "vit": Layout(
         {"attention": "attention_adapters", "mlp": "output.output_adapters"},
         "encoder.layer.{}",
         _VIT_LAYERS,
     ),
-    "whisper": _HUNG_IN,
-    "xlm-roberta": _BERT,
-    "xmod": _BERT,
 }
 
 _KINDS: Mapping[str, SubLayerKind] = {
@@ -128,7 +117,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
 _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
 
 
-def layout_of(info: ModelView) -> Layout:
+def layout_of(info: ModelInfo) -> Layout:
     """Return the names that `adapters` gives to the places of a model.
 
     Raises:
@@ -142,13 +131,13 @@ def layout_of(info: ModelView) -> Layout:
     return layout
 
 
-def prefix_of(info: ModelView) -> str:
+def prefix_of(info: ModelInfo) -> str:
     """Return what precedes AdapterHub's paths where a model has a base model, or ""."""
     layout = LAYOUTS.get(info.model_type)
     return "" if layout is not None and layout.is_base else info.prefix
 
 
-def to_location(info: ModelView, parameter: str) -> str:
+def to_location(info: ModelInfo, parameter: str) -> str:
     """Return our key of an adapter-wide tensor of AdapterHub."""
     layout = LAYOUTS.get(info.model_type)
     location, dot, rest = parameter.partition(".")
@@ -183,7 +172,7 @@ def location_of(container: Container, place: Place) -> BlockLocation | None:
     return None
 
 
-def find_location(info: ModelView, container: Container, path: str) -> BlockLocation | None:
+def find_location(info: ModelInfo, container: Container, path: str) -> BlockLocation | None:
     """Return the location that a path of AdapterHub leads to; None if the model has none."""
     if container.at == "model":
         inside = path.removeprefix(prefix_of(info)).removeprefix(".")
@@ -207,13 +196,13 @@ def find_location(info: ModelView, container: Container, path: str) -> BlockLoca
     return block.layer, "cross" if CROSS.search(f"{module}.") else "attention"
 
 
-def find_layer_site(info: ModelView, path: str) -> Site | None:
+def find_layer_site(info: ModelInfo, path: str) -> Site | None:
     """Return the linear layer that a path of AdapterHub leads to."""
     located = find_block(info, path)
     return None if located is None else find_layer(*located)
 
 
-def below_model(info: ModelView, container: Container) -> str:
+def below_model(info: ModelInfo, container: Container) -> str:
     """Return AdapterHub's path, without the prefix, of the module with adapter-wide tensors."""
     entry = ""
     if container.in_encoder:
@@ -222,7 +211,7 @@ def below_model(info: ModelView, container: Container) -> str:
     return ".".join(filter(None, (entry, container.below)))
 
 
-def name_of(info: ModelView, container: Container, place: Place, layout: Layout) -> str:
+def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
     """Return AdapterHub's path, without the prefix, of the module with a place's tensors.
 
     Raises:
@@ -247,7 +236,7 @@ def name_of(info: ModelView, container: Container, place: Place, layout: Layout)
     return found
 
 
-def find_block(info: ModelView, path: str) -> tuple[Block, str] | None:
+def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
     """Return the block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:

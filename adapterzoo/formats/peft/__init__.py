@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.formats import files
-from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, ModelView, base_of, formats
+from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, base_of, formats
 
 from .reading import CONFIG, checked, head_from, read_adapter
 from .writing import encode_adapter, head_for
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 _TENSORS = "adapter_model.safetensors"
 _FILES = _TENSORS, "adapter_model.bin"
@@ -30,13 +33,13 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
     return there or "peft_type" in files.fields_of(folder / CONFIG)
 
 
-def _read(folder: Path, kind: Kind, info: ModelView) -> Checkpoint:
+def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
     found.metadata["meta"] = meta_in(folder)
     return found
 
 
-def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelView) -> dict[str, bytes]:
+def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
     if kind != "adapter":
         what = "heads without an adapter" if kind == "head" else "fusions"
         raise CheckpointError(f"PEFT has no {what}. Write {argument('format', 'native')}.")
@@ -60,7 +63,7 @@ formats.register("peft")(
 )
 
 
-def encoded(checkpoint: Checkpoint, info: ModelView) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
     Raises:
@@ -71,7 +74,7 @@ def encoded(checkpoint: Checkpoint, info: ModelView) -> tuple[dict[str, Any], di
 
 
 def decoded(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelView
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> Checkpoint:
     """Return the adapter, and the head where there is one, of PEFT's config and tensors.
 

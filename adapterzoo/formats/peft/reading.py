@@ -29,7 +29,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
@@ -41,7 +41,6 @@ from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import (
-    ModelView,
     method_of,
     places_of,
     shared_key,
@@ -50,9 +49,9 @@ from adapterzoo.formats.checkpoint import (
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import OWN_OUTPUT, STATIC
-from adapterzoo.methods.copies import all_placements
-from adapterzoo.patterns import TokenIds, exactly, fault, is_named, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
+from adapterzoo.methods._copies import all_placements
+from adapterzoo.patterns import TokenIds, around, exactly, fault, is_named, short_names
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, instead
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -61,6 +60,9 @@ from adapterzoo.spelling import (
     peft_readable,
     peft_spellings,
 )
+
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
 
 CONFIG = "adapter_config.json"
 
@@ -131,61 +133,57 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         )
     mapping = metadata.get("auto_mapping")
     base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    legal = {name: cast("Check", argument.check) for name, argument in spelling.fields.items()}
+    tokens = spelling.rows_field or TOKENS
     return FileConfig(
         spelling=spelling,
-        fields={name: _value(metadata, name, a) for name, a in spelling.fields.items()},
+        fields={
+            name: _value(metadata, name, legal[name], argument.default)
+            for name, argument in spelling.fields.items()
+        },
         patterns={
-            name: _pattern(metadata, name, spelling.fields[base])
+            name: _value(metadata, name, _ByLayer(legal[base]), {})
             for name, base in spelling.patterns.items()
         },
-        task_type=_value(metadata, "task_type", PeftArgument(check=Text())),
+        task_type=_value(metadata, "task_type", Text()),
         base_class=base_class if isinstance(base_class, str) else None,
-        modules_to_save=_listed(metadata, "modules_to_save"),
-        target_parameters=_listed(metadata, "target_parameters") if spelling.of_parameters else (),
-        trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
-        bias=_value(metadata, "bias", PeftArgument("none", check=Text())),
+        modules_to_save=_value(metadata, "modules_to_save", _Names(), []),
+        target_parameters=_value(metadata, "target_parameters", _Names(), [])
+        if spelling.of_parameters
+        else (),
+        # an empty list asks for no tokens
+        trainable_token_indices=_value({tokens: metadata.get(tokens) or None}, tokens, TokenIds()),
+        bias=_value(metadata, "bias", Text(), "none"),
         selection={name: metadata.get(name) for name in _SELECTION},
     )
 
 
-def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Any:
-    value, check = metadata.get(name), cast("Check", argument.check)
+class _Names(Check):
+    legal = "a list of names or null"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(n, str) for n in value)
+
+
+class _ByLayer(Check):
+    def __init__(self, check: Check) -> None:
+        self.check, self.legal = check, f"layer names with {check.legal} each"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, Mapping) and all(map(self.check.fits, value.values()))
+
+
+def _value(metadata: Mapping[str, Any], name: str, check: Check, default: Any = None) -> Any:
+    """Return the value of a field, checked; the default for none."""
+    value = metadata.get(name)
     if value is None:
-        return argument.default
+        return default
     if not check.fits(check.convert(value)):
-        raise _wrong(name, value, check.legal, argument.default)
+        raise CheckpointError(
+            f"{CONFIG} says {name}={short(value)}; legal is {check.legal}. If the tensors are "
+            f"right, write {name!r}: {default} there; else copy the checkpoint again."
+        )
     return value
-
-
-def _pattern(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Mapping[str, Any]:
-    value, check = metadata.get(name), cast("Check", argument.check)
-    value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(map(check.fits, value.values())):
-        raise _wrong(name, value, f"layer names with {check.legal} each", {})
-    return value
-
-
-def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
-    value = metadata.get(field)
-    names = [] if value is None else value
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise _wrong(field, value, "a list of names or null", None)
-    return names
-
-
-def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
-    """Return the tokens of each table, checked."""
-    value, check = metadata.get(name), TokenIds()
-    if value and not check.fits(check.convert(value)):
-        raise _wrong(name, value, check.legal, None)
-    return value
-
-
-def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:
-    return CheckpointError(
-        f"{CONFIG} says {name}={short(value)}; legal is {legal}. If the tensors are right, write "
-        f"{name!r}: {hint} there; else copy the checkpoint again."
-    )
 
 
 _T = TypeVar("_T")
@@ -283,24 +281,23 @@ class Task:
     task_type: str | None
 
 
-def class_in(peft_config: FileConfig, info: ModelView) -> str | None:
+def class_in(peft_config: FileConfig, info: ModelInfo) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
-    return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
+    return next(classes_for(TASKS.get(peft_config.task_type, {}), info.model_type), None)
 
 
-def classes_for(mapping: Mapping[str, Any], info: ModelView) -> Iterator[str]:
+def classes_for(mapping: Mapping[str, Any], model_type: str) -> Iterator[str]:
     """Yield the classes of transformers for a task that a type of model has."""
-    found = mapping.get(info.model_type)
+    found = mapping.get(model_type)
     yield from (found,) if isinstance(found, str) else found or ()
 
 
 def task_of(model_class: str) -> str | None:
     """Return PEFT's name of the task of a class; None if it has none."""
     for task, mapping in TASKS.items():
-        classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
-        if model_class in set(classes):
+        if any(model_class in classes_for(mapping, model_type) for model_type in mapping):
             return task
     return None
 
@@ -328,7 +325,7 @@ Layers = Mapping[str, PeftLayer]
 
 
 def read_adapter(
-    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelView
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return config and tensors of the adapter, and all other tensors.
 
@@ -370,7 +367,7 @@ def read_adapter(
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
-def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelView) -> None:
+def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> None:
     """Check that the layers that the config names have tensors, in each stack of which some have.
 
     The class of models that wrote the file may lack whole stacks, and layers outside of blocks.
@@ -419,7 +416,7 @@ def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
 
 
 def _sorted(
-    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelView
+    peft_config: FileConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, PeftLayer], Tensors, Tensors, Tensors]:
     """Return the file's tensors: of layers, adapter-wide, without a place here, and all others.
 
@@ -479,14 +476,14 @@ def _sorted(
     return layers, shared, lost, rest
 
 
-def _sites(spelling: PeftSpelling, info: ModelView) -> list[Site]:
+def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
     return [site for site in info.anatomy if site.parameter is None]
 
 
-def _weight(site: Site, info: ModelView) -> Tensor | None:
+def _weight(site: Site, info: ModelInfo) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
     found = base_tensor(site.path, "weight", info)
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
@@ -510,7 +507,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
     return place, None
 
 
-def _here(named: str, sites: Mapping[str, object], info: ModelView) -> str | None:
+def _here(named: str, sites: Mapping[str, object], info: ModelInfo) -> str | None:
     """Return the path in this model of a layer in the file."""
     # the file may come from another task class, with or without a base model in it
     cls = getattr(transformers, info.model_class, None)
@@ -524,7 +521,7 @@ def _here(named: str, sites: Mapping[str, object], info: ModelView) -> str | Non
 
 
 def _to_one_dtype(
-    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelView
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, rows: Tensors, info: ModelInfo
 ) -> str | None:
     """Convert the tensors to one dtype without loss, and return the config's `dtype`."""
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
@@ -547,7 +544,7 @@ def _to_one_dtype(
     return None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
 
 
-def _members(peft_config: FileConfig, layers: Layers, info: ModelView) -> list[dict[str, Any]]:
+def _members(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """Return the fields of our configs: one config for all layers that differ only in patterns."""
     spelling = peft_config.spelling
     patterns = {name: ours for name, ours in PATTERNS.items() if name in checks(spelling.config)}
@@ -581,7 +578,7 @@ def _members(peft_config: FileConfig, layers: Layers, info: ModelView) -> list[d
     return members
 
 
-def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelView) -> dict[str, Any]:
+def _targets(chosen: Sequence[Site], peft_config: FileConfig, info: ModelInfo) -> dict[str, Any]:
     """Return the fields of our config that select some sites."""
     modules = [site.path for site in chosen if site.parameter is None]
     weights = [site.name for site in chosen if site.parameter is not None]
@@ -640,7 +637,7 @@ class Extras:
 
 
 def _read_extras(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelView
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Extras, dict[str, Tensor]]:
     """Return what is trained besides the adapters, and all other tensors.
 
@@ -697,7 +694,7 @@ def _read_extras(
 
 
 def _outside_of_task(
-    peft_config: FileConfig, info: ModelView, sites: Mapping[str, Site]
+    peft_config: FileConfig, info: ModelInfo, sites: Mapping[str, Site]
 ) -> dict[str, Tensor]:
     """Return the biases of layers that the file's class of models lacks, such as a pooler."""
     if (task := class_in(peft_config, info)) is None:
@@ -729,23 +726,21 @@ def _plain(key: str) -> str:
 
 def _is_saved(layer: str, names: Sequence[str]) -> bool:
     """Return whether a layer is in one of the modules, by PEFT's rule for names."""
-    parts = layer.split(".")
-    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(module.endswith(name) for module in around for name in names)
+    return any(module.endswith(name) for module in around(layer) for name in names)
 
 
-def base_tensor(path: str, parameter: str, info: ModelView) -> Tensor | None:
+def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
     """Return a tensor of the base model; None if the module has none of this name."""
     return info.tensor(f"{info.prefix}.{path}.{parameter}".removeprefix("."))
 
 
-def _cast(tensor: Tensor, path: str, info: ModelView) -> Tensor:
+def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     """Return a copy of a layer's tensor in the dtype of the layer."""
     own = base_tensor(path, "weight", info)
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: ModelView) -> Tensor:
+def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     """Return a value in the dtype of its layer's weight, if that is exact."""
     own = base_tensor(path, "weight", info)
     if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
@@ -754,7 +749,7 @@ def _as(tensor: Tensor, path: str, info: ModelView) -> Tensor:
 
 
 def _rows(
-    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelView
+    peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
 ) -> tuple[tuple[int, ...], Tensor]:
     given = peft_config.trainable_token_indices
     if isinstance(given, Mapping):
@@ -786,7 +781,7 @@ def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
                 )
 
 
-def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelView) -> bool:
+def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
     """Return whether a table equals the model's, except for some rows."""
     own = base_tensor(path, "weight", info)
     if own is None or own.is_meta or own.shape != table.shape:
@@ -801,8 +796,8 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
     found: Fields = {}
     if extras.copies:
         layers = [s.path for s in (*anatomy.others, *anatomy)]
-        around = {path[:i] for path in layers for i, c in enumerate(path) if c == "."}
-        names = short_names([*extras.copies], [*layers, *around])
+        above = {module for path in layers for module in around(path)[:-1]}
+        names = short_names([*extras.copies], [*layers, *above])
         found["modules_to_save"] = exactly(extras.copies) if names is None else list(names)
     if extras.rows:
         table = anatomy.own_table
@@ -855,7 +850,7 @@ def _keyed(
 
 
 def head_from(
-    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelView
+    peft_config: FileConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return metadata and tensors of the head in a file; None if there is none.
 
@@ -907,7 +902,7 @@ def head_from(
     return info.from_static(architecture, head, info.config.get("label2id"))
 
 
-def _in_base(key: str, info: ModelView) -> Tensor | None:
+def _in_base(key: str, info: ModelInfo) -> Tensor | None:
     """Return the tensor of the base model that a key of some task class names."""
     if key in info.static_head:
         return None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor
@@ -18,14 +18,13 @@ from adapterzoo.errors import argument, listing
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
-    ModelView,
     Place,
     inexpressible,
     places_of,
     shared_tensors,
 )
 from adapterzoo.heads import head_types
-from adapterzoo.patterns import short_names
+from adapterzoo.patterns import around, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
@@ -47,6 +46,9 @@ from .reading import (
     task_of,
 )
 
+if TYPE_CHECKING:
+    from adapterzoo.model.hf.info import ModelInfo
+
 # names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
@@ -57,7 +59,7 @@ _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def encode_adapter(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelView
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
@@ -105,12 +107,12 @@ def encode_adapter(
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
-    around = wrapper_depths(sites.values(), [*info.anatomy.weights()])
+    depths = wrapper_depths(sites.values(), [*info.anatomy.weights()])
     for name, layer in layers.items():
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        owner = owners[name] + f".{WRAPPED}" * around.get(name, 0)
+        owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
         for parameter, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
     found, also = _write_extras(
@@ -126,7 +128,7 @@ def encode_adapter(
 
 
 def _parts(
-    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelView
+    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]], list[tuple[Place, Mapping[str, Tensor]]]]:
     """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
@@ -159,7 +161,7 @@ def _parts(
 
 
 def _output(
-    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelView
+    name: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
     """Return the adapters of a layer as one adapter of the whole layer."""
     site = parts[0].placement.site
@@ -199,8 +201,12 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
             pattern, ours = patterns[name]
             found[name] = most_common(said, first[ours])
             found[pattern] = by_path(said, found[name])
+        elif len(distinct := {*said.values()}) > 1:
+            raise inexpressible(
+                f"layers differ in {name} ({listing(sorted(distinct))}), and PEFT has one value"
+            )
         else:
-            found[name] = _same(name, {*said.values()})
+            found[name] = distinct.pop()
     return found
 
 
@@ -210,14 +216,6 @@ def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
     arguments = {} if spelling.arguments is None else spelling.arguments.fields
     always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
     return always | {n: values[a.ours] for n, a in spelling.fields.items() if a.ours in values}
-
-
-def _same(name: str, values: set[Any]) -> Any:
-    if len(values) > 1:
-        raise inexpressible(
-            f"layers differ in {name} ({listing(sorted(values))}), and PEFT has one value"
-        )
-    return next(iter(values))
 
 
 def _target_fields(
@@ -257,7 +255,7 @@ def _target_fields(
 
 
 def _task_fields(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelView
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
 ) -> Fields:
     """Return the fields that name the model and the task."""
     # PEFT requires the heads of these tasks in the file
@@ -292,7 +290,7 @@ def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) 
 
 
 def _path_in_task(
-    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView, task: Task
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
 ) -> str:
     """Return the path in the task class of a layer that is at a path in the base model."""
     found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
@@ -306,7 +304,7 @@ def _path_in_task(
 
 
 def _whole_modules(
-    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelView
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], info: ModelInfo
 ) -> list[str]:
     """Return the paths of the modules that a head consists of, each as far up as it is whole.
 
@@ -317,11 +315,9 @@ def _whole_modules(
     """
     below: dict[str, set[str]] = {}
     for key in head:
-        parts = key.split(".")
-        below |= {".".join(parts[:end]): set() for end in range(1, len(parts))}
+        below |= {path: set() for path in around(key)[:-1]}
     for path, own in modules.items():
-        parts = path.split(".")
-        for start in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & below.keys():
+        for start in below.keys() & around(path):
             below[start] |= {f"{path}.{name}" for name in own}
     whole = [path for path in sorted(below) if path in modules and below[path] <= head.keys()]
     found = [path for path in whole if not any(path.startswith(f"{other}.") for other in whole)]
@@ -334,13 +330,13 @@ def _whole_modules(
     return found
 
 
-def _is_own(key: str, tensor: Tensor, info: ModelView) -> bool:
+def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
     return own is tensor or (own is not None and not own.is_meta and fit.same_bits(own, tensor))
 
 
-def is_written(site: Site, spelling: PeftSpelling, info: ModelView) -> bool:
+def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
     """Return whether an adapter is written as that of a parameter.
 
     So is that of a layer whose name PEFT would take for a former layer of experts.
@@ -382,7 +378,7 @@ def _write_extras(
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
     path_in_task: Callable[[str], str],
-    info: ModelView,
+    info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
 
@@ -430,34 +426,24 @@ def _write_extras(
         if names is None or any(path.endswith(names) for path in others):
             names = tuple(sorted(saved))
         fields["modules_to_save"] = list(names)
+    tables, paths, lists = zip(*tokens.values(), strict=True) if tokens else ((), (), ())
     if tokens and spelling.rows_field:
-        fields |= _rows_alone(spelling, list(tokens.values()))
+        if any(ids != lists[0] for ids in lists):
+            raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
+        fields |= {spelling.rows_field: lists[0], "target_modules": [*paths]}
     elif tokens:
-        found = list(tokens.values())
-        alone = len(found) == 1 and found[0][0] is None
-        listed = {path: ids for _, path, ids in found}
-        fields[TOKENS] = found[0][2] if alone else listed
+        fields[TOKENS] = lists[0] if tables == (None,) else dict(zip(paths, lists, strict=True))
     return fields, tensors
 
 
-def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelView) -> list[str]:
+def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo) -> list[str]:
     """Return the paths in the task class of all modules with the table at a path."""
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
     return [name for name in weights if info.tensor(f"{name}.weight") is own]
 
 
-def _rows_alone(
-    spelling: PeftSpelling, found: Sequence[tuple[str | None, str, list[int]]]
-) -> Fields:
-    """Return the fields of a method that only trains rows, which are the same in each table."""
-    lists = [ids for _, _, ids in found]
-    if lists != [lists[0]] * len(lists):
-        raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
-    return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
-
-
-def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, Tensor]]:
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
     """Return the task class that an adapter is written for, and its head's tensors by key there.
 
     Raises:
@@ -477,7 +463,7 @@ def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, T
     mapping = TASKS.get(str(task_type), {})
     if known is not None and known.peft_classes is not None:
         mapping = getattr(modeling_auto, known.peft_classes)
-    model_class = next(iter(classes_for(mapping, info)), None)
+    model_class = next(classes_for(mapping, info.model_type), None)
     if model_class is None:
         raise inexpressible(
             f"transformers has no {info.model_type!r} with a {head_type!r} head",
@@ -486,7 +472,7 @@ def head_for(checkpoint: Checkpoint, info: ModelView) -> tuple[Task, dict[str, T
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
-def _without_head(info: ModelView) -> Task:
+def _without_head(info: ModelInfo) -> Task:
     """Return the class for adapters without a head: one that generates, else the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
@@ -497,5 +483,7 @@ def _without_head(info: ModelView) -> Task:
         (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
         ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
     )
-    found = [Task(c, task) for task, mapping in generating for c in classes_for(mapping, info)]
-    return found[0] if found else Task(info.model_class, None)
+    for task, mapping in generating:
+        for model_class in classes_for(mapping, info.model_type):
+            return Task(model_class, task)
+    return Task(info.model_class, None)

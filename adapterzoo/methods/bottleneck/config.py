@@ -30,13 +30,12 @@ from adapterzoo.config import (
     Share,
     architectures,
     config_class,
-    declared,
     field,
 )
 from adapterzoo.contracts import Adapter, SharedModules
 from adapterzoo.errors import ConfigError, MissingEntryError
+from adapterzoo.methods._copies import ConfigWithCopies
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
-from adapterzoo.methods.copies import ConfigWithCopies
 
 from .compacter import HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock
@@ -150,9 +149,9 @@ class BnConfig(ConfigWithCopies):
     mh_adapter: bool
     output_adapter: bool
     reduction_factor: float | Mapping[str, float] = dataclasses.field(
-        metadata=declared(Reduction())
+        metadata={"check": Reduction()}
     )
-    non_linearity: str = dataclasses.field(metadata=declared(ActivationName()))
+    non_linearity: str = dataclasses.field(metadata={"check": ActivationName()})
     original_ln_before: bool = False
     original_ln_after: bool = True
     ln_before: bool = False
