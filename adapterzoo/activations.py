@@ -1,8 +1,8 @@
 """Activation functions by the names that configs use.
 
 The names and values are those of `transformers.activations.ACT2FN`, which the peers' configs refer
-to, and `leakyrelu`. Functions with parameters (`prelu`, `xielu`) are left out: configs cannot hold
-the parameters.
+to, and `leakyrelu`; older releases of transformers have fewer. Functions with parameters (`prelu`,
+`xielu`) are left out: configs cannot hold the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def identity(x: Tensor) -> Tensor:
 
 # functions, as modules would be parts of the adapters that call them
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {name: ACT2FN[name].forward for name in _NAMES} | {"leakyrelu": ACT2FN["leaky_relu"].forward}
+    {name: ACT2FN[name].forward for name in _NAMES if name in ACT2FN}
+    | {"leakyrelu": ACT2FN["leaky_relu"].forward}
 )
 """Name to function; names are compared in lower case."""
 

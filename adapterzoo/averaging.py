@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from adapterzoo.config import FLAG, MAX_WIDTH, SEED, Check, Choice, Range, is_number
-from adapterzoo.errors import CompositionError, ConfigError, unknown_name
+from adapterzoo.errors import CompositionError, ConfigError
 
 
 def weighted(
@@ -382,66 +381,3 @@ STRATEGIES: Mapping[str, Combination] = {
     "dare_ties": Combination("factors", "random", elects=True),
     "dare_ties_svd": Combination("change", "random", elects=True),
 }
-
-
-class Density(Check):
-    """A number above 0, up to 1."""
-
-    legal = "a number above 0 to 1"
-
-    def fits(self, value: object) -> bool:
-        """Return whether the value is legal."""
-        return is_number(value) and 0 < value <= 1
-
-
-# option → its legal values, one of them, and the default; a strategy with `needs_rank` or `prunes`
-# needs another rank or density
-_OPTIONS: Mapping[str, tuple[Check, object, object]] = {
-    "density": (Density(), 0.5, None),
-    "majority_sign_method": (Choice("total", "frequency"), "total", "total"),
-    "svd_rank": (Range(1, MAX_WIDTH), 8, None),
-    "svd_clamp": (Range(0.0, 1.0), 0.99, None),
-    "svd_full_matrices": (FLAG, False, False),
-    "svd_driver": (Choice("gesvd", "gesvdj", "gesvda"), "gesvd", None),
-    "seed": (SEED, 0, None),
-}
-
-
-def combination(name: str, **options: Any) -> Combination:
-    """Check a user's strategy and options, and return them as a `Combination`.
-
-    Args:
-        name: of the strategy.
-        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
-            `svd_driver` and `seed`, as `average_adapter` takes them.
-
-    Raises:
-        ConfigError: an option is missing, not legal, or has no effect.
-        UnknownNameError: there is no strategy of this name.
-    """
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise unknown_name("", "combination strategy", name, STRATEGIES)
-    strategy = STRATEGIES[name]
-    required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
-    used = {
-        "density": strategy.prunes,
-        "majority_sign_method": strategy.elects,
-        "seed": strategy.prunes == "random",
-    }
-    for field, (check, example, unset) in _OPTIONS.items():
-        value = options.setdefault(field, unset)
-        if isinstance(value, float):
-            # float64 of numpy is a float
-            options[field] = value = float(value)
-        # those of the SVD
-        is_used = used.get(field, strategy.target == "change")
-        if value != unset and not is_used:
-            raise ConfigError(
-                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
-            )
-        if value != unset or required.get(field):
-            check(name, field, value, example)
-    # the caller makes generators from it
-    del options["seed"]
-    values = {field.removeprefix("svd_"): value for field, value in options.items()}
-    return replace(strategy, name=name, **values)

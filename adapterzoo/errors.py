@@ -220,9 +220,9 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def names_calls(cls: type[T]) -> type[T]:
-    """Decorate a class: `names_call` for each of its own public methods."""
+    """Decorate a class: `names_call` for each of its own public methods but `forward…`."""
     for name, member in list(vars(cls).items()):
-        if inspect.isfunction(member) and not name.startswith("_"):
+        if inspect.isfunction(member) and not name.startswith(("_", "forward")):
             setattr(cls, name, names_call(member))
     return cls
 

@@ -174,13 +174,9 @@ class AdapterModelInterface:
         """
         base_model.get_submodule(self.model_embeddings)
         block = next(base_model.get_submodule(self.model_layers).children())
-        attentions = [a for a in (self.layer_self_attn, self.layer_cross_attn) if a is not None]
-        for field, value in self.to_dict().items():
-            if value is not None and field.startswith("layer_"):
-                block.get_submodule(value)
-            elif value is not None and field.startswith("attn_"):
-                for attention in attentions:
-                    block.get_submodule(f"{attention}.{value}")
+        layers = [v for k, v in self.to_dict().items() if k.startswith("layer_") and v is not None]
+        for path in (*layers, *self.roles()):
+            block.get_submodule(path)
 
     def check_roles(self, anatomy: Anatomy) -> None:
         """Check that the layers do not have other roles in the anatomy.

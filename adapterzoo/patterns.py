@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -16,11 +17,18 @@ ALL_LINEAR = "all-linear"
 _EXACT = re.compile(r"\^\(\?:.*\)\$")
 
 
+def is_named(path: str, name: str) -> bool:
+    """Return whether a name in a list is that of a layer."""
+    return path == name or path.endswith(f".{name}") or name == f"^{path}"
+
+
 class Modules(Check):
     """Names of layers, one regular expression, or None."""
 
     legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
     example: ClassVar[object] = ["query", "value"]
+    # whether a path in the whole model has a name in a list, by PEFT's rule
+    fits_in_peft: Callable[[str, str], bool] = staticmethod(is_named)
 
     def convert(self, value: object) -> object:
         """Return a tuple of names, a string or None."""
@@ -47,11 +55,6 @@ class Modules(Check):
             return names_below(value, prefix, self.paths(anatomy), self.fits_in_peft)
         found = names_below((value,), prefix, self.paths(anatomy), matches, matches)
         return value if found == (value,) else found
-
-    @staticmethod
-    def fits_in_peft(path: str, name: str) -> bool:
-        """Return whether a name in a list is that of a path in the whole model, by PEFT's rule."""
-        return is_named(path, name)
 
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
@@ -117,15 +120,12 @@ class Parameters(Modules):
 class Saved(Modules):
     """Names of modules, which PEFT compares with the ends of paths, within words too."""
 
+    fits_in_peft = staticmethod(str.endswith)
+
     def paths(self, anatomy: Anatomy) -> list[str]:
         """Return the paths of all modules with parameters."""
         layers = (site.path for site in (*anatomy, *anatomy.others))
         return [*dict.fromkeys(path for layer in layers for path in around(layer))]
-
-    @staticmethod
-    def fits_in_peft(path: str, name: str) -> bool:
-        """Return whether the path ends with the name."""
-        return path.endswith(name)
 
 
 class TokenIds(Check):
@@ -297,11 +297,6 @@ def matches(path: str, wanted: str | Iterable[str]) -> bool:
     return any(is_named(path, name) for name in wanted)
 
 
-def is_named(path: str, name: str) -> bool:
-    """Return whether a name in a list is that of a layer."""
-    return path == name or path.endswith(f".{name}") or name == f"^{path}"
-
-
 def around(path: str) -> list[str]:
     """Return the paths of a layer and of the modules around it, outermost first."""
     names = path.split(".")
@@ -342,10 +337,8 @@ def names_below(
 
 def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
     """Return the value of the first pattern that fits a path; `otherwise` if none does."""
-    for pattern, value in patterns.items():
-        if fits_end(pattern, path):
-            return value
-    return otherwise
+    found = (value for pattern, value in patterns.items() if fits_end(pattern, path))
+    return next(found, otherwise)
 
 
 def fits_end(pattern: str, path: str) -> bool:
@@ -365,6 +358,11 @@ def fault(patterns: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def exactly(paths: Iterable[str]) -> str:
+    """Return a regular expression that matches exactly these paths."""
+    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
+
+
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
     """Return the shortest ends of paths that name the chosen ones and nothing else.
 
@@ -375,17 +373,12 @@ def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str
     Returns:
         Sorted; None if a chosen path is itself the end of another one.
     """
-    counts: dict[str, int] = {}
-    for path in everything:
-        for end in _ends(path):
-            counts[end] = counts.get(end, 0) + 1
-    mine: dict[str, int] = {}
-    for path in chosen:
-        for end in _ends(path):
-            mine[end] = mine.get(end, 0) + 1
+    counts, mine = (
+        Counter(end for path in paths for end in _ends(path)) for paths in (everything, chosen)
+    )
     names = set()
     for path in chosen:
-        own = [end for end in _ends(path) if mine[end] == counts.get(end)]
+        own = [end for end in _ends(path) if mine[end] == counts[end]]
         if not own:
             return None
         names.add(own[0])

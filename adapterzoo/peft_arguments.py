@@ -19,7 +19,6 @@ from .names import one_of
 
 if TYPE_CHECKING:
     from .anatomy import Site
-    from .config import Check
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +59,7 @@ class PeftArgument:
         parts: the fields of the config object that the field holds, of which our field has those
             that are not PEFT's defaults; None: it does not hold one.
         part_class: PEFT's name of the class of that object.
-        check: the legal values in a file; None: files are read without the field.
+        check: the `config.Check` of its values in a file; None: files are read without the field.
     """
 
     default: Any = None
@@ -70,7 +69,7 @@ class PeftArgument:
     passes: bool = False
     parts: Mapping[str, PeftArgument] | None = None
     part_class: str = ""
-    check: Check | None = None
+    check: object | None = None
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether a value of a field without a counterpart has no effect in PEFT."""
@@ -135,9 +134,8 @@ def resolved(cls: type[Any], given: Mapping[str, Any]) -> tuple[type[Any], Mappi
     own = classes_of_peft.get(cls)
     if own is None:
         return cls, given
-    legal = {f.name for f in dataclasses.fields(cls)}
-    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys()
-    if not [name for name in given if name in words and (name not in legal)]:
+    words = (COMMON.keys() | own.fields.keys()) - own.fixed.keys() - _names(cls)
+    if words.isdisjoint(given):
         return cls, _mapped(own, given)
     chosen = class_of(own.peft_type, {**own.fixed, **given}, cls)
     rest = {k: v for k, v in given.items() if k not in own.fixed or k in _names(chosen)}
@@ -272,27 +270,6 @@ def is_peft(config: object) -> bool:
     if isinstance(config, Mapping):
         return "peft_type" in config
     return hasattr(config, "peft_type") and callable(getattr(config, "to_dict", None))
-
-
-def or_with_config_of_peft(
-    own: Callable[..., T], other: Callable[..., T], *names: str
-) -> Callable[..., T]:
-    """Return a method that calls `other` if an argument is a config of PEFT.
-
-    Args:
-        own: the method for other arguments.
-        other: the same for a config of PEFT.
-        *names: of arguments that only `other` has.
-    """
-
-    @functools.wraps(own)
-    def method(*args: Any, **kwargs: Any) -> T:
-        is_own = {*names}.isdisjoint(kwargs) and not any(
-            map(is_peft, (*args[1:], *kwargs.values()))
-        )
-        return (own if is_own else other)(*args, **kwargs)
-
-    return method
 
 
 def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -26,7 +26,7 @@ from .formats.checkpoint import Checkpoint
 from .heads import IGNORED, PredictionHead, next_labels
 from .loraplus import EMBEDDING_RATE, asked_rates, set_rates
 from .model import checkpointing, fusion
-from .model.heads import named, store
+from .model.heads import named
 from .model.heads.forward import decoder_labels, shift_labels
 from .model.heads.named import completed, record_of, saved_names
 from .model.heads.tables import expand
@@ -412,7 +412,7 @@ def save_trained(model: AdaptedModel, folder: Path) -> None:
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, name in heads, beside=True)
     for name, own in _apart(model).items():
-        store.save(model, folder / own, name)
+        checkpointing.save_head(model, folder / own, name)
     for name, record in state.fusions.items():
         fusion.save(model, folder / name, Fuse(*record.adapters, name=name))
     if tensors := unfrozen(model):
@@ -443,14 +443,14 @@ def restore_trained(model: AdaptedModel, folder: Path) -> None:
 
 def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
-    kept = {id(p) for p in own_parameters_of(model)}
+    owned = {id(p) for p in own_parameters_of(model)}
     for name in saved_names(model):
         found = record_of(model, name)
-        kept |= {id(t) for t in found.tensors.values()} if found is not None else set()
+        owned |= {id(t) for t in found.tensors.values()} if found is not None else set()
     return {
         without_wrappers(name): p
         for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in kept
+        if p.requires_grad and id(p) not in owned
     }
 
 

@@ -9,7 +9,7 @@ from graphs import Counting
 from pretend_gpus import replicas_on_cpu
 from snapshots import stir
 
-from adapterzoo import AdapterSetup, AutoAdapterModel, MultiTask
+from adapterzoo import ADAPTER_CONFIG_MAP, AdapterSetup, AutoAdapterModel, MultiTask
 
 IDS = [2, 0, 1, 0]
 METHODS = {
@@ -107,3 +107,22 @@ def test_each_replica_has_the_tasks_of_its_rows(configs):
     same(gradients(model, parallel, task_ids=torch.tensor(IDS)), expected)
     with AdapterSetup(MultiTask(*configs), head_setup="tags"):
         same(gradients(model, parallel, task_ids=torch.tensor(IDS)), expected)
+
+
+@pytest.mark.parametrize("method", sorted(ADAPTER_CONFIG_MAP))
+def test_adapters_without_rows_get_gradients_of_zero(method):
+    """DistributedDataParallel waits for all parameters that are trained."""
+    # its default rank is more than the model's width
+    model = made({"a": "lora[r=4]", "b": "miss[r=4]" if method == "miss" else method}, layers=1)
+    expected = {}
+    for setup in (MultiTask("a", "b"), "a"):
+        model.train_adapter(setup)
+        model.active_head = "tags"
+        model.eval()
+        tasks = {} if setup == "a" else {"task_ids": [0] * len(IDS)}
+        expected[str(setup)] = gradients(model, model, **tasks)
+    found, alone = expected.values()
+    idle = {name: found.pop(name) for name in found.keys() - alone.keys()}
+    assert idle
+    assert not any(gradient.any() for gradient in idle.values())
+    same(found, alone)

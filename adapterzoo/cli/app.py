@@ -68,8 +68,6 @@ def spell(name: str, value: object) -> str:
 class RefusedError(click.ClickException):
     """An error of the library, shown as its one message."""
 
-    exit_code = 1
-
     def show(self, file: Any = None) -> None:
         """Print the message.
 
@@ -77,7 +75,7 @@ class RefusedError(click.ClickException):
             file: instead of standard error.
         """
         # it may quote names from files; some messages have several lines
-        message = printable(self.message, kept="\n")
+        message = printable(self.message, allowed="\n")
         click.echo(f"adapterzoo: {message}", file=file, err=True)
 
 
@@ -120,7 +118,10 @@ class App(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"]})
+# the contexts of the commands inherit the settings
+@click.group(
+    cls=App, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="adapterzoo")
 def main() -> None:
     """Adapters for transformers: train, use, inspect, convert, merge and publish them."""
@@ -133,16 +134,13 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], click.Co
         name: of the command.
         example: the line that a user types.
     """
-    settings = {"help_option_names": ["-h", "--help"], "show_default": True}
 
     def make(function: Callable[..., None]) -> click.Command:
         # the first sentence, uncut
         short = (function.__doc__ or "").partition(".")[0].replace("\n", " ") + "."
         # click does not wrap the paragraph after \b
         epilog = f"\b\nExample:\n  {example}"
-        return main.command(
-            name, NamedCommand, epilog=epilog, short_help=short, context_settings=settings
-        )(function)
+        return main.command(name, NamedCommand, epilog=epilog, short_help=short)(function)
 
     return make
 

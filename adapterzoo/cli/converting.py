@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import CheckpointError, argument, listing
-from adapterzoo.formats.peft.reading import TASKS
+from adapterzoo.formats.peft.reading import TASKS, classes_for
 from adapterzoo.heads import STATIC, HeadConfig
 from adapterzoo.model import init
 from adapterzoo.model.conversion import Size, add_changes, changes_by_peft, random_inputs
 from adapterzoo.model.conversion.certificate import Certificate
+from adapterzoo.model.heads.plain import class_for
 from adapterzoo.model.hf.info import ModelInfo
-from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
+from adapterzoo.model.hf.task_classes import is_task, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 from adapterzoo.spelling import peft_readable
 
@@ -162,9 +163,8 @@ def _convert_foreign(
         )
     config = load(AutoConfig, base)
     # the class for the task in PEFT's config, or that of the base model
-    names = TASKS.get(str(checkpoint.metadata.get("task_type")), {}).get(config.model_type)
-    cls = names[0] if isinstance(names, tuple | list) else names
-    cls = cls or next(iter(config.architectures or ("AutoModel",)))
+    task = TASKS.get(str(checkpoint.metadata.get("task_type")), {})
+    cls = [*classes_for(task, config.model_type), *(config.architectures or ("AutoModel",))][0]
     plain = load(getattr(transformers, cls), base, dtype=checkpoint.dtype).eval()
     model = init(copy.deepcopy(plain)).eval()
     inputs = random_inputs(model) if text is None else _inputs(model, base, text)

@@ -203,9 +203,9 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
     except CheckpointError:
         # nothing has been loaded; differences other than dtypes raise again
         model.load_adapter(checkpoint.folder, load_as=name, dtype=model.dtype, **kwargs)
-        theirs, own = checkpoint.dtype, model.dtype
-        if torch.promote_types(theirs, own) != own:
-            note(f"The adapter's {theirs} has been rounded to the base model's {own}.")
+        stored, own = checkpoint.dtype, model.dtype
+        if torch.promote_types(stored, own) != own:
+            note(f"The adapter's {stored} has been rounded to the base model's {own}.")
 
 
 def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:

@@ -31,10 +31,9 @@ def print_facts(facts: Mapping[str, object], as_json: bool = False) -> None:
     if as_json:
         print_json(facts)
         return
-    shown = {k.replace("_", " "): _shown(v) for k, v in facts.items() if v not in (None, {}, [])}
-    width = max(map(len, shown), default=0)
-    for name, value in shown.items():
-        click.echo(f"{name:<{width}}  {value}")
+    shown = [(k.replace("_", " "), _shown(v)) for k, v in facts.items() if v not in (None, {}, [])]
+    for line in errors.columns(shown, [False, False]):
+        click.echo(line)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -95,11 +94,11 @@ def _shown(value: object) -> str:
     return "-" if value is None else printable(str(value))
 
 
-def printable(text: str, kept: str = "") -> str:
+def printable(text: str, allowed: str = "") -> str:
     """Escape unprintable characters, such as a terminal's control sequences.
 
     Args:
         text: not trusted.
-        kept: unprintable characters to keep.
+        allowed: unprintable characters to keep.
     """
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)

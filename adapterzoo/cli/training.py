@@ -147,11 +147,12 @@ def train(
         logits = logits_of(adapted, tokenizer, tested.texts, length, batch_size, progress)
         right = logits.argmax(-1) == torch.tensor([classes.index(label) for label in tested.labels])
         metrics |= {"eval_rows": len(tested.labels), "accuracy": right.double().mean().item()}
-    kept: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "epochs": epochs, "lr": lr, "batch_size": batch_size, "seed": seed, "max_length": length
     }  # fmt: skip
-    kept |= {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
-    adapted.save_adapter(output, name, meta_dict={"train": kept})
+    results = ("train_rows", "accuracy", "eval_rows")
+    settings |= {key: metrics[key] for key in results if key in metrics}
+    adapted.save_adapter(output, name, meta_dict={"train": settings})
     return metrics | {"fingerprint": adapted.adapter_fingerprint(name), "output": output}
 
 

@@ -88,25 +88,21 @@ class Nested(LayerView):
         return adapted
 
 
+@dataclass(slots=True)
 class SharedOutputs:
-    """One call of a layer; its outputs are computed once for all parts of the input."""
+    """One call of a layer; its outputs are computed once for all parts of the input.
 
-    __slots__ = ("_original", "_output", "_residual", "base", "order", "x")
+    Attributes:
+        base: the layer, with the adapters before.
+        x: its input.
+        order: sorts the rows of an input or output, so that each part is contiguous.
+    """
 
-    def __init__(self, base: BaseLayer, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
-        """Record the call; nothing is computed yet.
-
-        Args:
-            base: the layer, with the adapters before.
-            x: its input.
-            order: sorts the rows of an input or output, so that each part is contiguous.
-        """
-        self.base = base
-        self.x = x
-        self.order = order
-        self._output: Tensor | None = None
-        self._original: Tensor | None = None
-        self._residual: Tensor | None = None
+    base: BaseLayer
+    x: Tensor
+    order: Callable[[Tensor], Tensor]
+    _output: Tensor | None = None
+    _original: Tensor | None = None
 
     @property
     def output(self) -> Tensor:
@@ -124,13 +120,6 @@ class SharedOutputs:
                 self._output = self.order(output)
             self._original = self._output if original is output else self.order(original)
         return self._original
-
-    @property
-    def residual(self) -> Tensor:
-        """The residual stream, sorted."""
-        if self._residual is None:
-            self._residual = self.order(self.base.residual)
-        return self._residual
 
 
 class PartialLayer(LayerView):
@@ -176,7 +165,7 @@ class PartialLayer(LayerView):
     @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer, of the part."""
-        return self._take(self._whole.residual)
+        return self._take(self._whole.order(self._inner.residual))
 
     @property
     def call(self) -> StackCall:
@@ -420,7 +409,23 @@ class RowSteps:
             return self.layers[-1].run(adapters, layout, x, base)
         views = parts_of_call(layout, rows, x, base)
         outputs = [_on_part(self.steps[part], adapters, view) for part, view in views]
+        if len(outputs) < len(self.steps):
+            outputs.append(_no_rows(adapters, outputs[0], base))
         return layout.restored(torch.cat(outputs))  # [rows, …]
+
+
+def _no_rows(adapters: Adapters, like: Tensor, base: BaseLayer) -> Tensor:
+    """Return a tensor `[0, …]` whose gradient reaches all parameters that are trained at a site.
+
+    Joined to the rows of a batch, it gives a gradient of zeros to an adapter without rows, which
+    DistributedDataParallel would wait for.
+    """
+    modules = [module for adapter in adapters for module in adapter.modules()]
+    sharing = [m for m in modules if isinstance(m, Adapter) and m.shared_key is not None]
+    parameters = [p for module in modules for p in module.parameters(recurse=False)]
+    parameters += [p for module in sharing for p in base.shared(module).parameters()]
+    found = [p.flatten()[:0].to(like) for p in parameters if p.requires_grad]
+    return torch.cat([like.new_empty(0), *found]).view(0, *like.shape[1:])
 
 
 def parts_of_call(
@@ -592,7 +597,14 @@ def prefix_of(
         parts.append(None if own is None else prefix_of(own, adapters, view.x, view))
         sizes.append(view.x.shape[0])
     there = [part for part in parts if part is not None]
-    keys, values, mask = (layout.restored(t) for t in _padded(parts, sizes, there[0]))
+    if not there:
+        # the rows of the prefixes are not in this batch
+        own = next(own for own in step.steps if own is not None)
+        there = [prefix_of(own, adapters, x, base)]
+    keys, values, mask = _padded(parts, sizes, there[0])
+    if len(parts) < len(step.steps):
+        keys = torch.cat([keys, _no_rows(adapters, keys, base)])
+    keys, values, mask = (layout.restored(t) for t in (keys, values, mask))
     in_window = any(part.in_window for part in there)
     return Prefix(keys, values, mask, there[0].distances, in_window)
 
@@ -617,7 +629,7 @@ def _padded(
     parts: Sequence[Prefix | None], sizes: Sequence[int], one: Prefix
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values `[rows, kv_heads, longest, width]` and a mask, false for padding."""
-    longest = max(part.keys.shape[2] for part in parts if part is not None)
+    longest = max((part.keys.shape[2] for part in parts if part is not None), default=0)
     empty = Prefix(one.keys.detach()[:1, :, :0], one.values.detach()[:1, :, :0])
     keys, values, masks = list[Tensor](), list[Tensor](), list[Tensor]()
     for part, size in zip(parts, sizes, strict=True):
@@ -654,10 +666,6 @@ class SiteStep:
     def by_name(self) -> SiteStep:
         """Return the site for a copy of the layer."""
         return SiteStep(self.step, self.names)
-
-    def busy(self) -> SiteStep:
-        """Return a site that captures, shares or reads inputs."""
-        return SiteStep(self.step, self.names, self.adapters)
 
 
 def step_of_copies(owners: Sequence[str | None]) -> SiteStep:

@@ -18,11 +18,12 @@ from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.inject.building import inject_path
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import files
+from .fit import by_path
 
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
@@ -33,9 +34,6 @@ Kind = Literal["adapter", "head", "adapter_fusion"]
 
 KINDS: tuple[Kind, ...] = ("adapter", "head")
 """The kinds that a folder is tried for; an adapter, with or without its head, before a head."""
-
-OWN_OUTPUT = "own_output"
-"""The key in a document of a task class: whether the output layer is the adapter's own."""
 
 formats: Registry[Format] = Registry("format")
 """Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
@@ -91,6 +89,15 @@ class Place:
         """Return the key of one of its parameters in `Checkpoint.adapter`."""
         return f"{self.path}/{self.part}{parameter}"
 
+    def own(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return its tensors by parameter.
+
+        Args:
+            tensors: of all places, see `fit.by_path`.
+        """
+        here = tensors.get(self.path, {})
+        return {k.removeprefix(self.part): t for k, t in here.items() if k.startswith(self.part)}
+
 
 def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
     """Return the places of a config at linear layers and in the residual stream, in model order.
@@ -138,14 +145,13 @@ def _changed(
     change: Callable[[AdapterConfig, Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Return the tensors, with those of each place changed."""
-    found = dict(tensors)
+    found, at = dict(tensors), by_path(tensors)
     for place in places_of(config, anatomy):
-        start = place.key("")
-        here = {k.removeprefix(start): found.pop(k) for k in [*found] if k.startswith(start)}
-        if not here:
-            continue
-        changed = change(place.placement.config, here)
-        found |= {place.key(name): tensor for name, tensor in changed.items()}
+        if own := place.own(at):
+            for name in own:
+                del found[place.key(name)]
+            changed = change(place.placement.config, own)
+            found |= {place.key(name): tensor for name, tensor in changed.items()}
     return found
 
 

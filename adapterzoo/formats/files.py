@@ -23,7 +23,7 @@ import stat
 import struct
 import uuid
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import CheckpointError, ConfigError, listing
 
 _LOG = logging.getLogger(__name__)
 AGAIN = "Copy the checkpoint again from where it was saved"
@@ -279,6 +279,22 @@ def _finite(text: str) -> float:
 
 def _refuse_number(text: str) -> float:
     raise ConfigError(f"{text[:60]} is not a number of JSON")
+
+
+def tensors_in(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of the first of some files that a folder has, on the CPU.
+
+    Args:
+        folder: on disk.
+        names: of the files; those that cannot hold code come first.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    for file in (folder / name for name in names):
+        if file.is_file():
+            return read_tensors(file)
+    raise CheckpointError(f"{str(folder)!r} has no tensors: none of {listing(names)}. {AGAIN}.")
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

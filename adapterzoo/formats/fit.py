@@ -10,8 +10,9 @@ import hashlib
 import itertools
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -73,13 +74,13 @@ def differences(
     """
     lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
     lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
-    wrong: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    wrong = Counter[tuple[torch.dtype, torch.dtype]]()
     for key in sorted(set(file) & set(skeleton)):
         theirs, ours = file[key], skeleton[key]
         if theirs.shape != ours.shape:
             lines.append(f"{key}   file {list(theirs.shape)}   model {list(ours.shape)}")
         elif theirs.dtype != ours.dtype and dtype is None:
-            wrong[theirs.dtype, ours.dtype] = wrong.get((theirs.dtype, ours.dtype), 0) + 1
+            wrong[theirs.dtype, ours.dtype] += 1
     for (theirs_dtype, ours_dtype), count in wrong.items():
         lines.append(
             f"dtype of {count} tensors   file {theirs_dtype}   model {ours_dtype}"
@@ -158,8 +159,10 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
     if any(own[key].is_meta for key in values):
-        module.load_state_dict(values, strict=False, assign=True)
-        _share_again(module, own, values)
+        # one object for all names of a tensor, so that they share the new one too
+        new = {id(own[key]): _like(own[key], value) for key, value in values.items()}
+        named = {key: new[id(tensor)] for key, tensor in own.items() if id(tensor) in new}
+        module.load_state_dict(named, strict=False, assign=True)
         return
     with torch.no_grad():
         for key, value in values.items():
@@ -173,23 +176,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[str]) -> None:
-    """Share tensors again that had several names before some names got new tensors."""
-    first = {id(own[key]): key for key in filled}
-    for key, tensor in own.items():
-        if (source := first.get(id(tensor), key)) != key:
-            _holder(module, key)[_last(key)] = _holder(module, source)[_last(source)]
-
-
-def _holder(module: nn.Module, key: str) -> dict[str, Any]:
-    """Return the parameters or the buffers of the module that a state dict's key names."""
-    holder = module.get_submodule(key.rpartition(".")[0])
-    parameters = _last(key) in holder._parameters
-    return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a parameter if it replaces one."""
+    return nn.Parameter(value, own.requires_grad) if isinstance(own, nn.Parameter) else value
 
 
 # --- A sample of a base model's weights: whether an adapter was trained on this base ---
@@ -210,6 +199,7 @@ _OTHER = 0.5
 # the smallest float16, and half of it from rounding
 _TINY = 1e-7
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_Pair: TypeAlias = "tuple[tuple[float, ...], tuple[float, ...]]"
 
 
 def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -219,10 +209,9 @@ def base_sample(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         tensors: of the base model by key, unquantized and on this process.
     """
     keys = sampled_keys({key: tensor.dim() for key, tensor in tensors.items()})
-    values = _values([tensors[key] for key in keys])
     return {
-        key: [list(tensors[key].shape), struct.pack(_FORMAT, *each).hex()]
-        for key, each in zip(keys, values, strict=True)
+        key: [list(tensors[key].shape), struct.pack(_FORMAT, *_values(tensors[key])).hex()]
+        for key in keys
     }
 
 
@@ -247,19 +236,15 @@ def is_other_base(kept: object, tensors: Mapping[str, Tensor]) -> bool:
         kept: a sample, as read from a file; nothing is compared if it is not one.
         tensors: of the base model by key, unquantized and on this process.
     """
-    pairs = [
-        (tensors[key], values)
-        for key, shape, values in _read(kept)
-        if key in tensors and list(tensors[key].shape) == shape
-    ]
-    own = _values([tensor for tensor, _ in pairs])
-    both = [(t.dim() > 1, a, b) for (t, a), b in zip(pairs, own, strict=True)]
-    vectors = [(a, b) for is_matrix, a, b in both if not is_matrix]
+    kinds: tuple[list[_Pair], list[_Pair]] = [], []
+    for key, shape, values in _read(kept):
+        if key in tensors and list(tensors[key].shape) == shape:
+            kinds[len(shape) > 1].append((values, _values(tensors[key])))
+    vectors, matrices = kinds
     unit = max(_unit(a for a, _ in vectors), _unit(b for _, b in vectors))
-    for a, b in ((x, y) for u, v in vectors for x, y in zip(u, v, strict=True)):
-        if abs(a - b) > unit * max(abs(a), abs(b)) + _TINY:
-            return True
-    matrices = [(a, b) for is_matrix, a, b in both if is_matrix]
+    numbers = (pair for a, b in vectors for pair in zip(a, b, strict=True))
+    if any(abs(x - y) > unit * max(abs(x), abs(y)) + _TINY for x, y in numbers):
+        return True
     # each tensor counts the same, whatever its scale
     shares = [
         sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / total
@@ -278,20 +263,10 @@ def _read(kept: object) -> Iterator[tuple[str, list[int], tuple[float, ...]]]:
             yield key, list(shape), struct.unpack(_FORMAT, bytes.fromhex(digits))
 
 
-def _values(tensors: list[Tensor]) -> list[tuple[float, ...]]:
-    """Return the values of each tensor at fixed positions, with one transfer for each device."""
-    found: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        count = tensor.numel()
-        for i in range(_VALUES):
-            at, place = (2 * i + 1) * count // (2 * _VALUES), []
-            for size in reversed(tensor.shape):
-                at, here = divmod(at, size)
-                place.append(here)
-            value = tensor.detach()[tuple(reversed(place))].float()
-            found.setdefault(tensor.device, []).append(value)
-    moved = {device: iter(torch.stack(each).tolist()) for device, each in found.items()}
-    return [tuple(itertools.islice(moved[t.device], _VALUES)) for t in tensors]
+def _values(tensor: Tensor) -> tuple[float, ...]:
+    """Return the values of a tensor at fixed positions."""
+    at = [(2 * i + 1) * tensor.numel() // (2 * _VALUES) for i in range(_VALUES)]
+    return tuple(tensor.detach().flatten()[at].float().tolist())
 
 
 def _unit(values: Iterable[tuple[float, ...]]) -> float:

@@ -27,7 +27,7 @@ from .pooled import (
     MultipleChoiceHead,
     PooledHead,
 )
-from .static import STATIC, StaticConfig, TaskHead
+from .static import OWN_OUTPUT, STATIC, StaticConfig, TaskHead
 from .tokens import QuestionAnsweringConfig, QuestionAnsweringHead, TaggingConfig, TaggingHead
 
 # their names in `adapters`, which has a class for each task
@@ -36,6 +36,7 @@ ClassificationHead = ImageClassificationHead = MultiLabelClassificationHead = Po
 
 __all__ = [
     "IGNORED",
+    "OWN_OUTPUT",
     "POOLINGS",
     "STATIC",
     "Backbone",

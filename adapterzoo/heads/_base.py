@@ -194,9 +194,13 @@ class HeadConfig(Config):
         """Return whether the last layer of the head is the input embedding.
 
         Args:
-            model_ties: whether the model's config ties the two.
+            model_ties: whether the model's config ties the two; a head's `tie_word_embeddings`
+                takes precedence.
         """
-        return False
+        if "tie_word_embeddings" not in self.field_names():
+            return False
+        own: bool | None = self["tie_word_embeddings"]
+        return model_ties if own is None else own
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
@@ -231,11 +235,13 @@ class PredictionHead(Head):
             the last layer, with which invertible adapters undo their change of the embeddings.
         averages_itself: whether the loss is always the mean over the batch, whatever `count` is.
         calls_base: whether `answer` makes the arguments of the base model itself.
+        output_path: of the linear layer onto the vocabulary; None without one.
     """
 
     has_exit: ClassVar[bool] = False
     averages_itself: ClassVar[bool] = False
     calls_base: ClassVar[bool] = False
+    output_path: str | None = None
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
         """Keep the config.
@@ -288,14 +294,9 @@ class PredictionHead(Head):
     _taken: int | None = None
 
     @property
-    def _output_path(self) -> str | None:
-        """The path of the linear layer onto the vocabulary; None without one."""
-        return None
-
-    @property
     def output_embeddings(self) -> nn.Linear | None:
         """The linear layer onto the vocabulary; None without one."""
-        path = self._output_path
+        path = self.output_path
         return None if path is None else cast("nn.Linear", self.get_submodule(path))
 
     def get_output_embeddings(self) -> nn.Linear | None:
@@ -346,11 +347,11 @@ class PredictionHead(Head):
         Raises:
             ConfigError: it is not a linear layer.
         """
-        if self._output_path is None:
+        if self.output_path is None:
             return
         if not isinstance(layer, nn.Linear):
             raise ConfigError(f"{layer!r}: write set_output_embeddings(nn.Linear(…)).")
-        self.set_submodule(self._output_path, layer)
+        self.set_submodule(self.output_path, layer)
         self.of_checkpoint = False
 
     def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:

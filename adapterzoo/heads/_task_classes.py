@@ -81,6 +81,19 @@ class Static:
         """Return whether the module has a bias."""
         return f"{path}.bias" in self.tensors
 
+    def keys_at(self, places: Mapping[Any, int]) -> dict[str, str]:
+        """Return the names of tensors in a named head.
+
+        Args:
+            places: paths of modules to their numbers there; None for a module that is missing.
+        """
+        found: dict[str, str] = {}
+        for path, place in places.items():
+            for end in ("weight", "bias"):
+                if f"{path}.{end}" in self.tensors:
+                    found[f"{path}.{end}"] = f"{place}.{end}"
+        return found
+
     def linears(self) -> tuple[str, str | None, dict[str, str]]:
         """Return the last layer, the one before it if any, and the tensors' names in a named head.
 
@@ -92,12 +105,7 @@ class Static:
             raise InexpressibleError("it has no output layer")
         # dropout 0, dense 1, activation 2, dropout 3, output 4; or dropout 0, output 1
         places = {out: 1} if dense is None else {dense: 1, out: 4}
-        keys = {
-            f"{path}.{end}": f"{place}.{end}"
-            for path, place in places.items()
-            for end in ("weight", "bias")
-            if f"{path}.{end}" in self.tensors
-        }
+        keys = self.keys_at(places)
         self.refuse_unused(keys)
         d = self.backbone.hidden_size
         if self.shape(out)[1:] != (d,) or (dense is not None and self.shape(dense) != (d, d)):

@@ -83,10 +83,6 @@ class LMConfig(HeadConfig):
         """Return the labels, shifted to the next token if `shift_labels`; same shape."""
         return next_labels(labels) if self.shift_labels else labels
 
-    def ties_output(self, model_ties: bool) -> bool:
-        """Return this config's choice, or else the model's."""
-        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
-
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
         """Return the layers onto the vocabulary of a language model."""
@@ -135,6 +131,7 @@ class LMHead(PredictionHead):
                 layers.append(backbone.layer_norm(d_out, config.norm_bias, config.layer_norm_eps))
         layers.append(backbone.linear(width, vocabulary, config.bias))
         number(self, layers)
+        self.output_path = str(len(layers) - 1)
         if config.added_bias:
             bias = torch.zeros(1, vocabulary, device=backbone.device, dtype=backbone.dtype)
             self.register_buffer("final_logits_bias", bias)
@@ -151,7 +148,8 @@ class LMHead(PredictionHead):
     def decode(self, features: Tensor) -> Tensor:
         """Apply the last layer. `[*batch, embedding_size]` → `[*batch, vocab_size]`."""
         config = self.config
-        logits: Tensor = self._modules[self._output_path](features)  # type: ignore[misc]
+        *_, last = self._modules.values()
+        logits: Tensor = last(features)  # type: ignore[misc]
         if config.added_bias:
             logits = logits + self.final_logits_bias
         if config.logit_scale is not None:
@@ -186,13 +184,9 @@ class LMHead(PredictionHead):
         return hidden[:, -keep:] if keep else hidden
 
     @property
-    def _output_path(self) -> str:
-        return next(reversed(self._modules))
-
-    @property
     def output_key(self) -> str:
         """The key of the last layer's weight."""
-        return f"{self._output_path}.weight"
+        return f"{self.output_path}.weight"
 
     def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
         """Give the layer onto the vocabulary another weight and bias."""
@@ -338,16 +332,11 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
     if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
         raise InexpressibleError(f"its config has {strange[0]}={config[strange[0]]!r}")
     out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
-    modules = [path for path in (dense, norm, out) if path is not None]
     if norm is not None and dense is None:
         raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
-    keys = {}
     # dense 0, activation 1, norm 2, then the output
     places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
-    for path in modules:
-        for end in ("weight", "bias"):
-            if f"{path}.{end}" in static.tensors:
-                keys[f"{path}.{end}"] = f"{places[path]}.{end}"
+    keys = static.keys_at(places)
     # BERT and RoBERTa store the bias of the output layer beside it
     lone = [k for k in static.tensors if k not in keys and re.search(r"(^|\.)bias$", k)]
     keys.update(dict.fromkeys(lone, f"{places[out]}.bias"))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from adapterzoo.config import FLAG, Maybe, Text, config_class, declared, field
+from adapterzoo.config import FLAG, Maybe, Text, config_class, field
 from adapterzoo.errors import ConfigError
 
 from ._backbone import Backbone
@@ -23,6 +23,9 @@ from ._losses import Count, Logits
 
 STATIC = "static"
 """The type, and the key of a task class in checkpoints of such a class."""
+
+OWN_OUTPUT = "own_output"
+"""The key in a document of a task class: whether the output layer is the adapter's own."""
 
 
 @head_types.register(STATIC)
@@ -41,7 +44,7 @@ class StaticConfig(HeadConfig):
     head_type: ClassVar[str] = STATIC
     output_class: ClassVar[str] = "ModelOutput"
 
-    model_class: str = dataclasses.field(metadata=declared(Text()))
+    model_class: str = dataclasses.field(metadata={"check": Text()})
     label_names: tuple[str, ...] = ("labels",)  # type: ignore[misc]
     num_labels: int | None = field(None, Maybe(COUNT))
     fields: Mapping[str, Any] | None = field(None, ours=True)
@@ -57,10 +60,6 @@ class StaticConfig(HeadConfig):
     def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
         """Return the labels if there is one argument; several differ in what they count."""
         return super().find_labels(name, given) if len(self.label_names) == 1 else None
-
-    def ties_output(self, model_ties: bool) -> bool:
-        """Return this config's choice, or else the model's."""
-        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
 
     def build(self, backbone: Backbone) -> TaskHead:
         """Return fresh layers of the class.
@@ -153,12 +152,6 @@ class TaskHead(PredictionHead):
         for key, source in self.aliases.items():
             owner, _, name = key.rpartition(".")
             self.get_submodule(owner)._parameters[name] = self.get_parameter(source)
-
-    # --- the vocabulary ---
-
-    @property
-    def _output_path(self) -> str | None:
-        return self.output_path
 
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding, if the class does and it fits."""

@@ -103,12 +103,6 @@ def list_adapters(
             f"source={source!r} is not legal with author={author!r}. Leave one of them out."
         )
     author = OWNER if source == "ah" else author
-    asked: dict[str, Any] = {
-        "pipeline_tag": task,
-        "search": search,
-        "author": author,
-        "token": token,
-    }
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
         # AdapterHub writes the base model only into the config, which the Hub does not search
@@ -118,8 +112,9 @@ def list_adapters(
             tags.append(f"base_model:{base_model}")
         with asking("the Hub", token):
             models = HfApi().list_models(
-                filter=tags, sort="downloads", full=True, fetch_config=by_config, **asked
-            )
+                filter=tags, pipeline_tag=task, search=search, author=author, sort="downloads",
+                full=True, fetch_config=by_config, token=token,
+            )  # fmt: skip
             infos = (_info(model, None) for model in models)
             own = (i for i in infos if not by_config or base_model in (None, i.model_name))
             # a repository with two formats is found twice

@@ -28,7 +28,7 @@ from adapterzoo.formats import files, native, setup_files
 from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
-from adapterzoo.heads import head_types
+from adapterzoo.heads import STATIC, head_types
 
 from .names import ADAPTER_CONFIG, CARD, is_public_name, known_files, wanted
 from .requests import asking
@@ -168,8 +168,7 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
             first = folder if setup is None else folder / setup.flatten()[0]
             shown = None if setup is None else repr(setup)
             found[CARD] = adapter_card(first, repo_id, revision, text, shown).content.encode()
-        names += [CARD] if part == "" and CARD in there else []
-        names += [SETUP] if part == "" and setup is not None else []
+            names += [name for name in (CARD, SETUP) if name in there]
         # another process may save to the folder during the upload
         with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
@@ -329,19 +328,12 @@ def load_code(
     """
     name = json.dumps(base) if base else "base_model"
     where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
-    load = f"model.load_adapter{what}({where}, set_active=True)"
-    if isinstance(head, Mapping) and head.get("static"):
-        cls = str(head["static"])
-        lines = [
-            "import adapterzoo, transformers",
-            f"model = adapterzoo.init(transformers.{cls}.from_pretrained({name}))",
-        ]
-    else:
-        lines = [
-            "from adapterzoo import AutoAdapterModel",
-            f"model = AutoAdapterModel.from_pretrained({name})",
-        ]
-    return "\n".join([*lines, load])
+    imports = "from adapterzoo import AutoAdapterModel"
+    model = f"AutoAdapterModel.from_pretrained({name})"
+    if isinstance(head, Mapping) and (static := head.get(STATIC)):
+        imports = "import adapterzoo, transformers"
+        model = f"adapterzoo.init(transformers.{static}.from_pretrained({name}))"
+    return f"{imports}\nmodel = {model}\nmodel.load_adapter{what}({where}, set_active=True)"
 
 
 def _model(base: str | None, document: Mapping[str, Any]) -> str:

@@ -405,7 +405,8 @@ def recorded_call(
         if path in plan.counted and not with_head and NUMBERS in positions:
             args, kwargs = (), counted(given, call.outermost)
         yield args, kwargs
-        if is_first and joined is not None and joined.adds and not joined.is_called:
+        adds = is_first and joined is not None and joined.adds and joined.count > 0
+        if joined is not None and adds and not joined.is_called:
             at = joined.prompts.tokens.table or joined.prompts.tokens.embeddings
             raise StateError(
                 f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.averaging import Combination, combination, weighted, weighted_sum
-from adapterzoo.config import AdapterConfig
+from adapterzoo.averaging import STRATEGIES, Combination, weighted, weighted_sum
+from adapterzoo.config import FLAG, MAX_WIDTH, SEED, AdapterConfig, Check, Choice, Density, Range
 from adapterzoo.contracts import upcast
-from adapterzoo.errors import CompositionError, listing
+from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
 from adapterzoo.inject.building import at_hand, layer_at
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
@@ -23,6 +23,58 @@ from .adapters import bring_in, make
 from .heads import copies, named, store
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of
+
+# option → its legal values, one of them, and the default; a strategy with `needs_rank` or `prunes`
+# needs another rank or density
+_OPTIONS: Mapping[str, tuple[Check, object, object]] = {
+    "density": (Density(), 0.5, None),
+    "majority_sign_method": (Choice("total", "frequency"), "total", "total"),
+    "svd_rank": (Range(1, MAX_WIDTH), 8, None),
+    "svd_clamp": (Range(0.0, 1.0), 0.99, None),
+    "svd_full_matrices": (FLAG, False, False),
+    "svd_driver": (Choice("gesvd", "gesvdj", "gesvda"), "gesvd", None),
+    "seed": (SEED, 0, None),
+}
+
+
+def combination(name: str, **options: Any) -> Combination:
+    """Check a user's strategy and options, and return them as a `Combination`.
+
+    Args:
+        name: of the strategy.
+        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
+            `svd_driver` and `seed`, as `average_adapter` takes them.
+
+    Raises:
+        ConfigError: an option is missing, not legal, or has no effect.
+        UnknownNameError: there is no strategy of this name.
+    """
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise unknown_name("", "combination strategy", name, STRATEGIES)
+    strategy = STRATEGIES[name]
+    required = {"density": strategy.prunes, "svd_rank": strategy.needs_rank}
+    used = {
+        "density": strategy.prunes,
+        "majority_sign_method": strategy.elects,
+        "seed": strategy.prunes == "random",
+    }
+    for field, (check, example, unset) in _OPTIONS.items():
+        value = options.setdefault(field, unset)
+        if isinstance(value, float):
+            # float64 of numpy is a float
+            options[field] = value = float(value)
+        # those of the SVD
+        is_used = used.get(field, strategy.target == "change")
+        if value != unset and not is_used:
+            raise ConfigError(
+                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
+            )
+        if value != unset or required.get(field):
+            check(name, field, value, example)
+    # the caller makes generators from it
+    del options["seed"]
+    values = {field.removeprefix("svd_"): value for field, value in options.items()}
+    return dataclasses.replace(strategy, name=name, **values)
 
 
 @torch.no_grad()

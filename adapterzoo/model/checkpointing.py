@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias, cast
 
 import torch
+from torch import Tensor, nn
 
 from adapterzoo import formats, hub
 from adapterzoo.config import AdapterConfig, ConfigUnion
 from adapterzoo.contracts import CopyAdapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, argument
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    argument,
+    unknown_name,
+)
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.inject.building import inject_path
+from adapterzoo.inject.building import at_hand, inject_path, is_offloaded, plain_modules
+from adapterzoo.inject.layers import is_quantized
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
 from .activation import check_layers, refuse_taken
 from .heads import named, store, tables
-from .hf.info import (
-    BASE,
-    ModelInfo,
-    check,
-    name_in,
-    name_of,
-    provenance,
-    sample_of_base,
-    warn_of_base,
-    write,
-)
+from .hf.info import ModelInfo, name_of, provenance
 from .state import (
     DEFAULT_EMBEDDINGS,
     AdaptedModel,
@@ -49,6 +49,7 @@ from .state import (
 )
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
+_LOG = logging.getLogger(__name__)
 
 
 def chosen_format(format: str, use_safetensors: bool | None) -> str:
@@ -128,7 +129,9 @@ def check_saving(
     """
     # the native format can express all
     for name in names if format != "native" else ():
-        check(model, checkpoint_of(model, name, with_head, None, format), "adapter", format)
+        stored = checkpoint_of(model, name, with_head, None, format)
+        _refuse_sharded(model, format)
+        formats.encoded(stored, "adapter", format, ModelInfo(model))
 
 
 def checkpoint_of(
@@ -347,3 +350,168 @@ def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfi
         return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
     own = tuple(config.to_dict().get("leave_out", ()))
     return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
+
+
+# --- heads ---
+
+
+def save_head(
+    model: AdaptedModel, folder: StrPath, head_name: str | None, format: str = "native"
+) -> None:
+    """Save only a head.
+
+    Raises:
+        UnknownNameError: there is no such head.
+        StateError: there is none to save.
+    """
+    known = named.saved_names(model)
+    if head_name is not None and head_name not in known:
+        raise unknown_name("", "head", head_name, known)
+    name = head_name or named.active_name(model)
+    sharding.reshard(model)
+    with sharding.gathering(model, ()):
+        found = named.record_of(model, name, alone=True, short=format == "native")
+        if found is None:
+            raise StateError(
+                f"a {type(model).__name__} has no head. Write add_classification_head('my_task')."
+            )
+        own_name = name if name and model._has_named_heads else sharding.class_name(model)
+        document = {**provenance(model, own_name), "head": found.document}
+        write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
+
+
+def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
+    """Load and activate a head."""
+    name, enter = read_head(model, folder, asked)
+    enter()
+    return name
+
+
+def read_head(
+    model: AdaptedModel, folder: StrPath, asked: LoadOptions
+) -> tuple[str, Callable[[], None]]:
+    """Read what `load_head` loads and check it; return its name and what enters it."""
+    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
+    stored = formats.read(Path(folder), "head", ModelInfo(model))
+    name = name_in(asked.load_as, stored, folder)
+    target = name if model._has_named_heads else named.active_name(model)
+    asked, warn = asked.overwriting(name, head=heads_of(model))
+    enter_head = store.fitting(model, store.head_in(stored), target, asked)
+
+    def enter() -> None:
+        enter_head()
+        warn()
+        asked.report()
+
+    return name, enter
+
+
+# --- folders ---
+
+
+def write(
+    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
+) -> None:
+    """Write a checkpoint of a model.
+
+    Args:
+        model: with adapters.
+        folder: made when missing.
+        stored: the checkpoint.
+        kind: what it is.
+        format: name of the format.
+
+    Raises:
+        CheckpointError: the format cannot express it, or the folder cannot be written.
+    """
+    info = ModelInfo(model)
+    if kind != "adapter_fusion":
+        _refuse_sharded(model, format)
+    adapter, head = sharding.gathered(stored.adapter), sharding.gathered(stored.head)
+    whole = dataclasses.replace(stored, adapter=adapter, head=head)
+    sharding.in_first_process(model, lambda: formats.write(Path(folder), whole, kind, format, info))
+
+
+def _refuse_sharded(model: AdaptedModel, format: str) -> None:
+    if format != "native":
+        # for adapters and heads these formats read weights of the base model, in one process
+        sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")
+
+
+def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
+    """Return the name for an adapter or head: the one asked for, the stored one, or the path's.
+
+    Raises:
+        ConfigError: the name is not legal.
+    """
+    if load_as is not None:
+        return check_name(load_as)
+    name = stored.metadata.get("name")
+    return check_name(PurePath(path).name if name is None else name, other="load_as")
+
+
+# --- the base model of a checkpoint ---
+
+BASE = "base"
+"""The key of the sample of the base model's weights."""
+
+
+def base_weights(
+    model: AdaptedModel, choose: Callable[[Mapping[str, int]], Iterable[str]]
+) -> dict[str, Tensor]:
+    """Return some of the base model's weights that are plain numbers, perhaps sharded, by key.
+
+    Merging changes none of them. Of a quantized model the vectors are left out: some methods of
+    quantization scale them.
+
+    Args:
+        model: with adapters.
+        choose: returns the keys of these weights, from the dimensions of all by key.
+    """
+    replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
+    found: dict[str, Tensor] = {}
+    offloaded: dict[str, tuple[nn.Module, str]] = {}
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    for path, module in plain_modules(model._backbone):
+        if is_quantized(module):
+            quantized = True
+            continue
+        own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            if tensor.is_meta:
+                if not is_offloaded(module):
+                    continue
+                offloaded[f"{path}.{name}"] = module, name
+            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
+            if plain and tensor.is_floating_point() and sharding.size_of(tensor):
+                found[f"{path}.{name}"] = tensor
+    if replaced and (table := token_table(model)) is not None:
+        found = {k: t for k, t in found.items() if t is not table.weight}
+    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
+    keys = choose({key: dim for key, dim in dims.items() if dim > 1 or not quantized})
+    for key in offloaded.keys() & set(keys):
+        module, name = offloaded[key]
+        with at_hand(module):
+            found[key] = cast("Tensor", module._parameters[name])
+    return {key: found[key] for key in keys}
+
+
+def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
+    """Return a sample of the base model's weights; a collective call if they are sharded."""
+    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
+
+
+def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
+    """Warn if a checkpoint's adapter was trained on other weights of the base model."""
+    kept = stored.metadata.get(BASE)
+    if not isinstance(kept, Mapping):
+        return
+    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
+        trained_on = stored.metadata.get("model_name")
+        _LOG.warning(
+            "load_adapter: the adapter %r was trained on other weights of the base model%s than "
+            "this model has, so its outputs differ from those of its training.",
+            name, f" ({trained_on!r})" if trained_on else "",
+        )  # fmt: skip

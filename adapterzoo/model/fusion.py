@@ -23,9 +23,9 @@ from adapterzoo.methods._parts import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from . import sharding
+from . import checkpointing, sharding
 from .activation import check_setup, fusible_paths, refuse_overridden, replan, set_active
-from .heads import copies, store
+from .heads import copies
 from .hf.hosts import refuse_while_batching
 from .hf.info import ModelInfo, provenance
 from .hf.task_classes import text_config
@@ -211,16 +211,14 @@ def save(
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
     }
-    layers, info = dict(fusion_modules(model, name)), ModelInfo(model)
+    layers = dict(fusion_modules(model, name))
     if with_head:
         # whether it can be written is known before anything is
         head_name = with_head if isinstance(with_head, str) else name
-        store.save(model, folder, head_name, format)
-    write = functools.partial(
-        formats.write, Path(folder), kind="adapter_fusion", name=format, info=info
-    )
+        checkpointing.save_head(model, folder, head_name, format)
     with sharding.gathering(model, layers.values()):
-        sharding.save(model, Checkpoint(document, named_tensors(layers, keep_vars=True)), write)
+        stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
+        checkpointing.write(model, folder, stored, "adapter_fusion", format)
 
 
 def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions) -> str:
@@ -250,7 +248,7 @@ def load(model: AdaptedModel, folder: str | os.PathLike[str], asked: LoadOptions
         fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
     enter_head = None
     if asked.with_head and formats.of(folder, "head") is not None:
-        _, enter_head = store.read(model, folder, asked)
+        _, enter_head = checkpointing.read_head(model, folder, asked)
     enter(model, fuse, config, made, asked.set_active)
     if enter_head is not None:
         enter_head()

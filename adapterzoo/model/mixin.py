@@ -40,7 +40,7 @@ from . import hotswap as hotswapping
 from .adapterhub.config import AdaptersConfig
 from .conversion import Size
 from .conversion.certificate import Certificate
-from .heads import copies, store, tables
+from .heads import copies, tables
 from .heads.named import HeadNames
 from .hf import config_entry, hosts, owned, vocabularies
 from .hf.init_data import InitData
@@ -1065,7 +1065,7 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = checkpointing.chosen_format(format, use_safetensors)
-        store.save(self, save_directory, head_name, chosen)
+        checkpointing.save_head(self, save_directory, head_name, chosen)
 
     def load_head(
         self,
@@ -1105,7 +1105,7 @@ class AdapterModelMixin:
             load_as=load_as, id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
         )  # fmt: skip
-        return store.load(self, save_directory, asked)
+        return checkpointing.load_head(self, save_directory, asked)
 
     def save_all_heads(
         self,
@@ -1411,7 +1411,7 @@ class AdapterModelMixin:
         """Initialize the state, without adapters; called once for each model."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
-        owned.own(self, owned.names_of(AdapterModelMixin))
+        owned.own(self, AdapterModelMixin)
         activation.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

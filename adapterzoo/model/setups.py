@@ -18,7 +18,6 @@ from adapterzoo.names import one_of
 
 from . import adapters, checkpointing, fusion, sharding
 from .activation import set_active as activate
-from .heads import store
 from .heads.named import saved_names
 from .state import AdaptedModel, LoadOptions, heads_of
 
@@ -63,9 +62,9 @@ def save(
         fusion.save(model, folder / fuse.name, fuse, meta, format)
     for name in names_of(head_setup):
         if name not in setup.flatten():
-            store.save(model, folder / name, name, format)
+            checkpointing.save_head(model, folder / name, name, format)
     if head_setup is True:
-        store.save(model, folder, None, format)
+        checkpointing.save_head(model, folder, None, format)
     # last: where it is, all the others are
     setup_files.write(folder, setup, head_setup)
 
@@ -110,10 +109,10 @@ def load(
             undo.callback(fusion.delete, model, name)
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
-            store.load(model, folder / name, LoadOptions(load_as=name))
+            checkpointing.load_head(model, folder / name, LoadOptions(load_as=name))
         enter_head = None
         if heads is True:
-            _, enter_head = store.read(model, folder, LoadOptions(set_active=True))
+            _, enter_head = checkpointing.read_head(model, folder, LoadOptions(set_active=True))
         if set_active:
             activate(model, setup)
             if model._has_named_heads and names_of(heads):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
-from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.layers import unpacked_size
 
 
@@ -169,28 +168,26 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
-def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) -> None:
-    """Gather the tensors of a checkpoint and write it in the first process of the mesh.
+def in_first_process(model: Any, write: Callable[[], None]) -> None:
+    """Write a checkpoint in the first process of the mesh.
 
     The others wait and raise its error too. If the model is not sharded, each process writes.
 
     Args:
-        model: resharded, within `gathering`.
-        stored: of the model, in the same order in all processes.
-        write: writes the whole checkpoint.
+        model: resharded.
+        write: writes tensors that are whole.
 
     Raises:
         CheckpointError: `write` failed; an old checkpoint is still whole.
     """
-    whole = Checkpoint(stored.metadata, gathered(stored.adapter), gathered(stored.head))
     groups = groups_of(model)
     if not groups:
-        write(whole)
+        write()
         return
     failure: list[str | None] = [None]
     if not any(dist.get_rank(group) for group in groups):
         try:
-            write(whole)
+            write()
         except AdapterZooError as error:
             failure = [str(error)]
     # along each dimension in turn, until every process has it

@@ -65,12 +65,9 @@ class AdapterRecord:
         "+" precedes the path of the site where the input is added to another captured one.
         """
         for path, placements in self.places.items():
-            for source in dict.fromkeys(p.site.source for p in placements):
-                if source is not None:
-                    yield source, path
-            for source in dict.fromkeys(p.site.also for p in placements):
-                if source is not None:
-                    yield source, f"+{path}"
+            sites = [placement.site for placement in placements]
+            yield from dict.fromkeys((s.source, path) for s in sites if s.source is not None)
+            yield from dict.fromkeys((s.also, f"+{path}") for s in sites if s.also is not None)
 
 
 @dataclass(frozen=True, slots=True)

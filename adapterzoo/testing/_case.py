@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from adapterzoo.composition import Stack
 from adapterzoo.config import AdapterConfig
@@ -242,11 +243,6 @@ def distance(one: Tensor, other: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def fields_of(config: AdapterConfig) -> set[str]:
-    """Return the names of a config's fields."""
-    return {f.name for f in dataclasses.fields(config)}
-
-
 def _fits(case: Case) -> bool:
     # a config that names its layers decides itself about embeddings
     if case.kind == "embedding" and getattr(case.config, "target_modules", ()) is not None:
@@ -309,24 +305,16 @@ def seeded(model: Any, inputs: Inputs) -> Any:
 
 def flat(outputs: Any) -> Tensor:
     """Concatenate all floating-point outputs of a model. `[numbers]`."""
-    found = [t.reshape(-1) for t in _tensors(outputs) if t.is_floating_point()]
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+    found = [t.reshape(-1) for t in tensors if t.is_floating_point()]
     return torch.cat(found) if found else torch.zeros(0)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(inner)
 
 
 class _OneTensor:
     """Mixin for the class of a model, which then takes `Inputs` and returns one tensor."""
 
     def __call__(self, x: Inputs, **kwargs: Any) -> Any:
-        call = cast("Any", super()).__call__
-        return flat(seeded(lambda **inputs: call(**inputs), x))
+        return flat(seeded(cast("Any", super()).__call__, x))
 
 
 @dataclass(frozen=True)
@@ -340,17 +328,11 @@ class ModelCase(Case):
     # rounding errors of a whole model vary: one of the two may be small by chance
     margin: ClassVar[float] = 8.0
 
-    tiny: TinyModel = dataclasses.field(
-        default=TinyModel(nn.Identity(), {}), compare=False, repr=False
-    )
+    tiny: TinyModel = dataclasses.field(kw_only=True, compare=False, repr=False)
 
     def __str__(self) -> str:
         """Return the class of the model."""
         return type(self.tiny.model).__name__
-
-    def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
-        """Return the config."""
-        return config or self.config
 
     def input(self, *batch: int, seed: int = 0) -> Tensor:
         """Return the inputs of the model, for any batch."""

@@ -58,14 +58,10 @@ class _InterfaceAttention(_Attention):
         layers = self.q_proj, self.k_proj, self.v_proj
         # [rows, heads, tokens, head_dim] each
         heads = [f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in layers]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _attend)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         seen = None if mask is None else mask[:, None, None].bool()  # [rows, 1, 1, tokens]
         out, _ = attend(self, *heads, seen, scaling=self.head_dim**-0.5)
         return cast("Tensor", self.out_proj(out.flatten(2)))
-
-
-def _attend(*args: Any, **kwargs: Any) -> Any:
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
 class _FusedAttention(nn.Module):

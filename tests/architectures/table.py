@@ -27,7 +27,7 @@ import torch
 from adapterzoo.config import AdapterConfig, ConfigUnion, config_strings
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.testing import TinyModel, report_on
-from adapterzoo.testing._case import ModelCase, fields_of
+from adapterzoo.testing._case import ModelCase
 
 from . import survey
 from .small import small
@@ -85,7 +85,7 @@ def _configs(strings: tuple[str, ...]) -> dict[str, list[AdapterConfig]]:
         if text != "union" and len((config := AdapterConfig.load(small(text))).members) == 1:
             # a few ReLUs may be off for all of a few tokens, and give no gradient
             changed = {"non_linearity": "gelu", "reduction_factor": 4}
-            kept = {n for n in changed.keys() & fields_of(config) if getattr(config, n) is not None}
+            kept = [name for name in changed if config.get(name) is not None]
             config = config.replace(**{name: changed[name] for name in kept})
             # bottlenecks sit in blocks, and these in front of the first one too
             name = "invertible" if config.get("inv_adapter") else config.architecture
@@ -95,7 +95,7 @@ def _configs(strings: tuple[str, ...]) -> dict[str, list[AdapterConfig]]:
 
 def _widths(configs: list[AdapterConfig]) -> Iterator[AdapterConfig]:
     first = configs[0]
-    if "attn_matrices" in fields_of(first):
+    if "attn_matrices" in first:
         wide = first.replace(attn_matrices=("q", "k", "v", "o"), intermediate_lora=True)
         try:
             yield wide.replace(output_lora=True)
@@ -105,14 +105,14 @@ def _widths(configs: list[AdapterConfig]) -> Iterator[AdapterConfig]:
         # sites of every kind in one run, but for those that cannot share a layer
         yield from (ConfigUnion(*configs[:n]) for n in range(len(configs), 1, -1))
     yield first
-    if "attn_matrices" in fields_of(first):
+    if "attn_matrices" in first:
         yield first.replace(target_modules="all-linear")
 
 
 def linear() -> list[str]:
     """The methods at linear layers."""
     found = methods().items()
-    return [name for name, configs in found if "attn_matrices" in fields_of(configs[-1])]
+    return [name for name, configs in found if "attn_matrices" in configs[-1]]
 
 
 def another(model_type: str) -> str:

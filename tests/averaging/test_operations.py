@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from adapterzoo import Average
 from adapterzoo.averaging import (
     STRATEGIES,
-    combination,
     largest,
     random,
     signed_roots,
@@ -17,6 +16,7 @@ from adapterzoo.averaging import (
     weighted,
 )
 from adapterzoo.errors import ConfigError, UnknownNameError
+from adapterzoo.model.averaging import combination
 
 WEIGHTS = [0.75, -1.5, 2.0]
 

@@ -1,9 +1,12 @@
 """Activation functions are those of transformers, by name."""
 
+import importlib.util
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from adapterzoo import activations
 from adapterzoo.activations import ACTIVATIONS, activation
 from adapterzoo.errors import ConfigError
 
@@ -24,6 +27,17 @@ def test_adapterhubs_own_name_and_none_and_capitals():
 def test_transformers_has_no_other_function_without_parameters():
     rest = set(ACT2FN) - set(ACTIVATIONS)
     assert all(list(ACT2FN[name].parameters()) for name in rest)
+
+
+def test_a_name_that_an_older_transformers_lacks_is_left_out(monkeypatch):
+    monkeypatch.delitem(ACT2FN, "sqrtsoftplus")
+    spec = importlib.util.spec_from_file_location(activations.__name__, activations.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert ACTIVATIONS.keys() - module.ACTIVATIONS.keys() == {"sqrtsoftplus"}
+    assert torch.equal(module.activation("mish")(X), activation("mish")(X))
+    with pytest.raises(ConfigError, match="sqrtsoftplus"):
+        module.activation("sqrtsoftplus")
 
 
 @pytest.mark.parametrize("name", ["gellu", "", 3, "prelu"])

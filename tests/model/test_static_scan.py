@@ -45,7 +45,9 @@ def error_of(tiny, cls, task):
     pooler = "pooler" in dict(model._backbone.named_children())
     labels = config.label2id
     try:
-        found, own, _ = ModelInfo(model).named(cls.__name__, head_tensors(static), labels, pooler)
+        info, tensors = ModelInfo(model), head_tensors(static)
+        head = info.equal_head(cls.__name__, tensors, labels, pooler)
+        found, own = info.values_of(head, tensors)
         store.add(model, "x", named.config_from(model, found))
     except (InexpressibleError, ConfigError):
         # left out with a warning

@@ -20,7 +20,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config import AdapterConfig, ConfigUnion
+from adapterzoo.config import AdapterConfig, ConfigUnion, defaults
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
@@ -50,10 +50,10 @@ from adapterzoo.formats.files import (
     json_bytes,
     pickle_bytes,
     read_json,
-    read_tensors,
     tensor_bytes,
+    tensors_in,
 )
-from adapterzoo.formats.fit import same_values
+from adapterzoo.formats.fit import by_path, same_values
 from adapterzoo.heads import STATIC, HeadConfig, head_types
 from adapterzoo.spelling import (
     AdapterHubFile,
@@ -103,11 +103,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
             for member in config.members:
                 spelling_of(member)
             return config
-        if not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"config={values!r} in adapter_config.json is not an object. {AGAIN}."
-            )
-        if values.get("architecture") != ConfigUnion.architecture:
+        if not isinstance(values, Mapping) or values.get("architecture") != "union":
             return _read_member(values, file)
         members = values.get("configs")
         members = members if isinstance(members, list) else [members]
@@ -174,23 +170,20 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
     if (reason := spelling.unsayable(config)) is not None:
         raise unsayable(config, reason)
     values = config.to_dict()
-    legal = {**{f.name: _default(f) for f in dataclasses.fields(config)}, **spelling.implied}
+    legal = {**defaults(type(config)), **spelling.implied}
     sayable = {*spelling.fields.values(), *spelling.omitted}
     # `to_dict` leaves out fields that only this library has
     wrong = [k for k, v in legal.items() if k not in sayable and values.get(k, v) != v]
     if wrong:
-        shown = ", ".join(f"{name}={values[name]!r}" for name in sorted(wrong))
-        raise unsayable(config, f"adapters has no {shown}")
+        raise unsayable(config, f"adapters has no {_shown(values, sorted(wrong))}")
     written = {theirs: values[ours] for theirs, ours in spelling.fields.items()}
     written |= {**spelling.fixed, **spelling.constants}
     name = spelling.architecture[0]
     return written if name is None else {"architecture": name, **written}
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def _shown(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
 def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
@@ -314,12 +307,9 @@ def read_adapter(
     members = [spelling_of(m).convention(info.model_type, m) for m in members]
     config = joined([*members, *added(members, info.anatomy)])
     members = config.members
-    places = places_of(config, info.anatomy)
     here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
-    for place in places:
-        for container in spelling_of(place.placement.config).containers:
-            if (location := location_of(container, place)) is not None:
-                here.setdefault((container.name, location), []).append(place)
+    for container, there, place in _containers(places_of(config, info.anatomy)):
+        here.setdefault((container.name, there), []).append(place)
     groups: dict[tuple[str, str], list[Key]] = {}
     for key in keys:
         groups.setdefault((key.container.name, key.path), []).append(key)
@@ -362,8 +352,7 @@ def _read_group(
         return texts
     fused = places[0].placement.site.output_slice is not None
     if fused:
-        check_fused(places)
-        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        places = in_order(places)
         if any(t.dim() == 0 or t.shape[0] % len(places) for t in own.values()):
             return texts
     found: dict[str, Tensor] = {}
@@ -381,8 +370,8 @@ def _container(config: AdapterConfig, name: str) -> Container | None:
     return next((c for c in spelling_of(config).containers if c.name == name), None)
 
 
-def check_fused(places: Sequence[Place]) -> None:
-    """Refuse a fused layer whose parts AdapterHub takes for others.
+def in_order(places: Sequence[Place]) -> list[Place]:
+    """Return the parts of a fused layer in AdapterHub's order.
 
     Raises:
         CheckpointError: the layer does not hold queries, keys and values one under the other.
@@ -395,6 +384,15 @@ def check_fused(places: Sequence[Place]) -> None:
                 f"in the fused layer {site.path!r} adapters takes other rows for its parts. Train "
                 f"the adapter at other layers, or write {argument('format', 'native')}."
             )
+    return sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+
+
+def _containers(places: Iterable[Place]) -> Iterator[tuple[Container, BlockLocation, Place]]:
+    """Yield the containers of the tensors of each place, with its location there."""
+    for place in places:
+        for container in spelling_of(place.placement.config).containers:
+            if (location := location_of(container, place)) is not None:
+                yield container, location, place
 
 
 def write_adapter(
@@ -414,16 +412,14 @@ def write_adapter(
     written = write_config(joined(members))
     if layout.swapped:
         written = write_config(joined([_swapped(m) for m in members]))
-    places = places_of(joined(members), info.anatomy)
-    by_path: dict[str, tuple[Container, list[Place]]] = {}
-    for place in places:
-        for container in spelling_of(place.placement.config).containers:
-            if location_of(container, place) is not None:
-                path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
-                by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
+    containers: dict[str, tuple[Container, list[Place]]] = {}
+    for container, _, place in _containers(places_of(joined(members), info.anatomy)):
+        path = _joined_path(prefix_of(info), name_of(info, container, place, layout))
+        containers.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}
-    for path, (container, here) in by_path.items():
-        for parameter, tensor in _to_container(container, here, tensors).items():
+    tensors_at = by_path(tensors)
+    for path, (container, here) in containers.items():
+        for parameter, tensor in _to_container(container, here, tensors_at).items():
             found[f"{path}.{name}.{parameter}"] = tensor
     for number, member in zip(own, members, strict=True):
         shared = shared_tensors(tensors, number if len(config.members) > 1 else None)
@@ -452,16 +448,13 @@ def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
     Raises:
         CheckpointError: it computes another one.
     """
+    mine = config.to_dict()
     theirs = spelling_of(config).convention(info.model_type, config).to_dict()
-    differing = [name for name, value in config.to_dict().items() if theirs[name] != value]
-    if differing:
-        mine, other = (
-            ", ".join(f"{name}={values[name]!r}" for name in differing)
-            for values in (config.to_dict(), theirs)
-        )
+    if differing := [name for name, value in mine.items() if theirs[name] != value]:
+        other = _shown(theirs, differing)
         raise inexpressible(
-            f"in {info.model_type} models adapters computes {other}, and this adapter has {mine}. "
-            f"Train it again with {other} for adapters"
+            f"in {info.model_type} models adapters computes {other}, and this adapter has "
+            f"{_shown(mine, differing)}. Train it again with {other} for adapters"
         )
 
 
@@ -508,12 +501,11 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 
 
 def _to_container(
-    container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
+    container: Container, places: Sequence[Place], tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
-        check_fused(places)
-        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        places = in_order(places)
         reason = spelling_of(places[0].placement.config).fused
         if reason is not None:
             hints = argument("format", "native"), argument("format", "peft")
@@ -522,38 +514,19 @@ def _to_container(
         raise inexpressible(
             f"{len(places)} adapters sit at {places[0].path!r}, where AdapterHub has one name"
         )
-    each = []
-    for place in places:
-        start = place.key("")
-        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
-        each.append(container.to_theirs(own, place.placement.config))
+    each = [container.to_theirs(p.own(tensors), p.placement.config) for p in places]
     return {name: torch.cat([part[name] for part in each]) for name in each[0]}
 
 
 # --- folders ---
 
-_FIELDS = frozenset(
-    ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",
-     "version")
-)  # fmt: skip
+_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
+_FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version"))
 
 
-def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
-
-
-def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the `meta_dict` entries to write next to the fields of a config.
-
-    Raises:
-        CheckpointError: it has a key that is such a field.
-    """
-    if taken := sorted(_FIELDS & set(meta)):
-        raise inexpressible(
-            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
-        )
-    return meta
 
 
 _ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
@@ -565,8 +538,6 @@ _FUSION = (
     "model_adapter_fusion.safetensors",
     "pytorch_model_adapter_fusion.bin",
 )
-
-_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
 
 
 def names_of_files(kind: Kind) -> tuple[str, str, str]:
@@ -584,14 +555,11 @@ def _recognizes(folder: Path, kind: Kind) -> bool:
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     if kind == "adapter_fusion":
         return _read_fusion(folder, info)
-    head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
-    name = None
+    head = Checkpoint({"name": None, "head": None})
     if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
-        metadata, tensors = _files_in(folder, _HEAD)
-        name = metadata.get("name")
-        head = read_head(info, metadata, tensors)
+        head = _read_head(info, *_files_in(folder, _HEAD))
     if kind == "head":
-        return Checkpoint({"name": name, "head": head[0]}, {}, head[1])
+        return head
     metadata, tensors = _files_in(folder, _ADAPTER)
     config, adapter = read_adapter(info, metadata, tensors)
     described = {
@@ -599,12 +567,12 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         "model_type": metadata.get("model_type"),
         "model_name": metadata.get("model_name"),
         "config": config.to_dict(),
-        "head": head[0],
-        "meta": meta_in(metadata),
+        "head": head.metadata["head"],
+        "meta": _meta_in(metadata),
     }
-    if head[0] is not None and name not in (None, described["name"]):
-        described["head_name"] = name
-    return Checkpoint(described, adapter, head[1])
+    if head.metadata["name"] not in (None, described["name"]):
+        described["head_name"] = head.metadata["name"]
+    return Checkpoint(described, adapter, head.head)
 
 
 def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) -> dict[str, bytes]:
@@ -612,25 +580,46 @@ def _encode(checkpoint: Checkpoint, kind: Kind, info: ModelInfo, *, safe: bool) 
         return _encode_fusion(checkpoint, info, safe)
     metadata = checkpoint.metadata
     name = str(metadata["name"])
-    common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
+    common = {key: metadata.get(key) for key in _COMMON}
     contents: dict[str, bytes] = {}
     if kind == "adapter":
         config = AdapterConfig.from_dict(metadata["config"])
         fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
-        meta = meta_for(metadata.get("meta") or {})
-        contents |= _tensor_file(_ADAPTER, tensors, safe)
-        contents[_ADAPTER[0]] = json_bytes({**meta, **common, "config": fields})
+        fields = {**common, "config": fields}
+        contents |= _files(_ADAPTER, fields, tensors, safe, metadata.get("meta"))
     if metadata.get("head") is not None:
-        more, tensors = write_head(info, name, metadata["head"], checkpoint.head)
-        contents |= _tensor_file(_HEAD, tensors, safe)
-        contents[_HEAD[0]] = json_bytes({**common, **more})
+        fields, tensors = write_head(info, name, metadata["head"], checkpoint.head)
+        contents |= _files(_HEAD, {**common, **fields}, tensors, safe)
     return contents
 
 
-def _tensor_file(
-    names: tuple[str, str, str], tensors: Mapping[str, Tensor], safe: bool
+def _files(
+    names: tuple[str, str, str],
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    safe: bool,
+    meta: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    return {names[1]: tensor_bytes(tensors, {})} if safe else {names[2]: pickle_bytes(tensors)}
+    """Return names and contents of a config and of the tensors beside it.
+
+    Args:
+        names: see `names_of_files`.
+        fields: of the config.
+        tensors: by AdapterHub's keys.
+        safe: whether to write safetensors.
+        meta: `meta_dict`, whose entries stand beside the fields.
+
+    Raises:
+        CheckpointError: it has a key that is such a field.
+    """
+    meta = meta or {}
+    if taken := sorted(_FIELDS & meta.keys()):
+        raise inexpressible(
+            f"AdapterHub's format has fields named {listing(taken)}. Rename these keys of meta_dict"
+        )
+    config, file, pickled = names
+    held = {file: tensor_bytes(tensors, {})} if safe else {pickled: pickle_bytes(tensors)}
+    return {config: json_bytes({**meta, **fields, "version": VERSION}), **held}
 
 
 for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
@@ -648,19 +637,15 @@ for _name, _safe in (("adapterhub", False), ("adapterhub-safetensors", True)):
 def _files_in(
     folder: Path, names: tuple[str, str, str]
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors."""
     config, safe, pickled = names
-    metadata = read_json(folder / config)
-    # of two files with the same tensors, prefer the one that cannot hold code
-    file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{str(folder)!r} has {config}, but no tensors beside it. {AGAIN}.")
-    return metadata, read_tensors(file)
+    return read_json(folder / config), tensors_in(folder, (safe, pickled))
 
 
-def read_head(
+def _read_head(
     info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return metadata and tensors of a head.
+) -> Checkpoint:
+    """Return a head.
 
     Args:
         info: of the model.
@@ -670,13 +655,14 @@ def read_head(
     Raises:
         CheckpointError: the head has no equivalent in this model.
     """
-    config = metadata.get("config")
+    name, config = metadata.get("name"), metadata.get("config")
     if config is None:
-        return _read_static(info, metadata, tensors)
+        document, own = _read_static(info, metadata, tensors)
+        return Checkpoint({"name": name, "head": document}, {}, own)
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
-    start = f"heads.{metadata.get('name')}"
+    start = f"heads.{name}"
     # adapters also saves heads whose names begin with this one
     own = {
         key.removeprefix(f"{start}."): tensor
@@ -685,7 +671,7 @@ def read_head(
     }
     if info.named_heads:
         config, own = info.untied(config, own)
-    return {"config": dict(config)}, own
+    return Checkpoint({"name": name, "head": {"config": dict(config)}}, {}, own)
 
 
 def write_head(
@@ -741,8 +727,8 @@ def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
         raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
     ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
-        shown = ", ".join(f"{field}={config[field]!r}" for field in used)
-        raise inexpressible(f"AdapterHub's format cannot express a head with {shown}", *hints)
+        why = f"AdapterHub's format cannot express a head with {_shown(config, used)}"
+        raise inexpressible(why, *hints)
 
 
 def _read_static(
@@ -753,21 +739,18 @@ def _read_static(
     labels = metadata.get("label2id")
     if info.named_heads:
         return info.from_static(theirs, tensors, labels if isinstance(labels, Mapping) else None)
-    static = info.static_head
-    mine = {key: tensor for key, tensor in tensors.items() if key in static}
+    found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        if key in mine:
-            continue
         # the layer onto the vocabulary, which adapters saves with every head
-        own = info.tensor(key)
+        own = None if key in info.static_head else info.tensor(key)
         if own is None:
-            mine[key] = tensor
+            found[key] = tensor
         elif not same_values(tensor, own):
             raise CheckpointError(
                 f"{key!r} differs from the model's own. Write "
                 f"{argument('with_head', False, 'load_adapter')}."
             )
-    return {STATIC: theirs}, mine
+    return {STATIC: theirs}, found
 
 
 def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
@@ -821,7 +804,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         "name": name,
         "adapter_names": names,
         "config": {**config, **_conventions(configs), **entry},
-        "meta": meta_in(metadata),
+        "meta": _meta_in(metadata),
     }
     return Checkpoint(described, tensors)
 
@@ -842,10 +825,10 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
+    at = by_path(checkpoint.adapter)
     for container, place in _fusion_places(info, fused).values():
         named = name_of(info, container, place, layout)
-        at = f"{place.path}/"
-        own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
+        own = dict(at.get(place.path, {}))
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
             raise inexpressible(
@@ -857,14 +840,12 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     theirs = _conventions(fused)
     mine = {key: fields["config"][key] for key in theirs}
     if mine != theirs:
-        shown = [", ".join(f"{k}={v!r}" for k, v in values.items()) for values in (theirs, mine)]
         raise inexpressible(
-            f"adapters computes such a fusion with {shown[0]}, and this has {shown[1]}"
+            f"adapters computes such a fusion with {_shown(theirs, theirs)}, and this has "
+            f"{_shown(mine, mine)}"
         )
     fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
-    meta = meta_for(metadata.get("meta") or {})
-    contents = _tensor_file(_FUSION, tensors, safe)
-    return contents | {_FUSION[0]: json_bytes({**meta, **fields, "version": VERSION})}
+    return _files(_FUSION, fields, tensors, safe, metadata.get("meta"))
 
 
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
@@ -891,8 +872,7 @@ def _fusion_places(
         places = places_of(config, info.anatomy)
         for member in config.members:
             check_convention(info, member)
-        for place in places:
-            for container in spelling_of(place.placement.config).containers:
-                if container.at == "sublayer" and (location := location_of(container, place)):
-                    found[location] = container, place
+        for container, location, place in _containers(places):
+            if container.at == "sublayer":
+                found[location] = container, place
     return found

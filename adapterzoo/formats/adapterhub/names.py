@@ -83,44 +83,29 @@ def _tower(name: str) -> Layout:
 _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
 
+_ALIKE: Mapping[str, Layout] = {
+    "bart gemma2 gemma3_text gptj mbart modernbert plbart qwen2 qwen3 whisper": _HUNG_IN,
+    "bert bert-generation deberta deberta-v2 electra roberta xlm-roberta xmod": _BERT,
+    "llama mistral": _LLAMA,
+    "mt5 t5": _T5,
+}
 LAYOUTS: Mapping[str, Layout] = {
+    **{family: layout for families, layout in _ALIKE.items() for family in families.split()},
+    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
     "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
-    "bart": _HUNG_IN,
     "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
-    "bert": _BERT,
-    "bert-generation": _BERT,
     "clip": Layout(
         _HUNG_IN.sublayers,
         entry="text_model",
         locations={f"{t}_self_prefix": f"clip_{t}_self_prefix" for t in _TOWERS},
     ),
-    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
-    "deberta": _BERT,
-    "deberta-v2": _BERT,
     "distilbert": Layout(_HUNG_IN.sublayers, locations={"self_prefix": "self"}),
-    "electra": _BERT,
-    "gemma2": _HUNG_IN,
-    "gemma3_text": _HUNG_IN,
     "gpt2": Layout(_HUNG_IN.sublayers, crosses=False),
-    "gptj": _HUNG_IN,
-    "llama": _LLAMA,
-    "mbart": _HUNG_IN,
-    "mistral": _LLAMA,
-    "modernbert": _HUNG_IN,
-    "mt5": _T5,
-    "plbart": _HUNG_IN,
-    "qwen2": _HUNG_IN,
-    "qwen3": _HUNG_IN,
-    "roberta": _BERT,
-    "t5": _T5,
     "vit": Layout(
         {"attention": "attention_adapters", "mlp": "output.output_adapters"},
         "encoder.layer.{}",
         _VIT_LAYERS,
     ),
-    "whisper": _HUNG_IN,
-    "xlm-roberta": _BERT,
-    "xmod": _BERT,
 }
 
 _KINDS: Mapping[str, SubLayerKind] = {

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
 
 _TENSORS = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
+_FILES = _TENSORS, "adapter_model.bin"
 
 
 def _recognizes(folder: Path, kind: Kind) -> bool:
     if kind != "adapter":
         return False
-    there = any((folder / name).is_file() for name in (_TENSORS, _PICKLE))
+    there = any((folder / name).is_file() for name in _FILES)
     return there or "peft_type" in files.fields_of(folder / CONFIG)
 
 
@@ -58,7 +58,7 @@ formats.register("peft")(
         base=lambda folder: base_of(
             files.read_json(folder / CONFIG), "base_model_name_or_path", "revision"
         ),
-        owned=lambda kind: (_TENSORS, _PICKLE, CONFIG) if kind == "adapter" else (),
+        owned=lambda kind: (*_FILES, CONFIG) if kind == "adapter" else (),
     )
 )
 
@@ -110,9 +110,4 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: there are none.
     """
-    for name in (_TENSORS, _PICKLE):
-        if (folder / name).is_file():
-            return files.read_tensors(folder / name)
-    raise CheckpointError(
-        f"{str(folder)!r} has {CONFIG}, but neither {_TENSORS} nor {_PICKLE}. {files.AGAIN}."
-    )
+    return files.tensors_in(folder, _FILES)

@@ -41,7 +41,6 @@ from adapterzoo.config import AdapterConfig, Check, ConfigUnion, Text, checks
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.formats.checkpoint import (
-    OWN_OUTPUT,
     method_of,
     places_of,
     shared_key,
@@ -49,10 +48,10 @@ from adapterzoo.formats.checkpoint import (
 )
 from adapterzoo.formats.files import AGAIN
 from adapterzoo.formats.fit import same_values
-from adapterzoo.heads import STATIC
-from adapterzoo.methods.copies import all_placements
-from adapterzoo.patterns import TokenIds, fault, is_named, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, PeftArgument, instead
+from adapterzoo.heads import OWN_OUTPUT, STATIC
+from adapterzoo.methods._copies import all_placements
+from adapterzoo.patterns import TokenIds, around, exactly, fault, is_named, short_names
+from adapterzoo.peft_arguments import ADAPTED_BIASES, COMMON, instead
 from adapterzoo.spelling import (
     Fields,
     PeftLayer,
@@ -134,61 +133,57 @@ def checked(metadata: Mapping[str, Any]) -> FileConfig:
         )
     mapping = metadata.get("auto_mapping")
     base_class = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    legal = {name: cast("Check", argument.check) for name, argument in spelling.fields.items()}
+    tokens = spelling.rows_field or TOKENS
     return FileConfig(
         spelling=spelling,
-        fields={name: _value(metadata, name, a) for name, a in spelling.fields.items()},
+        fields={
+            name: _value(metadata, name, legal[name], argument.default)
+            for name, argument in spelling.fields.items()
+        },
         patterns={
-            name: _pattern(metadata, name, spelling.fields[base])
+            name: _value(metadata, name, _ByLayer(legal[base]), {})
             for name, base in spelling.patterns.items()
         },
-        task_type=_value(metadata, "task_type", PeftArgument(check=Text())),
+        task_type=_value(metadata, "task_type", Text()),
         base_class=base_class if isinstance(base_class, str) else None,
-        modules_to_save=_listed(metadata, "modules_to_save"),
-        target_parameters=_listed(metadata, "target_parameters") if spelling.of_parameters else (),
-        trainable_token_indices=_tokens(metadata, spelling.rows_field or TOKENS),
-        bias=_value(metadata, "bias", PeftArgument("none", check=Text())),
+        modules_to_save=_value(metadata, "modules_to_save", _Names(), []),
+        target_parameters=_value(metadata, "target_parameters", _Names(), [])
+        if spelling.of_parameters
+        else (),
+        # an empty list asks for no tokens
+        trainable_token_indices=_value({tokens: metadata.get(tokens) or None}, tokens, TokenIds()),
+        bias=_value(metadata, "bias", Text(), "none"),
         selection={name: metadata.get(name) for name in _SELECTION},
     )
 
 
-def _value(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Any:
-    value, check = metadata.get(name), cast("Check", argument.check)
+class _Names(Check):
+    legal = "a list of names or null"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(n, str) for n in value)
+
+
+class _ByLayer(Check):
+    def __init__(self, check: Check) -> None:
+        self.check, self.legal = check, f"layer names with {check.legal} each"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, Mapping) and all(map(self.check.fits, value.values()))
+
+
+def _value(metadata: Mapping[str, Any], name: str, check: Check, default: Any = None) -> Any:
+    """Return the value of a field, checked; the default for none."""
+    value = metadata.get(name)
     if value is None:
-        return argument.default
+        return default
     if not check.fits(check.convert(value)):
-        raise _wrong(name, value, check.legal, argument.default)
+        raise CheckpointError(
+            f"{CONFIG} says {name}={short(value)}; legal is {check.legal}. If the tensors are "
+            f"right, write {name!r}: {default} there; else copy the checkpoint again."
+        )
     return value
-
-
-def _pattern(metadata: Mapping[str, Any], name: str, argument: PeftArgument) -> Mapping[str, Any]:
-    value, check = metadata.get(name), cast("Check", argument.check)
-    value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(map(check.fits, value.values())):
-        raise _wrong(name, value, f"layer names with {check.legal} each", {})
-    return value
-
-
-def _listed(metadata: Mapping[str, Any], field: str) -> list[str]:
-    value = metadata.get(field)
-    names = [] if value is None else value
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise _wrong(field, value, "a list of names or null", None)
-    return names
-
-
-def _tokens(metadata: Mapping[str, Any], name: str) -> Any:
-    """Return the tokens of each table, checked."""
-    value, check = metadata.get(name), TokenIds()
-    if value and not check.fits(check.convert(value)):
-        raise _wrong(name, value, check.legal, None)
-    return value
-
-
-def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:
-    return CheckpointError(
-        f"{CONFIG} says {name}={short(value)}; legal is {legal}. If the tensors are right, write "
-        f"{name!r}: {hint} there; else copy the checkpoint again."
-    )
 
 
 _T = TypeVar("_T")
@@ -217,11 +212,6 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
         if fitting := [value for expression, value in compiled if expression.match(path)]:
             found[path] = fitting[0]
     return found
-
-
-def exactly(paths: Iterable[str]) -> str:
-    """Return a regular expression that matches exactly these paths."""
-    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
 
 
 def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
@@ -295,20 +285,19 @@ def class_in(peft_config: FileConfig, info: ModelInfo) -> str | None:
     """Return the class of models that a file belongs to; None if it does not say that."""
     if peft_config.base_class is not None or peft_config.task_type is None:
         return peft_config.base_class
-    return next(classes_for(TASKS.get(peft_config.task_type, {}), info), None)
+    return next(classes_for(TASKS.get(peft_config.task_type, {}), info.model_type), None)
 
 
-def classes_for(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
+def classes_for(mapping: Mapping[str, Any], model_type: str) -> Iterator[str]:
     """Yield the classes of transformers for a task that a type of model has."""
-    found = mapping.get(info.model_type)
+    found = mapping.get(model_type)
     yield from (found,) if isinstance(found, str) else found or ()
 
 
 def task_of(model_class: str) -> str | None:
     """Return PEFT's name of the task of a class; None if it has none."""
     for task, mapping in TASKS.items():
-        classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
-        if model_class in set(classes):
+        if any(model_class in classes_for(mapping, model_type) for model_type in mapping):
             return task
     return None
 
@@ -737,9 +726,7 @@ def _plain(key: str) -> str:
 
 def _is_saved(layer: str, names: Sequence[str]) -> bool:
     """Return whether a layer is in one of the modules, by PEFT's rule for names."""
-    parts = layer.split(".")
-    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(module.endswith(name) for module in around for name in names)
+    return any(module.endswith(name) for module in around(layer) for name in names)
 
 
 def base_tensor(path: str, parameter: str, info: ModelInfo) -> Tensor | None:
@@ -809,8 +796,8 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
     found: Fields = {}
     if extras.copies:
         layers = [s.path for s in (*anatomy.others, *anatomy)]
-        around = {path[:i] for path in layers for i, c in enumerate(path) if c == "."}
-        names = short_names([*extras.copies], [*layers, *around])
+        above = {module for path in layers for module in around(path)[:-1]}
+        names = short_names([*extras.copies], [*layers, *above])
         found["modules_to_save"] = exactly(extras.copies) if names is None else list(names)
     if extras.rows:
         table = anatomy.own_table

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.anatomy import Site
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import argument, listing
+from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import (
     Checkpoint,
     Place,
@@ -22,9 +23,8 @@ from adapterzoo.formats.checkpoint import (
     places_of,
     shared_tensors,
 )
-from adapterzoo.formats.fit import same_bits
 from adapterzoo.heads import head_types
-from adapterzoo.patterns import short_names
+from adapterzoo.patterns import around, short_names
 from adapterzoo.peft_arguments import ADAPTED_BIASES
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
@@ -107,12 +107,12 @@ def encode_adapter(
     if spelling.has_layers:
         fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[name]: layer for name, layer in layers.items()})
-    around = wrapper_depths(sites.values(), [*info.anatomy.weights()])
+    depths = wrapper_depths(sites.values(), [*info.anatomy.weights()])
     for name, layer in layers.items():
         table = dict(spelling.tensors)
         if sites[name].kind == "embedding":
             table |= spelling.embedding_tensors
-        owner = owners[name] + f".{WRAPPED}" * around.get(name, 0)
+        owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
         for parameter, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
     found, also = _write_extras(
@@ -133,15 +133,11 @@ def _parts(
     """Return the spelling of the method, its adapters by `Site.name`, and the extras."""
     more: list[tuple[Place, Mapping[str, Tensor]]] = []
     by_name: dict[str, list[PeftPart]] = {}
-    at: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        at.setdefault(key.partition("/")[0], {})[key] = tensor
+    at = fit.by_path(tensors)
     methods: dict[str, PeftSpelling] = {}
     for place in places_of(config, info.anatomy):
         member = place.placement.config
-        start = place.key("")
-        here = at.get(place.path, {}).items()
-        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
+        own = place.own(at)
         if place.placement.location in FIELD_AT:
             more.append((place, own))
             continue
@@ -205,8 +201,12 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
             pattern, ours = patterns[name]
             found[name] = most_common(said, first[ours])
             found[pattern] = by_path(said, found[name])
+        elif len(distinct := {*said.values()}) > 1:
+            raise inexpressible(
+                f"layers differ in {name} ({listing(sorted(distinct))}), and PEFT has one value"
+            )
         else:
-            found[name] = _same(name, {*said.values()})
+            found[name] = distinct.pop()
     return found
 
 
@@ -216,14 +216,6 @@ def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
     arguments = {} if spelling.arguments is None else spelling.arguments.fields
     always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
     return always | {n: values[a.ours] for n, a in spelling.fields.items() if a.ours in values}
-
-
-def _same(name: str, values: set[Any]) -> Any:
-    if len(values) > 1:
-        raise inexpressible(
-            f"layers differ in {name} ({listing(sorted(values))}), and PEFT has one value"
-        )
-    return next(iter(values))
 
 
 def _target_fields(
@@ -323,11 +315,9 @@ def _whole_modules(
     """
     below: dict[str, set[str]] = {}
     for key in head:
-        parts = key.split(".")
-        below |= {".".join(parts[:end]): set() for end in range(1, len(parts))}
+        below |= {path: set() for path in around(key)[:-1]}
     for path, own in modules.items():
-        parts = path.split(".")
-        for start in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & below.keys():
+        for start in below.keys() & around(path):
             below[start] |= {f"{path}.{name}" for name in own}
     whole = [path for path in sorted(below) if path in modules and below[path] <= head.keys()]
     found = [path for path in whole if not any(path.startswith(f"{other}.") for other in whole)]
@@ -343,7 +333,7 @@ def _whole_modules(
 def _is_own(key: str, tensor: Tensor, info: ModelInfo) -> bool:
     """Return whether a model has a tensor of the same values under this key."""
     own = info.tensor(key)
-    return own is tensor or (own is not None and not own.is_meta and same_bits(own, tensor))
+    return own is tensor or (own is not None and not own.is_meta and fit.same_bits(own, tensor))
 
 
 def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
@@ -436,13 +426,13 @@ def _write_extras(
         if names is None or any(path.endswith(names) for path in others):
             names = tuple(sorted(saved))
         fields["modules_to_save"] = list(names)
+    tables, paths, lists = zip(*tokens.values(), strict=True) if tokens else ((), (), ())
     if tokens and spelling.rows_field:
-        fields |= _rows_alone(spelling, list(tokens.values()))
+        if any(ids != lists[0] for ids in lists):
+            raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
+        fields |= {spelling.rows_field: lists[0], "target_modules": [*paths]}
     elif tokens:
-        found = list(tokens.values())
-        alone = len(found) == 1 and found[0][0] is None
-        listed = {path: ids for _, path, ids in found}
-        fields[TOKENS] = found[0][2] if alone else listed
+        fields[TOKENS] = lists[0] if tables == (None,) else dict(zip(paths, lists, strict=True))
     return fields, tensors
 
 
@@ -451,16 +441,6 @@ def _sharing(path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo)
     own = base_tensor(path, "weight", info)
     weights = [name for name, tensors in modules.items() if "weight" in tensors]
     return [name for name in weights if info.tensor(f"{name}.weight") is own]
-
-
-def _rows_alone(
-    spelling: PeftSpelling, found: Sequence[tuple[str | None, str, list[int]]]
-) -> Fields:
-    """Return the fields of a method that only trains rows, which are the same in each table."""
-    lists = [ids for _, _, ids in found]
-    if lists != [lists[0]] * len(lists):
-        raise inexpressible(f"PEFT's {spelling.peft_type} has the same tokens in all tables")
-    return {spelling.rows_field: lists[0], "target_modules": [path for _, path, _ in found]}
 
 
 def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
@@ -483,7 +463,7 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     mapping = TASKS.get(str(task_type), {})
     if known is not None and known.peft_classes is not None:
         mapping = getattr(modeling_auto, known.peft_classes)
-    model_class = next(iter(classes_for(mapping, info)), None)
+    model_class = next(classes_for(mapping, info.model_type), None)
     if model_class is None:
         raise inexpressible(
             f"transformers has no {info.model_type!r} with a {head_type!r} head",
@@ -503,5 +483,7 @@ def _without_head(info: ModelInfo) -> Task:
         (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
         ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
     )
-    found = [Task(c, task) for task, mapping in generating for c in classes_for(mapping, info)]
-    return found[0] if found else Task(info.model_class, None)
+    for task, mapping in generating:
+        for model_class in classes_for(mapping, info.model_type):
+            return Task(model_class, task)
+    return Task(info.model_class, None)

@@ -43,8 +43,7 @@ from adapterzoo.kernels.grouped import (
 from adapterzoo.methods._init import constant, drawn
 from adapterzoo.methods._targets import PLACES
 
-from .factors import LowRank, LowRankConfig, LowRankUpdate
-from .starts import Factors
+from .factors import Factors, LowRank, LowRankConfig, LowRankUpdate
 
 
 @method_config("dora")
@@ -223,7 +222,7 @@ class DoRA(Magnitudes, LowRank):
             return
         gains = [adapter.gain(base) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
-        self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
+        super().combine(adapters, weights, strategy, base, [gain / c for gain in gains])
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 

@@ -166,7 +166,7 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-_EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
+_TENSORS = {"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",)}
 # VeLoRA's, which only the backward pass of PEFT reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
@@ -224,10 +224,17 @@ def _write_layer(layer: PeftOutput) -> Fields:
     rank = layer.tensors["lora_A"].shape[0] // (site.experts or 1)
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
     one = configs[0]
-    said = {(c.scaling_at(site.name), c.use_rslora, c.dropout) for c in configs}
+    # an invocation equals the list that PEFT has
+    invoked = [Items(config.to_dict().get(_INVOCATION) or ()) for config in configs]
+    said = {
+        (config.scaling_at(site.name), config.use_rslora, config.dropout, invocation)
+        for config, invocation in zip(configs, invoked, strict=True)
+    }
     if len(said) > 1:
-        what = f"scaling or dropout (scaling, use_rslora, dropout: {listing(sorted(said))})"
-        raise only_native(f"the adapters at {site.name!r} differ in {what}")
+        raise only_native(
+            f"the adapters at {site.name!r} differ in scaling, use_rslora, dropout or "
+            f"{_INVOCATION} ({listing(sorted(said))})"
+        )
     if layer.is_parameter and (one.dropout or "lora_B_bias" in layer.tensors):
         has = f"dropout={one.dropout} or a bias of B, which a parameter cannot have"
         raise only_native(f"the adapter at {site.name!r} has {has}")
@@ -243,35 +250,19 @@ def _write_layer(layer: PeftOutput) -> Fields:
         "use_rslora": one.use_rslora,
         "init_lora_weights": True,
         "bias": "none",
+        "lora_bias": "lora_B_bias" in layer.tensors,
+        _INVOCATION: invoked[0],
     }
 
 
-def _of_lora(
-    fixed: Mapping[str, Any], tensors: Mapping[str, tuple[str, ...]], **more: Any
-) -> Callable[[type[AdapterConfig]], PeftSpelling]:
-    """Return the spelling of a method that PEFT calls LORA; `tensors`: besides A and B."""
-    chosen: dict[str, Any] = {
-        "arguments": _ARGUMENTS,
-        "write_layers": lambda layers, _said: [_write_layer(layer) for layer in layers],
-        "unsayable": _unsayable,
-        "join": _join,
-        **more,
-    }
-    return lambda config: PeftSpelling(
-        config=config,
-        peft_type="LORA",
-        fixed=fixed,
-        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors, **_UNREAD},
-        embedding_tensors=_EMBEDDING_TENSORS,
-        patterns={"rank_pattern": "r", "alpha_pattern": "lora_alpha"},
-        beside=COPIES,
-        inert=frozenset(("merge_weights", "runtime_config")),
-        refuse=_refuse,
-        read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
-        write=lambda part: _as_parameter(part.placement.site, part.tensors),
-        read_fields=_read_fields,
-        **chosen,
-    )
+def _write_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list[Fields]:
+    """Return the fields of PEFT's config for each layer, with the invocation if any has one."""
+    written = [_write_layer(layer) for layer in layers]
+    # an empty value is compared with those of other layers
+    if not any(fields[_INVOCATION] for fields in written):
+        for fields in written:
+            del fields[_INVOCATION]
+    return written
 
 
 def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
@@ -378,29 +369,6 @@ def _read_start(layer: PeftLayer) -> Tensors:
     a, b = factors(init, w.to(compute_dtype(w.dtype)), rank, s, None)
     like = layer.tensors["lora_A"]
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
-
-
-def _write_invoked_layers(layers: Sequence[PeftOutput], _said: Sequence[Fields]) -> list[Fields]:
-    """Return the fields of PEFT's config for each layer, with the invocation if any has one.
-
-    Raises:
-        CheckpointError: a layer has adapters with several invocations.
-    """
-    written = [
-        {**_write_layer(layer), "lora_bias": "lora_B_bias" in layer.tensors} for layer in layers
-    ]
-    configs = [[part.placement.config.to_dict() for part in layer.parts] for layer in layers]
-    # equals the list that PEFT has
-    own = [{Items(c.get(_INVOCATION) or ()) for c in each} for each in configs]
-    if own and set().union(*own) == {()}:
-        return written
-    for layer, found in zip(layers, own, strict=True):
-        if len(found) > 1:
-            path, given = layer.parts[0].placement.site.path, listing(sorted(found))
-            raise only_native(f"the adapters at {path!r} differ in {_INVOCATION} ({given})")
-    # an empty value is compared with those of other layers, None is not
-    pairs = zip(written, own, strict=True)
-    return [{**fields, _INVOCATION: next(iter(found))} for fields, found in pairs]
 
 
 def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
@@ -549,12 +517,11 @@ def _key(config: AdapterConfig) -> int:
     return cast("int", config["projection_prng_key"] if seed is None else seed)
 
 
-spelled(
-    _of_lora(
-        {"use_dora": False},
-        {"lora_B_bias": ("lora_B.bias",)},
-        write_layers=_write_invoked_layers,
-        of_parameters=True,
+def _peft_lora(config: type[AdapterConfig]) -> PeftSpelling:
+    return PeftSpelling(
+        config=config,
+        peft_type="LORA",
+        fixed={"use_dora": False},
         arguments=replace(
             _ARGUMENTS,
             fields={
@@ -565,8 +532,38 @@ spelled(
             },
             unsayable=_unused_options,
         ),
-    ),
-    lambda config: PeftSpelling(
+        tensors={**_TENSORS, "lora_B_bias": ("lora_B.bias",), **_UNREAD},
+        embedding_tensors={"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)},
+        patterns={"rank_pattern": "r", "alpha_pattern": "lora_alpha"},
+        beside=COPIES,
+        of_parameters=True,
+        inert=frozenset(("merge_weights", "runtime_config")),
+        refuse=_refuse,
+        read=lambda layer: {k: t for k, t in _read(layer).items() if k not in _UNREAD},
+        read_fields=_read_fields,
+        unsayable=_unsayable,
+        write=lambda part: _as_parameter(part.placement.site, part.tensors),
+        join=_join,
+        write_layers=_write_layers,
+    )
+
+
+def _peft_dora(config: type[AdapterConfig]) -> PeftSpelling:
+    magnitudes = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
+    return replace(
+        _peft_lora(config),
+        fixed={"use_dora": True, "lora_bias": False},
+        arguments=_ARGUMENTS,
+        tensors={**_TENSORS, "m": magnitudes, **_UNREAD},
+        of_parameters=False,
+        wide=("m",),
+        unsayable=_unsayable_dora,
+        join=_join_dora,
+    )
+
+
+def _peft_adalora(config: type[AdapterConfig]) -> PeftSpelling:
+    return PeftSpelling(
         config=config,
         peft_type="ADALORA",
         becomes="a LoRA adapter that computes the same; its ranks are no longer trained",
@@ -584,19 +581,19 @@ spelled(
         ),
         read_fields=_read_adalora_fields,
         read=_read_adalora,
-    ),
-)(LoRAConfig)  # fmt: skip
-spelled(
-    _of_lora(
-        {"use_dora": True, "lora_bias": False},
-        {"m": ("lora_magnitude_vector", "lora_magnitude_vector.weight")},
-        wide=("m",),
-        unsayable=_unsayable_dora,
-        join=_join_dora,
-    )
-)(DoRAConfig)
-spelled(
-    lambda config: PeftSpelling(
+    )  # fmt: skip
+
+
+def _unsayable_vera(placement: Placement) -> str | None:
+    if placement.config["convention"] != "paper":
+        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
+    if (parameter := placement.site.parameter) is not None:
+        return f"an adapter at the parameter {parameter!r}"
+    return None
+
+
+def _peft_vera(config: type[AdapterConfig]) -> PeftSpelling:
+    return PeftSpelling(
         config=config,
         peft_type="VERA",
         beside=frozenset({"bias"}),
@@ -604,20 +601,13 @@ spelled(
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
         read_model=_read_vera,
-        unsayable=lambda placement: (
-            "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
-            if placement.config["convention"] != "paper"
-            else None
-            if (parameter := placement.site.parameter) is None
-            else f"an adapter at the parameter {parameter!r}"
-        ),
+        unsayable=_unsayable_vera,
         write_layers=lambda layers, said: [
             {**fields, "projection_prng_key": _key(layer.parts[0].placement.config)}
             for layer, fields in zip(layers, said, strict=True)
         ],
         write_model=_write_vera,
     )
-)(VeraConfig)
 
 
 # --- AdapterHub: one architecture, told apart by fields ---
@@ -626,6 +616,8 @@ spelled(
 _ADAPTERHUB_FIELDS = _targets.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
+# the fields that every LoRA has, and VeRA has not
+_FIXED = {"composition_mode": "add", "vera_b": None, "vera_d": None}
 _VERA_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
 
 
@@ -692,94 +684,84 @@ _MAGNITUDES = Container(
 )
 
 
-def _adapterhub_of_lora(
-    fixed: Mapping[str, Any], container: Container, **more: Any
-) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
-    """Return the spelling of a method with A and B in each layer.
-
-    Args:
-        fixed: the fields that identify it.
-        container: of its tensors.
-        **more: other arguments of `AdapterHubSpelling`.
-    """
-    chosen: dict[str, Any] = {
-        "architecture": ("lora",),
-        "fields": _ADAPTERHUB_FIELDS,
-        "feed_forward": _targets.FEED_FORWARD,
-        "read_fields": _read_adapterhub_fields,
-        "place": _targets.place,
-        "unsayable": _unsayable_in_adapterhub,
-        "as_flags": _as_flags,
-        **more,
-    }
-    fields = {"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed}
-    return lambda config: AdapterHubSpelling(
-        config=config, fixed=fields, containers=(container,), **chosen
+def _adapterhub_lora(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    return AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed={**_FIXED, "use_dora": False},
+        fields=_ADAPTERHUB_FIELDS | same("use_gating"),
+        omitted=("convention",),
+        containers=(Container("loras", "layer"),),
+        feed_forward=_targets.FEED_FORWARD,
+        read_fields=_read_adapterhub_fields,
+        place=_targets.place,
+        unsayable=_unsayable_in_adapterhub,
+        as_flags=_as_flags,
     )
 
 
-def _adapterhub_of_vera(
-    name: str, fixed: Mapping[str, Any], container: Container
-) -> Callable[[type[AdapterConfig]], AdapterHubSpelling]:
-    """Return the spelling of a method with A and B once for all layers.
+def _adapterhub_dora(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    return replace(
+        _adapterhub_lora(config),
+        fixed={**_FIXED, "use_dora": True, "use_gating": False},
+        fields=_ADAPTERHUB_FIELDS,
+        implied={"convention": "adapterhub"},
+        omitted=(),
+        containers=(_MAGNITUDES,),
+        fused="adapters cannot run DoRA in a fused layer",
+        unsayable=_unsayable_dora_in_adapterhub,
+    )
 
-    Args:
-        name: of the method, for errors.
-        fixed: the fields that identify it.
-        container: of the tensors of a layer.
-    """
-    return lambda config: AdapterHubSpelling(
+
+def _adapterhub_mtl_lora(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    # its files cannot hold a dense matrix Λ
+    matrix = {"task_specific_matrix_type": "singular_values"}
+    return replace(
+        _adapterhub_lora(config),
+        architecture=("mtl_lora",),
+        fixed={**_FIXED, "use_dora": False, "use_gating": False, **matrix},
+        fields=_ADAPTERHUB_FIELDS | same("n_up_projection", "weights_sharpness"),
+        omitted=(),
+        fused="adapters cannot run MTL-LoRA in a fused layer",
+    )
+
+
+def _adapterhub_vera(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """Return how AdapterHub spells VeRA, with A and B once for all layers."""
+    return AdapterHubSpelling(
         config=config,
         architecture=("lora",),
-        fixed={"composition_mode": "add", "use_gating": False, **fixed},
+        fixed={"composition_mode": "add", "use_gating": False, "use_dora": False},
         constants={"init_weights": "vera"},
         required=("vera_d", "vera_b"),
         implied={"convention": "adapterhub"},
         fields=_targets.FLAGS
         | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
         omitted=("projection_prng_key",),
-        containers=(container, Container("shared_parameters", "model")),
-        fused=f"adapters cannot run {name} in a fused layer",
+        containers=(
+            Container("loras", "layer", names=_VERA_NAMES),
+            Container("shared_parameters", "model"),
+        ),
+        fused="adapters cannot run VeRA in a fused layer",
         feed_forward=_targets.FEED_FORWARD,
         place=_targets.place,
         as_flags=_targets.as_flags,
     )
 
 
-spelled(
-    _adapterhub_of_lora(
-        {"use_dora": False},
-        Container("loras", "layer"),
-        fields=_ADAPTERHUB_FIELDS | same("use_gating"),
-        omitted=("convention",),
+def _adapterhub_dvora(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    vera = _adapterhub_vera(config)
+    own = replace(_MAGNITUDES, names={**_MAGNITUDES.names, **_VERA_NAMES})
+    return replace(
+        vera,
+        fixed={**vera.fixed, "use_dora": True},
+        containers=(own, *vera.containers[1:]),
+        fused="adapters cannot run DVoRA in a fused layer",
     )
-)(LoRAConfig)
-spelled(
-    _adapterhub_of_lora(
-        {"use_dora": True, "use_gating": False},
-        _MAGNITUDES,
-        implied={"convention": "adapterhub"},
-        fused="adapters cannot run DoRA in a fused layer",
-        unsayable=_unsayable_dora_in_adapterhub,
-    )
-)(DoRAConfig)
-# its files cannot hold a dense matrix Λ
-spelled(
-    _adapterhub_of_lora(
-        {"use_dora": False, "use_gating": False, "task_specific_matrix_type": "singular_values"},
-        Container("loras", "layer"),
-        architecture=("mtl_lora",),
-        fields=_ADAPTERHUB_FIELDS | same("n_up_projection", "weights_sharpness"),
-        fused="adapters cannot run MTL-LoRA in a fused layer",
-    )
-)(MTLLoRAConfig)
-spelled(
-    _adapterhub_of_vera("VeRA", {"use_dora": False}, Container("loras", "layer", names=_VERA_NAMES))
-)(VeraConfig)
-spelled(
-    _adapterhub_of_vera(
-        "DVoRA",
-        {"use_dora": True},
-        replace(_MAGNITUDES, names={**_MAGNITUDES.names, **_VERA_NAMES}),
-    )
-)(DvoRAConfig)
+
+
+spelled(_peft_lora, _peft_adalora, _adapterhub_lora)(LoRAConfig)
+spelled(_peft_dora, _adapterhub_dora)(DoRAConfig)
+spelled(_adapterhub_mtl_lora)(MTLLoRAConfig)
+spelled(_peft_vera, _adapterhub_vera)(VeraConfig)
+spelled(_adapterhub_dvora)(DvoRAConfig)

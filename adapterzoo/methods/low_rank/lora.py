@@ -59,13 +59,12 @@ from adapterzoo.methods._init import constant, drawn, generator
 from adapterzoo.methods._parts import Gate
 from adapterzoo.methods._targets import TARGETS, TargetedConfig, fields_at
 
-from .factors import LowRank, LowRankConfig
+from .factors import Factors, LowRank, LowRankConfig
 from .starts import (
     OPTIONS,
     PLANS,
     Components,
     Covariance,
-    Factors,
     Starts,
     factors,
     principal,

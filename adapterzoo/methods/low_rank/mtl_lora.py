@@ -38,8 +38,7 @@ from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.methods._init import constant, drawn
 
-from .factors import LowRank, LowRankConfig
-from .starts import Factors
+from .factors import Factors, LowRank, LowRankConfig
 
 
 @method_config("mtl_lora")
@@ -195,16 +194,8 @@ class MTLLoRA(LowRank):
         ones = fill(torch.empty_like(self.weights))
         return {"task_specific.values": start, "weights": ones}
 
-    def combine(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
-        base: BaseLayer,
-    ) -> None:
-        """Set all parameters to a linear combination of those of several adapters."""
-        self.weights.data.fill_(1.0)
-        Adapter.combine(self, adapters, weights, strategy, base)
+    # not that of factors: all parameters are combined linearly
+    combine = Adapter.combine  # type: ignore[assignment]
 
 
 MTLLoRAConfig.adapter_class = MTLLoRA

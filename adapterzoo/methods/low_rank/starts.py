@@ -4,10 +4,6 @@ PiSSA (Meng et al. 2024, arXiv:2404.02948, eq. 2–4) starts with the principal 
 s · B₀ A₀ ≈ U Σ Vᵀ of rank r; OLoRA (Büyükakyüz 2024, arXiv:2406.01775) with the first r columns
 and rows of W = Q R. The adapter subtracts s · B₀ A₀, see `lora.Start`.
 
-Orthogonal: the rows of A and the columns of B lie in two orthogonal halves of a random basis of
-the ranks, so that B A = 0 although neither is zero. Gaussian: A has deviation 1 / r. Both as in
-PEFT.
-
 LoftQ (Li et al. 2023, arXiv:2310.08659, eq. 6–8, T = 1): s · B A is the principal part of W − Q,
 where Q is the quantized weight that the layer has and W the original one. Nothing is subtracted:
 the update compensates an error. Differs from PEFT: it divides by s, so that any scaling works.
@@ -27,8 +23,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,16 +33,9 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config import FLAG, Check, Choice, Range
 from adapterzoo.contracts import InputPlan, InputStatistics, WeightPlan, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.methods._init import constant, kaiming, normal
+from adapterzoo.methods._targets import fields_at
 
-if TYPE_CHECKING:
-    from .factors import LowRankConfig
-
-DRAWN = "lora", "bert", "gaussian", "orthogonal"
-"""The names of initial values that do not depend on the weight."""
-
-Factors: TypeAlias = tuple[Tensor, Tensor]
-"""A `[*experts, r, d_in]` and B `[*experts, d_out, r]`."""
+from .factors import DRAWN, Factors, LowRankConfig
 
 _NITER = re.compile(r"pissa_niter_([1-9]\d{0,2})")
 _ITERATIONS, _EXACT = 4, 256
@@ -87,44 +76,6 @@ def replaces_weight(name: str) -> bool:
 def starts_from_weight(name: str) -> bool:
     """Return whether s · B A starts as a part of the weight, or of its error."""
     return replaces_weight(name) or name == "loftq"
-
-
-def drawing(
-    name: str, rank: int, source: torch.Generator | None
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the initializers of A and B that do not depend on the weight.
-
-    Args:
-        name: of the initial values; for those that depend on the weight, the values of "lora".
-        rank: r.
-        source: of random numbers.
-
-    Raises:
-        ConfigError: the rank must be even.
-    """
-    if name == "bert":
-        return normal(0.02, source), normal(0.02, source)
-    if name == "gaussian":
-        return normal(1 / rank, source), constant(0.0)
-    if name != "orthogonal":
-        return kaiming(source), constant(0.0)
-    if rank % 2:
-        raise ConfigError(
-            f"init_weights='orthogonal' with the odd rank {rank}: A and B get one half of the "
-            f"ranks each. Write r={rank + 1}."
-        )
-    basis = torch.linalg.qr(torch.randn(rank, rank, generator=source, device="cpu"))[0]  # [r, r]
-    halves = basis[0::2], basis[1::2]  # [r / 2, r] each
-
-    def fill_a(t: Tensor) -> Tensor:
-        drawn = torch.randn(*t.shape[:-2], t.shape[-1], rank // 2, generator=source, device="cpu")
-        return t.copy_((drawn @ halves[0]).mT / 10)  # [*experts, r, d_in]
-
-    def fill_b(t: Tensor) -> Tensor:
-        drawn = torch.randn(*t.shape[:-1], rank // 2, generator=source, device="cpu")
-        return t.copy_(drawn @ halves[1] / 10)  # [*experts, d_out, r]
-
-    return fill_a, fill_b
 
 
 def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator | None) -> Factors:
@@ -323,7 +274,7 @@ class EvaPlan(InputPlan):
     def __init__(self, config: LowRankConfig, options: Mapping[str, Any], anatomy: Anatomy) -> None:
         """Watch all layers."""
         self._config, self._adjusts = config, options["adjust_scaling_factors"]
-        sites = sites_of(config, anatomy)
+        self._sites = sites = sites_of(config, anatomy)
         self._ranks = {site.path: config.rank_at(site.path) for site in sites}
         # a layer has no more components than inputs
         self._most = {
@@ -375,10 +326,7 @@ class EvaPlan(InputPlan):
         }
         kept = [path for path, rank in ranks.items() if rank]
         return {
-            "target_modules": tuple(kept),
-            "exclude_modules": None,
-            "leave_out": (),
-            "layers_to_transform": None,
+            **fields_at(site for site in self._sites if ranks[site.path]),
             "rank_pattern": {re.escape(p): ranks[p] for p in kept if ranks[p] != config.r},
             "alpha_pattern": {re.escape(p): alphas[p] for p in kept if alphas[p] != config.alpha},
         }

@@ -52,7 +52,7 @@ from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named
 from adapterzoo.methods._targets import RANK, TargetedConfig, check_site, refuse_larger
 
 from .dora import Magnitudes
-from .starts import Factors
+from .factors import Factors
 
 
 @config_class

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from adapterzoo import inject
 from adapterzoo.anatomy import OutputSlice, Site
-from adapterzoo.averaging import Density, Truncated, truncated
+from adapterzoo.averaging import Truncated, truncated
 from adapterzoo.composition import parse
-from adapterzoo.config import MAX_WIDTH, AdapterConfig, Maybe, Range, change_forms
+from adapterzoo.config import MAX_WIDTH, AdapterConfig, Density, Maybe, Range, change_forms
 from adapterzoo.contracts import Adapter, FactoredAdapter, WeightAdapter, compute_dtype, widest
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError, StateError, in_python
 from adapterzoo.inject.building import at_hand, inject_path, layer_at

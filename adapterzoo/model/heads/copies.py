@@ -37,11 +37,10 @@ from adapterzoo.composition.rows import parts_of
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import SiteError, StateError, listing
-from adapterzoo.formats.peft.reading import exactly
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import packing_of
-from adapterzoo.methods.copies import ROWS, Table
+from adapterzoo.methods._copies import ROWS, Table
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,
@@ -52,7 +51,7 @@ from adapterzoo.model.state import (
     prefixes_of,
     token_table,
 )
-from adapterzoo.patterns import matches, short_names
+from adapterzoo.patterns import exactly, matches, short_names
 from adapterzoo.runtime import HEAD
 
 # the submodule of a layer that holds the copies of it
@@ -86,34 +85,21 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
     to it.
     """
     found: dict[str, nn.Module] = {}
-    backbone = model._backbone
-    if not model._has_named_heads and backbone is not cast("nn.Module", model):
-        shared, seen = shared_ids(model), set[int]()
-        for name, child in model.named_children():
-            if child is not backbone:
-                found.update(_layers(child, name, shared, seen))
+    if model._has_named_heads or model._backbone is cast("nn.Module", model):
+        return found
+    shared, inside = shared_ids(model), set[int]()
+    for path, module in outside(model):
+        own = any(id(t) not in shared for _, t in saved_tensors(module))
+        if id(module) in inside or not (own or is_parametrized(module)):
+            continue
+        below = [part for _, part in plain_modules(module)]
+        if not any(id(t) in shared for part in below for _, t in saved_tensors(part)):
+            inside.update(map(id, below))
+            found[path] = module
     return found
 
 
-def _layers(
-    module: nn.Module, path: str, shared: set[int], seen: set[int]
-) -> Iterator[tuple[str, nn.Module]]:
-    module = unwrapped(module)
-    if isinstance(module, AdapterDict) or id(module) in seen:
-        return
-    seen.add(id(module))
-    own = [t for _, t in _tensors(module) if id(t) not in shared]
-    if own or is_parametrized(module):
-        whole = (t for _, m in plain_modules(module) for _, t in _tensors(m))
-        if not any(id(t) in shared for t in whole):
-            seen.update(id(m) for _, m in plain_modules(module))
-            yield path, module
-            return
-    for name, child in module.named_children():
-        yield from _layers(child, f"{path}.{name}", shared, seen)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the module's own parameters and those of its buffers that are saved."""
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and key not in module._non_persistent_buffers_set:
@@ -238,8 +224,7 @@ def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Param
                 put(model, owner, made(model))
             layers = layers_with(model, owner)
         for layer in layers.values():
-            modules = (module for _, module in plain_modules(layer))
-            own = (p for m in modules for p in m._parameters.values() if p is not None)
+            own = own_parameters(layer)
             yield from (p for p in own if p.is_floating_point() and packing_of(p) is None)
 
 
@@ -429,7 +414,7 @@ def update_rows(model: AdaptedModel) -> bool:
         Whether something has changed, so that plans have to be made anew.
     """
     names = [name for name in model._adapter_state.records if rows_of(model, name)]
-    state, whole = model._adapter_state, cast("nn.Module", model)
+    state = model._adapter_state
     if not names and not state.outputs:
         return False
     wanted: dict[tuple[str, str], tuple[nn.Module, Any]] = {}
@@ -439,11 +424,10 @@ def update_rows(model: AdaptedModel) -> bool:
             if found := [rows[p] for p in rows_of(model, name) if p in rows]:
                 wanted[path, name] = layer, found[0]
     for path, name in state.outputs:
-        old = _module_at(whole, path)
-        if old is not None and (path, name) not in wanted and name in _adapters_at(old):
-            inject.take(old, name)
+        if (path, name) not in wanted and name in _adapters_at(model, path):
+            inject.take(_layer(model, path), name)
     for (path, name), (layer, rows) in wanted.items():
-        if name not in _adapters_at(layer):
+        if name not in _adapters_at(model, path):
             inject.put(layer, name, rows, model._active, HEAD + path)
     before, state.outputs = state.outputs, tuple(wanted)
     return before != state.outputs
@@ -453,9 +437,10 @@ def act_on_all(model: AdaptedModel, name: str, path: str) -> bool:
     """Return whether the rows of an adapter act in every module that shares the table at a path."""
     if path not in rows_of(model, name):
         return False
-    whole, weight = cast("nn.Module", model), layer_at(model._backbone, path)._parameters["weight"]
-    held = [m for m in whole.modules() if m._parameters.get("weight") is weight]
-    return all(name in _adapters_at(module) for module in held)
+    weight = layer_at(model._backbone, path)._parameters["weight"]
+    every = plain_modules(cast("nn.Module", model))
+    held = [at for at, module in every if module._parameters.get("weight") is weight]
+    return all(name in _adapters_at(model, at) for at in held)
 
 
 def row_steps(
@@ -470,26 +455,21 @@ def row_steps(
     """
     found: dict[str, SiteStep] = {}
     for path in dict.fromkeys(path for path, _ in model._adapter_state.outputs):
-        held = _adapters_at(_module_at(cast("nn.Module", model), path))
-        present = {name: module for name, module in held.items() if name in acting}
+        held = _adapters_at(model, path).items()
+        present = {name: module for name, module in held if name in acting}
         step = compile_site(parts, present)
         if step is not None:
             found[HEAD + path] = step.by_name()
     return found
 
 
-def _adapters_at(layer: nn.Module | None) -> Mapping[str, Any]:
+def _adapters_at(model: AdaptedModel, path: str) -> Mapping[str, Any]:
+    """Return the adapters of a layer by name; none where it is plain, or gone with its head."""
+    try:
+        layer = _layer(model, path)
+    except KeyError:
+        return {}
     return adapters_of(layer) if isinstance(layer, Adapted) else {}
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a path, which may be gone with its head."""
-    for name in path.split("."):
-        found = model._modules.get(name)
-        if found is None:
-            return None
-        model = found
-    return model
 
 
 # --- tables of tokens, and what is tied ---
@@ -533,7 +513,7 @@ def shared_with_heads(model: AdaptedModel) -> dict[int, str]:
 
 def ties(model: AdaptedModel) -> dict[str, str]:
     """Map state-dict keys of shared parameters to the keys of those that they share."""
-    start, state, whole = base_prefix(model), model._adapter_state, cast("nn.Module", model)
+    start, state = base_prefix(model), model._adapter_state
     own = [name for name in state.records if tables_of(model, name) or rows_of(model, name)]
     keyed: list[tuple[str, nn.Parameter]] = []
     for name in dict.fromkeys([*chain(*state.sharing.values()), *own]):
@@ -544,7 +524,7 @@ def ties(model: AdaptedModel) -> dict[str, str]:
         for path, layer in plain_modules(head, f"heads.{name}"):
             keyed += ((f"{path}.{n}", p) for n, p in layer._parameters.items() if p is not None)
     for path, name in state.outputs:
-        output = _adapters_at(_module_at(whole, path))[name]
+        output = _adapters_at(model, path)[name]
         keyed += output.named_parameters(f"{path}.{container_of(output)}.{name}")
     names = shared_with_heads(model) if keyed else {}
     sources = ((key, names.setdefault(id(parameter), key)) for key, parameter in keyed)

@@ -637,7 +637,7 @@ def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
             f"of the batch. Write active_head = […] with {rows.copies} names, or 1."
         )
     batch = len(rows.index) // rows.copies
-    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))), _layouts={})
+    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))))
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.composition import Composition
-from adapterzoo.errors import ConfigError, names_call, naming
+from adapterzoo.errors import ConfigError, names_call, names_calls, naming
 from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.model import batches
@@ -30,6 +30,7 @@ from .named import HeadNames
 from .tables import update_outputs
 
 
+@names_calls
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
     """Base of all classes that `AutoAdapterModel` makes.
 
@@ -98,7 +99,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     # --- find and activate ---
 
-    @names_call
     def get_head(self, head_name: str) -> PredictionHead:
         """Return the head of this name.
 
@@ -111,7 +111,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Return the dicts of the configs of all heads, by name."""
         return {name: named.find(self, name).config.to_dict() for name in self.heads}
 
-    @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
         """Return class numbers and names; None if the head has no classes.
 
@@ -124,7 +123,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """
         return named.find(self, head_name or named.active_name(self)).config.id2label
 
-    @names_call
     def get_labels(self, head_name: str | None = None) -> list[str] | None:
         """Return the names of the classes; arguments and errors as of `get_labels_dict`."""
         labels = self.get_labels_dict(head_name)
@@ -150,7 +148,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     # --- add and delete ---
 
-    @names_call
     def add_prediction_head_from_config(
         self,
         head_name: str,
@@ -175,7 +172,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             config = named.config_from(self, config)
         store.add(self, head_name, config, overwrite_ok, set_active)
 
-    @names_call
     def register_custom_head(self, head_type: str, cls: Any) -> None:
         """Register a head type of your own for this model.
 
@@ -195,7 +191,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             )
         self.custom_heads[head_type] = cls
 
-    @names_call
     def add_custom_head(
         self,
         head_type: str,
@@ -221,7 +216,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         config = named.config_from(self, {"head_type": head_type, **kwargs})
         store.add(self, head_name, config, overwrite_ok, set_active)
 
-    @names_call
     def average_head(
         self,
         head_name: str,
@@ -252,7 +246,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             self, head_name, head_list, weights, normalize_weights, overwrite_ok, set_active
         )
 
-    @names_call
     def delete_head(self, head_name: str) -> None:
         """Delete a head; no other head becomes active.
 
@@ -374,7 +367,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             refuse_fused(self, output, head)
         return output
 
-    @names_call
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the last layer of the first active language modeling head.
 
@@ -390,7 +382,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         heads = named.heads_by_name(self).values()
         return next((head for head in heads if head.output_embeddings is not None), None)
 
-    @names_call
     def resize_token_embeddings(
         self,
         new_num_tokens: int | None = None,

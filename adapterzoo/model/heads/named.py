@@ -19,9 +19,8 @@ from adapterzoo.composition import Composition, last_adapter
 from adapterzoo.composition.rows import ActiveHeads, heads_of_rows, parse_heads, parts_of
 from adapterzoo.errors import CheckpointError, StateError, argument, listing, unknown_name
 from adapterzoo.formats import fit
-from adapterzoo.formats.checkpoint import OWN_OUTPUT
 from adapterzoo.formats.fit import digest
-from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig
+from adapterzoo.heads import OWN_OUTPUT, STATIC, HeadConfig, PredictionHead, StaticConfig
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors, saved_fields
 from adapterzoo.model.sharding import class_name

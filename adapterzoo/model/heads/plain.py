@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.formats.peft.writing import head_for
 from adapterzoo.inject.adapted import set_class
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import unregister
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.owned import disown
-from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
+from adapterzoo.model.hf.task_classes import is_task, task_class, with_labels
 from adapterzoo.model.state import base_prefix
 
 from . import named, tables
@@ -104,6 +105,28 @@ def head_to_keep(
             f"{reason} Write {argument('architecture', '…')} with a class that has such a head"
             f"{in_python(', or model.active_head = None')}."
         ) from error
+
+
+def class_for(stored: Checkpoint, info: Any, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
+    """Return a class that has a head, and the head's tensors by key there.
+
+    Args:
+        stored: has the head.
+        info: of the model that it belongs to.
+        own: the class of the base model's checkpoint, which is tried first.
+
+    Raises:
+        CheckpointError: transformers has no such class.
+    """
+    head = stored.metadata["head"]
+    if own is not None and is_task(own):
+        try:
+            return own, info.to_static(own, head, stored.head)
+        except CheckpointError:
+            # another class may have such a head
+            pass
+    task, tensors = head_for(stored, info)
+    return task.model_class, tensors
 
 
 def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[str, Tensor]) -> Any:

@@ -1,40 +1,42 @@
-"""Named heads: activate, add, delete and resize them; heads in folders and in checkpoints."""
+"""Named heads: activate, add, delete and resize them; heads of checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import formats
 from adapterzoo.composition.rows import ActiveHeads
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
-    StateError,
     argument,
     in_python,
-    unknown_name,
 )
 from adapterzoo.formats import fit
-from adapterzoo.formats.checkpoint import OWN_OUTPUT, Checkpoint
+from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import same_bits
-from adapterzoo.heads import STATIC, HeadConfig, PredictionHead, StaticConfig, labels_from
+from adapterzoo.heads import (
+    OWN_OUTPUT,
+    STATIC,
+    HeadConfig,
+    PredictionHead,
+    StaticConfig,
+    labels_from,
+)
 from adapterzoo.inject.adapted import AdapterDict
-from adapterzoo.model import sharding
 from adapterzoo.model.activation import replan
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.hosts import refuse_trained, refuse_while_batching
-from adapterzoo.model.hf.info import ModelInfo, StrPath, name_in, provenance, write
+from adapterzoo.model.hf.info import ModelInfo
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, head_tensors, other_fields
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
-from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel, LoadOptions, heads_of
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, LoadOptions
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
@@ -45,13 +47,10 @@ from .named import (
     OUTPUT_KEY,
     HeadNames,
     HeadRecord,
-    active_name,
     checked,
     config_from,
     find,
     output_like,
-    record_of,
-    saved_names,
     show_labels,
     start_with,
     tie,
@@ -218,58 +217,7 @@ def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
     return torch.cat([kept, added])
 
 
-# --- heads in folders, and heads of checkpoints that enter a model ---
-
-
-def save(
-    model: AdaptedModel, folder: StrPath, head_name: str | None, format: str = "native"
-) -> None:
-    """Save only a head.
-
-    Raises:
-        UnknownNameError: there is no such head.
-        StateError: there is none to save.
-    """
-    known = saved_names(model)
-    if head_name is not None and head_name not in known:
-        raise unknown_name("", "head", head_name, known)
-    name = head_name or active_name(model)
-    sharding.reshard(model)
-    with sharding.gathering(model, ()):
-        found = record_of(model, name, alone=True, short=format == "native")
-        if found is None:
-            raise StateError(
-                f"a {type(model).__name__} has no head. Write add_classification_head('my_task')."
-            )
-        own_name = name if name and model._has_named_heads else class_name(model)
-        document = {**provenance(model, own_name), "head": found.document}
-        write(model, folder, Checkpoint(document, {}, found.tensors), "head", format)
-
-
-def load(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
-    """Load and activate a head."""
-    name, enter = read(model, folder, asked)
-    enter()
-    return name
-
-
-def read(
-    model: AdaptedModel, folder: StrPath, asked: LoadOptions
-) -> tuple[str, Callable[[], None]]:
-    """Read what `load_head` loads and check it; return its name and what enters it."""
-    refuse_if_sharded(model, "Load it before fully_shard(model).")
-    stored = formats.read(Path(folder), "head", ModelInfo(model))
-    name = name_in(asked.load_as, stored, folder)
-    target = name if model._has_named_heads else active_name(model)
-    asked, warn = asked.overwriting(name, head=heads_of(model))
-    enter_head = fitting(model, head_in(stored), target, asked)
-
-    def enter() -> None:
-        enter_head()
-        warn()
-        asked.report()
-
-    return name, enter
+# --- heads of checkpoints that enter a model ---
 
 
 def head_in(stored: Checkpoint) -> HeadRecord:

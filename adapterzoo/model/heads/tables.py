@@ -38,7 +38,7 @@ from adapterzoo.formats.fit import digest
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import blank_copy, device_of, layer_at
 from adapterzoo.inject.layers import packing_of
-from adapterzoo.methods.copies import Table, TokenRows
+from adapterzoo.methods._copies import Table, TokenRows
 from adapterzoo.model.activation import (
     check_setup,
     refuse_merged,
@@ -592,8 +592,7 @@ def share(
         FieldError: their method shares nothing.
         ConfigError: their configs or the reference do not fit.
     """
-    names = _names(adapter_names)
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    names = _sharers(model, adapter_names)
     configs = [model._adapter_state.find(each).config for each in names]
     wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
     if wrong:
@@ -613,9 +612,6 @@ def share(
             f"{names[0]!r} and {other or names[-1]!r} differ in layers or shapes of parameters. "
             f"Add adapters of equal configs."
         )
-    for each in names:
-        refuse_overridden(model, each)
-        refuse_merged(model, each)
     leave_groups(model, names)
     _replace(model, first, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
     _join(model, names, first, name)
@@ -640,18 +636,13 @@ def unshare(
     Raises:
         StateError: they share nothing.
     """
-    names, sharing = _names(adapter_names), model._adapter_state.sharing
-    refuse_if_sharded(model, "Write it before fully_shard(model).")
-    for each in names:
-        model._adapter_state.find(each)
+    names, sharing = _sharers(model, adapter_names), model._adapter_state.sharing
     groups = [*sharing.values()] if name is None else [sharing.get(name, ())]
     if alone := [n for n in names if not any(n in group for group in groups)]:
         raise StateError(
             f"{alone[0]!r} shares no such parameters. Shared are {listing(sharing) or 'none'}."
         )
     for each in names:
-        refuse_overridden(model, each)
-        refuse_merged(model, each)
         _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
     leave_groups(model, names)
     list_ties(model)
@@ -692,10 +683,21 @@ def _group_name(names: Sequence[str]) -> str:
     return repr([*names]) if any("," in name for name in names) else ",".join(names)
 
 
-def _names(given: Composition | Sequence[str] | str) -> tuple[str, ...]:
-    """Return the adapters that are named: a composition, a list, or names with commas between."""
-    names = given.split(",") if isinstance(given, str) else given
-    return names.flatten() if isinstance(names, Composition) else tuple(names)
+def _sharers(model: AdaptedModel, given: Composition | Sequence[str] | str) -> tuple[str, ...]:
+    """Return the adapters that are named: a composition, a list, or names with commas between.
+
+    Raises:
+        StateError: one is merged or in use, or the model is sharded.
+        UnknownNameError: one is unknown.
+    """
+    listed = given.split(",") if isinstance(given, str) else given
+    names = listed.flatten() if isinstance(listed, Composition) else tuple(listed)
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    for name in names:
+        model._adapter_state.find(name)
+        refuse_overridden(model, name)
+        refuse_merged(model, name)
+    return names
 
 
 def _replace(

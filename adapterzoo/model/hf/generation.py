@@ -56,7 +56,9 @@ class GeneratesWithAdapters:
             # drafts of a sequence, whose prompt is known
             return cast("Any", super()).generate(*args, **kwargs)
         if batches.starts(model, adapter_names, task_ids):
-            copies = _sequences(kwargs, model.generation_config)
+            # how many sequences are computed for each row of the prompt
+            names = ("num_beams", "num_return_sequences")
+            copies = max(_option(model, kwargs, name) or 1 for name in names)
             plan, times = batches.plan_of_call(
                 model, given, adapter_names, task_ids, generates=True, copies=copies
             )
@@ -226,10 +228,3 @@ def _option(model: Any, given: Mapping[str, Any], name: str) -> Any:
     config = given.get("generation_config") or model.generation_config
     value = given.get(name)
     return getattr(config, name, None) if value is None else value
-
-
-def _sequences(given: Mapping[str, Any], default: Any) -> int:
-    """Return the number of sequences that `generate` computes for each row of the prompt."""
-    config = given.get("generation_config") or default
-    names = ("num_beams", "num_return_sequences")
-    return max(given.get(name) or getattr(config, name, None) or 1 for name in names)

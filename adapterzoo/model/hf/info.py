@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PurePath
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -18,29 +15,17 @@ from transformers import conversion_mapping
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from adapterzoo import formats
-from adapterzoo.anatomy import Anatomy, without_wrappers
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.config import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
-from adapterzoo.formats import fit
-from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.formats.fit import same_values
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticConfig, StaticHead
-from adapterzoo.inject.adapted import AdapterDict
-from adapterzoo.inject.building import at_hand, is_offloaded, layer_at, plain_modules
-from adapterzoo.inject.layers import is_quantized
-from adapterzoo.model import sharding
+from adapterzoo.inject.building import layer_at, plain_modules
 from adapterzoo.model.heads import named
-from adapterzoo.model.heads.copies import output_tensors
+from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
-from adapterzoo.model.state import (
-    DEFAULT_EMBEDDINGS,
-    AdaptedModel,
-    base_prefix,
-    heads_of,
-    token_table,
-)
-from adapterzoo.names import check_name
+from adapterzoo.model.sharding import class_name
+from adapterzoo.model.state import AdaptedModel, base_prefix, heads_of
 
 from .backbone import describe
 from .task_classes import (
@@ -53,13 +38,6 @@ from .task_classes import (
     text_config,
     to_static,
 )
-
-_LOG = logging.getLogger(__name__)
-
-BASE = "base"
-"""The key of the sample of the base model's weights."""
-
-StrPath: TypeAlias = "str | os.PathLike[str]"
 
 
 def name_of(model: Any) -> str | None:
@@ -90,6 +68,11 @@ class ModelInfo:
         named_heads: whether it has heads by name, or one static head.
         with_head: whether the user wants the head too; without it formats need not look at one.
         dtype: of its parameters.
+        config: the dict of the model's config, with that of the text part on top.
+        split_experts: names that PEFT takes for the former layers of fused experts, wherever they
+            are.
+        renamed: maps a path or key of the model in older releases of transformers to the present
+            one.
     """
 
     def __init__(self, model: Any, with_head: bool = True) -> None:
@@ -103,17 +86,16 @@ class ModelInfo:
         self.anatomy: Anatomy = model.anatomy
         self.prefix = base_prefix(model).removesuffix(".")
         self.model_type: str = model.config.model_type
-        self.model_class = sharding.class_name(model)
+        self.model_class = class_name(model)
         self.model_name = name_of(model)
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
-
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
-        """The dict of the model's config, with that of the text part on top."""
-        own = self._model.config
-        return {**_as_dict(own), **_as_dict(text_config(own))}
+        own = model.config
+        self.config: Mapping[str, Any] = {**_as_dict(own), **_as_dict(text_config(own))}
+        layers = split_experts(self.model_type).values()
+        self.split_experts = frozenset(name for names in layers for name in names)
+        self.renamed = renamer(model)
 
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
@@ -125,17 +107,6 @@ class ModelInfo:
     def output(self) -> frozenset[str]:
         """The keys of the output layer of the static head, if it is a language model's."""
         return frozenset(output_tensors(self._model))
-
-    @functools.cached_property
-    def split_experts(self) -> frozenset[str]:
-        """Names that PEFT takes for the former layers of fused experts, wherever they are."""
-        layers = split_experts(self.model_type).values()
-        return frozenset(name for names in layers for name in names)
-
-    @functools.cached_property
-    def renamed(self) -> Callable[[str], str]:
-        """Maps a path or key of the model in older releases of transformers to the present one."""
-        return renamer(self._model)
 
     def tensor(self, key: str) -> Tensor | None:
         """Return a parameter or buffer, without merged adapters; None if there is none.
@@ -173,21 +144,16 @@ class ModelInfo:
         model, cls = self._model, getattr(transformers, task_class, None)
         if not isinstance(model, cls or type(model)):
             model = on_meta(cls, model.config)
-        found: dict[str, tuple[str, ...]] = {}
-        dicts: tuple[str, ...] = ()
-        # a container comes before the modules in it
-        for path, module in model.named_modules():
-            if isinstance(module, AdapterDict):
-                dicts = (*dicts, f"{path}.")
-            elif path and not path.startswith(dicts):
-                kept = module._parameters | module._buffers
-                skipped = module._non_persistent_buffers_set
-                found[without_wrappers(path)] = tuple(
-                    n for n, t in kept.items() if t is not None and n not in skipped
-                )
-        return found
+        paths: dict[nn.Module, str] = {}
+        for path, module in plain_modules(model):
+            paths.setdefault(module, path)
+        return {
+            path: tuple(name for name, _ in saved_tensors(module))
+            for module, path in paths.items()
+            if path
+        }
 
-    def named(
+    def equal_head(
         self,
         architecture: str,
         tensors: Mapping[str, Tensor],
@@ -195,8 +161,8 @@ class ModelInfo:
         pooler: bool,
         fields: Mapping[str, Any] | None = None,
         lenient: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, Tensor], frozenset[str]]:
-        """Return config and tensors of the named head that equals a static head, and what it read.
+    ) -> StaticHead:
+        """Return the named head that equals a static head.
 
         If no other type equals it, the head is of the type "static".
 
@@ -212,26 +178,11 @@ class ModelInfo:
             InexpressibleError: the class does not compute around such a base model, or has other
                 tensors.
         """
-        found = self._equal(architecture, _shapes(tensors), label2id, pooler, fields or {}, lenient)
-        named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
-        # a checkpoint may have its own output layer even if the family ties its embeddings
-        config, own = self.untied(found.config.to_dict(), named)
-        return config, own, frozenset(found.keys)
-
-    def _equal(
-        self,
-        architecture: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        label2id: Mapping[str, int] | None,
-        pooler: bool,
-        fields: Mapping[str, Any],
-        lenient: bool,
-    ) -> StaticHead:
-        """Return the named head that equals a static head, of the type "static" if need be."""
+        shapes = _shapes(tensors)
         with contextlib.suppress(InexpressibleError):
             return self._from_static(architecture, shapes, label2id, pooler, fields)
         try:
-            static = static_head(self._model, architecture, shapes, label2id, fields)
+            static = static_head(self._model, architecture, shapes, label2id, fields or {})
         except ConfigError as error:
             raise InexpressibleError(str(error)) from error
         if more := shapes.keys() - static.keys.keys():
@@ -242,6 +193,19 @@ class ModelInfo:
             with contextlib.suppress(InexpressibleError):
                 return self._from_static(architecture, known, label2id, pooler, fields)
         return static
+
+    def values_of(
+        self, head: StaticHead, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config and own tensors of the named head that equals a static head.
+
+        Args:
+            head: from `equal_head`.
+            tensors: of the static head.
+        """
+        named = {mine: tensors[theirs] for theirs, mine in head.keys.items()}
+        # a checkpoint may have its own output layer even if the family ties its embeddings
+        return self.untied(head.config.to_dict(), named)
 
     def from_static(
         self,
@@ -264,12 +228,13 @@ class ModelInfo:
         fields = other_fields(self._model.config, saved or {})
         try:
             pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
-            config, own, _ = self.named(architecture, whole, label2id, pooler, fields)
+            head = self.equal_head(architecture, whole, label2id, pooler, fields)
         except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: {error}. Write "
                 f"{argument('with_head', False, 'load_adapter')}."
             ) from error
+        config, own = self.values_of(head, whole)
         return {"config": config}, own
 
     def _whole(self, architecture: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -423,57 +388,18 @@ def renamer(model: Any) -> Callable[[str], str]:
     Args:
         model: a `PreTrainedModel`.
     """
-    renamings: list[WeightRenaming] | None = None
+
+    # on first use only: it walks the whole model, and recent adapters do not need it
+    @functools.cache
+    def renamings() -> list[WeightRenaming]:
+        known = get_model_conversion_mapping(model)
+        return [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
 
     def renamed(name: str) -> str:
-        nonlocal renamings
-        # on first use only: it walks the whole model, and recent adapters do not need it
-        if renamings is None:
-            known = get_model_conversion_mapping(model)
-            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
         # the patterns match keys of tensors: add an end to the path that no pattern matches
-        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
+        return rename_source_key(f"{name}._", renamings(), [])[0].removesuffix("._")
 
     return renamed
-
-
-# --- What all checkpoints of a model say about it, and the way to their folders ---
-
-
-def write(
-    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
-) -> None:
-    """Write a checkpoint of a model.
-
-    Args:
-        model: with adapters.
-        folder: made when missing.
-        stored: the checkpoint.
-        kind: what it is.
-        format: name of the format.
-
-    Raises:
-        CheckpointError: the format cannot express it, or the folder cannot be written.
-    """
-    info = ModelInfo(model)
-    _refuse_sharded(model, format)
-    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
-
-
-def check(model: AdaptedModel, stored: Checkpoint, kind: formats.Kind, format: str) -> None:
-    """Check that `write` can express a checkpoint; arguments as there.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
-    _refuse_sharded(model, format)
-    formats.encoded(stored, kind, format, ModelInfo(model))
-
-
-def _refuse_sharded(model: AdaptedModel, format: str) -> None:
-    if format != "native":
-        # these formats read weights of the base model, in one process
-        sharding.refuse_if_sharded(model, f"Write {argument('format', 'native')}.")
 
 
 def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
@@ -486,80 +412,7 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "model_type": model.config.model_type,
-        "model_class": sharding.class_name(model),
+        "model_class": class_name(model),
         "model_name": name_of(model),
         "hidden_size": getattr(text_config(model.config), "hidden_size", None),
     }
-
-
-def base_weights(
-    model: AdaptedModel, choose: Callable[[Mapping[str, int]], Iterable[str]]
-) -> dict[str, Tensor]:
-    """Return some of the base model's weights that are plain numbers, perhaps sharded, by key.
-
-    Merging changes none of them. Of a quantized model the vectors are left out: some methods of
-    quantization scale them.
-
-    Args:
-        model: with adapters.
-        choose: returns the keys of these weights, from the dimensions of all by key.
-    """
-    replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
-    found: dict[str, Tensor] = {}
-    offloaded: dict[str, tuple[nn.Module, str]] = {}
-    quantized = getattr(model.config, "quantization_config", None) is not None
-    for path, module in plain_modules(model._backbone):
-        if is_quantized(module):
-            quantized = True
-            continue
-        own = {**module._parameters, **model._adapter_state.originals.get(path, {})}
-        for name, tensor in own.items():
-            if tensor is None:
-                continue
-            if tensor.is_meta:
-                if not is_offloaded(module):
-                    continue
-                offloaded[f"{path}.{name}"] = module, name
-            plain = type(tensor) in (nn.Parameter, Tensor) or sharding.is_sharded(tensor)
-            if plain and tensor.is_floating_point() and sharding.size_of(tensor):
-                found[f"{path}.{name}"] = tensor
-    if replaced and (table := token_table(model)) is not None:
-        found = {k: t for k, t in found.items() if t is not table.weight}
-    dims = {key: sharding.dim_of(tensor) for key, tensor in found.items()}
-    keys = choose({key: dim for key, dim in dims.items() if dim > 1 or not quantized})
-    for key in offloaded.keys() & set(keys):
-        module, name = offloaded[key]
-        with at_hand(module):
-            found[key] = cast("Tensor", module._parameters[name])
-    return {key: found[key] for key in keys}
-
-
-def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
-    """Return a sample of the base model's weights; a collective call if they are sharded."""
-    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
-
-
-def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:
-    """Warn if a checkpoint's adapter was trained on other weights of the base model."""
-    kept = stored.metadata.get(BASE)
-    if not isinstance(kept, Mapping):
-        return
-    if fit.is_other_base(kept, base_weights(model, lambda dims: dims.keys() & kept.keys())):
-        trained_on = stored.metadata.get("model_name")
-        _LOG.warning(
-            "load_adapter: the adapter %r was trained on other weights of the base model%s than "
-            "this model has, so its outputs differ from those of its training.",
-            name, f" ({trained_on!r})" if trained_on else "",
-        )  # fmt: skip
-
-
-def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
-    """Return the name for an adapter or head: the one asked for, the stored one, or the path's.
-
-    Raises:
-        ConfigError: the name is not legal.
-    """
-    if load_as is not None:
-        return check_name(load_as)
-    name = stored.metadata.get("name")
-    return check_name(PurePath(path).name if name is None else name, other="load_as")

@@ -242,18 +242,15 @@ def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callabl
     """
     for file in _files(path, hub):
         if file.endswith(".safetensors"):
-            with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-                keys = [*opened.keys()]
-            for key in keys:
-                yield key, functools.partial(_read, file, key)
+            opened = safetensors.safe_open(file, framework="pt", device="cpu")
+            yield from ((key, functools.partial(_read, opened, key)) for key in [*opened.keys()])
         else:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
             yield from ((key, tensor.detach) for key, tensor in loaded.items())
 
 
-def _read(file: str, key: str) -> Tensor:
-    with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-        tensor: Tensor = opened.get_tensor(key)
+def _read(opened: Any, key: str) -> Tensor:
+    tensor: Tensor = opened.get_tensor(key)
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

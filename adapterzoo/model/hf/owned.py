@@ -56,28 +56,21 @@ class OwnedType(type):
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def names_of(mixin: type) -> tuple[str, ...]:
-    """Return the members of a mixin that a base model takes over.
-
-    Args:
-        mixin: its own public members, without those that every model of transformers has.
-    """
-    plain = {n for c in PreTrainedModel.__mro__ if c is not PeftAdapterMixin for n in vars(c)}
-    return tuple(name for name in vars(mixin) if not name.startswith("_") and name not in plain)
-
-
-def own(model: Any, names: tuple[str, ...]) -> None:
+def own(model: Any, mixin: type) -> None:
     """Let a base model take the calls for adapters; a model that is its own has them anyway.
 
     Args:
         model: with adapters.
-        names: of its methods and properties.
+        mixin: its public members are taken over, without those that every model of transformers
+            has.
     """
     base = model.base_model
     if base is model or not isinstance(base, PreTrainedModel):
         return
     if _OWNER not in vars(base):
-        set_class(base, _owned(type(base), names))
+        plain = {n for c in PreTrainedModel.__mro__ if c is not PeftAdapterMixin for n in vars(c)}
+        names = (n for n in vars(mixin) if not n.startswith("_") and n not in plain)
+        set_class(base, _owned(type(base), tuple(names)))
     vars(base)[_OWNER] = Owner(model)
 
 

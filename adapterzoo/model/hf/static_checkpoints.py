@@ -43,8 +43,7 @@ def keep_static_head(
             that is added are removed.
         hub: arguments for the Hub, such as `revision`.
     """
-    config = model.config
-    architecture = next(iter(config.architectures or ()), "")
+    architecture = next(iter(model.config.architectures or ()), "")
     if model.heads or not has_head(architecture, model.backbone_class):
         return
     prefix = base_prefix(model)
@@ -60,8 +59,9 @@ def keep_static_head(
     labels = tasks.config.get("label2id")
     try:
         kind = {k: v for k, v in tasks.config.items() if k == "problem_type" and v is not None}
-        head, own, taken = tasks.named(architecture, tensors, labels, has_pooler, kind, True)
-        store.add(model, _DEFAULT_HEAD, named.config_from(model, head))
+        head = tasks.equal_head(architecture, tensors, labels, has_pooler, kind, lenient=True)
+        config, own = tasks.values_of(head, tensors)
+        store.add(model, _DEFAULT_HEAD, named.config_from(model, config))
     except (InexpressibleError, ConfigError) as error:
         if is_task(architecture):
             _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
@@ -74,7 +74,7 @@ def keep_static_head(
     if (layer := made.output_embeddings) is not None:
         # if it is tied, it is the embedding instead
         made.of_checkpoint = any(filled[key] is layer.weight for key in own)
-    used = {*taken, *(f"{prefix}{key}" for key in taken)}
+    used = {*head.keys, *(f"{prefix}{key}" for key in head.keys)}
     info["unexpected_keys"] = type(info["unexpected_keys"])(
         key for key in info["unexpected_keys"] if key not in used
     )

@@ -18,9 +18,7 @@ from transformers.utils.generic import find_labels
 
 from adapterzoo.anatomy import input_embeddings_of
 from adapterzoo.config import Config
-from adapterzoo.errors import CheckpointError, ConfigError, listing
-from adapterzoo.formats.checkpoint import Checkpoint
-from adapterzoo.formats.peft.writing import head_for
+from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import (
     Backbone,
     HeadConfig,
@@ -172,28 +170,6 @@ class HeadTypes:
             if not config.task_classes and config is not StaticConfig
         )
         return [*found, *(parsers if tags else ())]
-
-
-def class_for(stored: Checkpoint, info: Any, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
-    """Return a class that has a head, and the head's tensors by key there.
-
-    Args:
-        stored: has the head.
-        info: of the model that it belongs to.
-        own: the class of the base model's checkpoint, which is tried first.
-
-    Raises:
-        CheckpointError: transformers has no such class.
-    """
-    head = stored.metadata["head"]
-    if own is not None and is_task(own):
-        try:
-            return own, info.to_static(own, head, stored.head)
-        except CheckpointError:
-            # another class may have such a head
-            pass
-    task, tensors = head_for(stored, info)
-    return task.model_class, tensors
 
 
 def with_labels(config: Any, head: HeadConfig) -> Any:

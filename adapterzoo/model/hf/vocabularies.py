@@ -23,7 +23,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
 from adapterzoo.inject.adapted import Adapted, adapters_of
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
-from adapterzoo.methods.copies import Table, TokenRows
+from adapterzoo.methods._copies import Table, TokenRows
 from adapterzoo.model.activation import replan
 from adapterzoo.model.heads import copies
 from adapterzoo.model.heads.tables import (
@@ -187,9 +187,11 @@ def _tables(model: AdaptedModel) -> dict[str, nn.Module]:
     """Return the modules of the base model that have its table of tokens, by path."""
     table = cast("Any", model).get_input_embeddings()
     weight = None if table is None else table._parameters.get("weight")
-    shares = (p for p in plain_modules(model._backbone) if isinstance(p[1], nn.Embedding))
-    found = {path: m for path, m in shares if m._parameters["weight"] is weight}
-    return found or {path: m for path, m in plain_modules(model._backbone) if m is table}
+    return {
+        path: m
+        for path, m in plain_modules(model._backbone)
+        if m is table or (isinstance(m, nn.Embedding) and m._parameters["weight"] is weight)
+    }
 
 
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
