@@ -81,7 +81,7 @@ ALWAYS: dict[str, Callable[[Any, Any], Any]] = {
     "AdapterSetup": lambda m, w: AdapterSetup(_NOBODY).__enter__(),
     "AdapterSetup, head": lambda m, w: AdapterSetup(None, head_setup=_NOBODY).__enter__(),
     "AdapterSetup, type": lambda m, w: AdapterSetup(3),
-    "AdapterSetup, head type": lambda m, w: AdapterSetup(None, head_setup=3),
+    "AdapterSetup, head type": lambda m, w: AdapterSetup(None, head_setup=3).__enter__(),
     "Stack, empty": lambda m, w: m.set_active_adapters(Stack()),
     "Stack, twice": lambda m, w: m.set_active_adapters(["a", "a"]),
     "Split, sizes": lambda m, w: m.set_active_adapters(Split("a", "b", splits=[0, 1])),
