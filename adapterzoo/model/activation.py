@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self, cast
 
@@ -143,7 +144,8 @@ def make_plan(
             captures[source] = (*captures.get(source, ()), reader)
     readers = {reader.removeprefix("+") for found in captures.values() for reader in found}
     for path in sites.keys() & {*captures, *readers}:
-        sites[path] = sites[path].busy()
+        # a site that passes its input on, or reads another, does more than its adapter
+        sites[path] = replace(sites[path], only=None)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     inverts = (

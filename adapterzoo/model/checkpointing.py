@@ -261,6 +261,10 @@ def fitting(
             if model._has_named_heads or "config" not in record_of_head.document:
                 raise
             lost = f"the adapter {name!r} has been loaded without its head: {error}"
+    elif asked.id2label is not None:
+        raise ConfigError(
+            f"id2label={asked.id2label!r} names labels of a head, and none is loaded. Leave it out."
+        )
 
     def enter() -> None:
         # the step that may fail comes first

@@ -37,7 +37,7 @@ from adapterzoo.errors import ConfigError, MissingEntryError
 from adapterzoo.methods._copies import ConfigWithCopies
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
 
-from .compacter import HypercomplexProjection
+from .compacter import Drawing, HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock
 from .layers import (
     Bottleneck,
@@ -327,11 +327,8 @@ class BnConfig(ConfigWithCopies):
             parts["invertible"] = NiceBlock(self, width, device, dtype)
         if self.shares_matrices:
             sites = [p.site for p in placements if p.site.kind != "entry"]
-            parts["phm"] = HypercomplexProjection.shared(
-                self,
-                {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites},
-                source=generator(self.init_weights_seed, "phm"),
-                device=device,
-                dtype=DTYPES[self.dtype] if self.dtype else dtype,
-            )
+            widths = {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites}
+            source = generator(self.init_weights_seed, "phm")
+            drawing = Drawing(self, source, device, DTYPES[self.dtype] if self.dtype else dtype)
+            parts["phm"] = HypercomplexProjection.shared(drawing, widths)
         return parts if len(parts) else None
