@@ -142,6 +142,8 @@ class RecordedCall:
         self.generation = generation if reads_prompt else None
         self._new = None if generation is None else generation.new
         self._given, self._outer = given, outer
+        # the arguments of the outermost model around the stack, by name
+        self.outermost: Mapping[str, Any] = given if outer is None else outer.outermost
         self._bounds: Tensor | None = None
         self._knows_bounds = False
         self.ids = ids
@@ -269,11 +271,6 @@ class RecordedCall:
         return found_in_all(starts, sequence) if missing else starts
 
     @property
-    def outermost(self) -> Mapping[str, Any]:
-        """The arguments of the outermost model around the stack, by name."""
-        return self._given if self._outer is None else self._outer.outermost
-
-    @property
     def bounds(self) -> Tensor | None:
         """Where packed sequences begin and end, `[sequences + 1]`; None if a row is one sequence.
 
@@ -297,9 +294,7 @@ class RecordedCall:
     @property
     def size(self) -> int:
         """The number of tokens of all rows that the model around the stack gets; 0 if unknown."""
-        if self._outer is not None:
-            return self._outer.size
-        ids, embeds = (self._given.get(name) for name in ("input_ids", "inputs_embeds"))
+        ids, embeds = (self.outermost.get(name) for name in ("input_ids", "inputs_embeds"))
         if ids is not None:
             return int(ids.numel())
         return 0 if embeds is None else embeds.shape[:-1].numel()

@@ -309,7 +309,7 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
         needs: other fields and their values, `"use_gating=True"`, without which this one has no
             effect; a warning says so. Several are joined by ", ".
     """
-    metadata = declared(check)
+    metadata: dict[str, object] = {} if check is None else {"check": check}
     if ours:
         metadata["ours"] = True
     if needs:
@@ -317,11 +317,6 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False, needs:
     if isinstance(default, dict):
         return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def declared(check: Check | None) -> dict[str, object]:
-    """Return the metadata with which a field without a default declares its check."""
-    return {} if check is None else {"check": check}
 
 
 @functools.cache
@@ -343,12 +338,6 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
 
 
 @functools.cache
-def naming_checks(cls: Any) -> Mapping[str, Check]:
-    """Return the checks of the fields of a config class that name layers."""
-    return {n: each for n, (each, _) in checks(cls).items() if type(each).below is not Check.below}
-
-
-@functools.cache
 def needs_of(cls: Any) -> Mapping[str, tuple[str, object]]:
     """Return what fields of a config class need to have an effect, and their defaults."""
     return {name: own["needs"] for name, own in declarations(cls).items() if "needs" in own}
@@ -365,29 +354,6 @@ def _is_met(need: str, values: Mapping[str, Any]) -> bool:
     """Return whether fields have the values in a text such as "coft=True"."""
     pairs = (each.partition("=") for each in need.split(", "))
     return all(repr(values[name]) == value for name, _, value in pairs)
-
-
-def check_fields(config: Any) -> None:
-    """Check each field of a config by its declaration, and store the converted value.
-
-    Raises:
-        ConfigError: a value is not legal.
-
-    Warns:
-        UserWarning: a field has no effect.
-    """
-    cls: Any = type(config)
-    for name, (check, default) in checks(cls).items():
-        kept = check(cls.__name__, name, getattr(config, name), default)
-        object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
-    for name, (need, default) in needs_of(cls).items():
-        value = getattr(config, name)
-        if value not in (default, defaults(cls)[name]) and not _is_met(need, vars(config)):
-            warnings.warn(
-                f"{cls.__name__}({name}={value!r}): has an effect only with {need}. Write "
-                f"{name}={default!r}.",
-                stacklevel=5,
-            )
 
 
 def refuse_missing_layers(config: Any, count: int) -> None:
@@ -541,8 +507,22 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
 
         Raises:
             ConfigError: a value is not legal.
+
+        Warns:
+            UserWarning: a field has no effect.
         """
-        check_fields(self)
+        cls: Any = type(self)
+        for name, (check, default) in checks(cls).items():
+            kept = check(cls.__name__, name, getattr(self, name), default)
+            object.__setattr__(self, name, Items(kept) if type(kept) is tuple else kept)
+        for name, (need, default) in needs_of(cls).items():
+            value = getattr(self, name)
+            if value not in (default, defaults(cls)[name]) and not _is_met(need, vars(self)):
+                warnings.warn(
+                    f"{cls.__name__}({name}={value!r}): has an effect only with {need}. Write "
+                    f"{name}={default!r}.",
+                    stacklevel=4,
+                )
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field that has no value yet.
@@ -943,7 +923,7 @@ class AdapterConfig(Config):
             ConfigError: the fields would mean other layers than in PEFT.
         """
         changes = {}
-        for name, check in naming_checks(type(self)).items():
+        for name, (check, _) in checks(type(self)).items():
             given = getattr(self, name)
             if (found := check.below(given, prefix, anatomy)) != given:
                 changes[name] = found

@@ -377,9 +377,14 @@ class Adapter(Contained, ABC):
         Raises:
             CompositionError: the strategy makes no sense for the method.
         """
+        self._refuse(strategy)
+        tensors = self.state_dict(keep_vars=True)
+        self.combine_linearly(tensors, adapters, weights, strategy, base)
+
+    def _refuse(self, strategy: Combination) -> None:
+        """Refuse a strategy that makes no sense for all parameters of the method."""
         if strategy.target != "parameters":
             raise strategy.refusal(f"a {type(self).__name__} adapter has none")
-        self.combine_linearly(self._tensors(), adapters, weights, strategy, base)
 
     def combine_linearly(
         self,
@@ -399,7 +404,8 @@ class Adapter(Contained, ABC):
             base: the layer.
         """
         identity = self.identity_values(base)
-        own, others = self._tensors(), [adapter._tensors() for adapter in adapters]
+        own = self.state_dict(keep_vars=True)
+        others = [adapter.state_dict(keep_vars=True) for adapter in adapters]
         for name in names:
             target = own[name]
             values = [upcast(tensors[name], target) for tensors in others]
@@ -413,9 +419,6 @@ class Adapter(Contained, ABC):
         shown = [f"{n}={[*p.shape]}" for n, p in self.named_parameters(recurse=False)]
         scaling = getattr(self, "scaling", None)
         return ", ".join([*shown, f"{scaling=:g}"] if isinstance(scaling, float) else shown)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return dict(self.named_parameters()) | dict(self.named_buffers())
 
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:

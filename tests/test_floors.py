@@ -24,9 +24,9 @@ def graph() -> grimp.ImportGraph:
 def meetings(graph: grimp.ImportGraph, package: str) -> set[tuple[str, str]]:
     """Imports from a file of the package to a sibling that is not machinery.
 
-    Machinery is `_name.py`, and `copies`, which every config may ask for.
+    Machinery is `_name.py`.
     """
-    files = graph.find_children(package) - {f"{package}.copies"}
+    files = graph.find_children(package)
     return {
         (importer, imported)
         for importer in files

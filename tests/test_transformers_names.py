@@ -58,8 +58,8 @@ OF_ATTENTION = {"position_bias": 5, "sliding_window": 20}
 FIELDS = ("cross_attentions", "encoder_last_hidden_state", "last_hidden_state", "logits",
           "pooler_output", "router_logits")  # fmt: skip
 # arguments of `generate`, which may be fields of its config
-OPTIONS = ("assistant_early_exit", "assistant_model", "max_length", "max_new_tokens", "num_beams",
-           "num_return_sequences", "prefill_chunk_size", "prompt_lookup_num_tokens")  # fmt: skip
+OPTIONS = ("assistant_early_exit", "assistant_model", "num_beams", "num_return_sequences",
+           "prefill_chunk_size", "prompt_lookup_num_tokens")  # fmt: skip
 # methods of models that generate, which the package overrides → arguments that they pass by name
 OVERRIDDEN = {"_prepare_generated_length": ("generation_config", "input_ids_length")}
 # not of transformers: arguments of torch, of old versions and of adapterzoo itself

@@ -65,7 +65,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     others = (
         _site(path, "norm" if is_norm(module) else "layer", module, blocks)
         for path, module in tree.modules.items()
-        if path not in listed and _own(module)
+        if path not in listed and any(True for _ in module.parameters(recurse=False))
     )
     attentions, unreachable = attentions_of(tree, blocks)
     entry, no_entry = entry_of(tree, blocks)
@@ -266,20 +266,16 @@ def _declared(tree: Tree) -> Iterator[tuple[str, str]]:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module normalizes features, the last dimension."""
-    own = list(_own(module))
+    own = list(module.parameters(recurse=False))
     named = NORM_CLASS.search(type(module).__name__) is not None
     apart = isinstance(module, (nn.GroupNorm, _NormBase))
     return named and not apart and bool(own) and all(p.dim() == 1 for p in own)
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None]
-
-
 def _site(path: str, kind: Kind, module: nn.Module, blocks: Sequence[Block]) -> Site:
     layer, stack = _place(path, blocks)
     # a bias is as long as the output of its layer
-    own = (module._parameters.get("bias"), *_own(module))
+    own = (module._parameters.get("bias"), *module.parameters(recurse=False))
     # a parameter without dimensions, such as CLIP's logit scale, has no width
     width = next(p.shape[-1] if p.dim() else 1 for p in own if p is not None)
     return Site(path, "other", layer, stack, kind, width, width)

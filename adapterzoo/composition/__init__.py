@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeAlias
 
@@ -112,7 +112,8 @@ class Node:
     @property
     def options(self) -> Mapping[str, Any]:
         """The keyword arguments that, with the children, make the same composition."""
-        return {}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "children"}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     def nodes(self) -> Iterator[Node]:
         """Yield the composition itself and all those inside, from the outside in."""
@@ -279,11 +280,6 @@ class Split(Node):
         super().__init__(*children)
         object.__setattr__(self, "splits", _sizes(self, "splits", splits))
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The lengths."""
-        return {"splits": list(self.splits)}
-
 
 @dataclass(frozen=True, init=False, repr=False)
 class BatchSplit(Node):
@@ -309,11 +305,6 @@ class BatchSplit(Node):
         """
         super().__init__(*children)
         object.__setattr__(self, "batch_sizes", _sizes(self, "batch_sizes", batch_sizes))
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The sizes."""
-        return {"batch_sizes": list(self.batch_sizes)}
 
 
 class Parallel(Node):
@@ -370,7 +361,7 @@ class Average(Node):
     @property
     def options(self) -> Mapping[str, Any]:
         """The normalized weights."""
-        return {"weights": list(self.weights), "normalize_weights": False}
+        return {**super().options, "normalize_weights": False}
 
 
 def _sizes(node: Node, option: str, given: Sequence[int] | int) -> tuple[int, ...]:

@@ -88,25 +88,21 @@ class Nested(LayerView):
         return adapted
 
 
+@dataclass(slots=True)
 class SharedOutputs:
-    """One call of a layer; its outputs are computed once for all parts of the input."""
+    """One call of a layer; its outputs are computed once for all parts of the input.
 
-    __slots__ = ("_original", "_output", "_residual", "base", "order", "x")
+    Attributes:
+        base: the layer, with the adapters before.
+        x: its input.
+        order: sorts the rows of an input or output, so that each part is contiguous.
+    """
 
-    def __init__(self, base: BaseLayer, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
-        """Record the call; nothing is computed yet.
-
-        Args:
-            base: the layer, with the adapters before.
-            x: its input.
-            order: sorts the rows of an input or output, so that each part is contiguous.
-        """
-        self.base = base
-        self.x = x
-        self.order = order
-        self._output: Tensor | None = None
-        self._original: Tensor | None = None
-        self._residual: Tensor | None = None
+    base: BaseLayer
+    x: Tensor
+    order: Callable[[Tensor], Tensor]
+    _output: Tensor | None = None
+    _original: Tensor | None = None
 
     @property
     def output(self) -> Tensor:
@@ -124,13 +120,6 @@ class SharedOutputs:
                 self._output = self.order(output)
             self._original = self._output if original is output else self.order(original)
         return self._original
-
-    @property
-    def residual(self) -> Tensor:
-        """The residual stream, sorted."""
-        if self._residual is None:
-            self._residual = self.order(self.base.residual)
-        return self._residual
 
 
 class PartialLayer(LayerView):
@@ -176,7 +165,7 @@ class PartialLayer(LayerView):
     @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer, of the part."""
-        return self._take(self._whole.residual)
+        return self._take(self._whole.order(self._inner.residual))
 
     @property
     def call(self) -> StackCall:
@@ -677,10 +666,6 @@ class SiteStep:
     def by_name(self) -> SiteStep:
         """Return the site for a copy of the layer."""
         return SiteStep(self.step, self.names)
-
-    def busy(self) -> SiteStep:
-        """Return a site that captures, shares or reads inputs."""
-        return SiteStep(self.step, self.names, self.adapters)
 
 
 def step_of_copies(owners: Sequence[str | None]) -> SiteStep:

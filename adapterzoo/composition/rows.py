@@ -43,7 +43,7 @@ def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
     """
     count, exact = _need(setup)
     repeats = setup.parallel_channels if isinstance(setup, Node) else 1
-    return [_at_row(setup, row, count) for row in range(count)], repeats, exact
+    return _divided(setup, count), repeats, exact
 
 
 def _need(node: Child) -> tuple[int, bool]:
@@ -73,19 +73,17 @@ def _need(node: Child) -> tuple[int, bool]:
     return (count * len(node), fixed) if isinstance(node, Parallel) else (count, fixed)
 
 
-def _at_row(node: Child, row: int, count: int) -> Child:
-    """Return the composition of one row of `count` rows."""
+def _divided(node: Child, count: int) -> list[Child]:
+    """Return the composition of each of `count` rows."""
     if not isinstance(node, Node) or not has_rows(node):
-        return node
-    if isinstance(node, Parallel):
-        share = count // len(node)
-        return _at_row(node.children[row // share], row % share, share)
-    if isinstance(node, BatchSplit):
-        for child, size in zip(node.children, node.batch_sizes, strict=True):
-            if row < size:
-                return _at_row(child, row, size)
-            row -= size
-    return node.with_children([_at_row(child, row, count) for child in node.children])
+        return [node] * count
+    if isinstance(node, (BatchSplit, Parallel)):
+        equal = (count // len(node),) * len(node)
+        sizes = node.batch_sizes if isinstance(node, BatchSplit) else equal
+        parts = map(_divided, node.children, sizes)
+        return [row for part in parts for row in part]
+    columns = [_divided(child, count) for child in node.children]
+    return [node.with_children(children) for children in zip(*columns, strict=True)]
 
 
 def _at_task(node: Child, task: int) -> Child:
@@ -202,7 +200,10 @@ class RowMap:
     entered: bool = False
     tasks: RowTasks | None = None
     known: int = 0
-    _layouts: dict[int, RowLayout] = field(default_factory=dict, compare=False, repr=False)
+    # of one call: `replace` makes new ones
+    _layouts: dict[int, RowLayout] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def parts(self) -> int:
@@ -232,18 +233,18 @@ class RowMap:
             index = tuple(of[task_ids[row % batch]][row // times] for row in range(count))
         return replace(
             self, index=index, repeats=1, together=together, copies=self.repeats, tokens=tokens,
-            entered=True, tasks=None, _layouts={},
+            entered=True, tasks=None,
         )  # fmt: skip
 
     def renumbered(self, numbers: Sequence[int]) -> RowMap:
         """Return the same rows with another number for each part; parts may get equal numbers."""
         index = tuple(numbers[part] for part in self.index)
-        return replace(self, index=index, known=0, _layouts={})
+        return replace(self, index=index, known=0)
 
     def of(self, other: RowMap, part: int) -> RowMap:
         """Return how this divides the rows of one part of another, in the order of `take`."""
         index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
-        return replace(self, index=index, _layouts={})
+        return replace(self, index=index)
 
     def layout(self, count: int) -> RowLayout:
         """Return the layout of a batch.

@@ -18,7 +18,7 @@ from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.config import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.inject.building import inject_path
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.registry import Registry
 from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 

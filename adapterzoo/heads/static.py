@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from adapterzoo.config import FLAG, Maybe, Text, config_class, declared, field
+from adapterzoo.config import FLAG, Maybe, Text, config_class, field
 from adapterzoo.errors import ConfigError
 
 from ._backbone import Backbone
@@ -44,7 +44,7 @@ class StaticConfig(HeadConfig):
     head_type: ClassVar[str] = STATIC
     output_class: ClassVar[str] = "ModelOutput"
 
-    model_class: str = dataclasses.field(metadata=declared(Text()))
+    model_class: str = dataclasses.field(metadata={"check": Text()})
     label_names: tuple[str, ...] = ("labels",)  # type: ignore[misc]
     num_labels: int | None = field(None, Maybe(COUNT))
     fields: Mapping[str, Any] | None = field(None, ours=True)

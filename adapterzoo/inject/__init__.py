@@ -333,12 +333,8 @@ def _parts_with_base(
         yield parts, base_of(layer, own_weight)
 
 
-class Entry(nn.Module):
+class Entry(nn.Identity):
     """The identity; its adapters change the input of the first block."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` `[rows, tokens, d_model]`."""
-        return x
 
 
 class AdaptedBlock(Adapted):

@@ -15,7 +15,6 @@ position, so that only the seed is kept.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +72,8 @@ def low_rank(
     """
     drops = training and dropout > 0.0
     # autograd keeps as little as the operators, and costs less
-    if y.dtype is x.dtype is a.dtype is b.dtype and ops.is_plain(y):
-        if not drops:
-            return low_rank_reference(y, x, a, b, scaling)
-        if not torch.compiler.is_compiling():
-            return torch.add(y, linear(_Dropped.apply(x, a, dropout), b), alpha=scaling)
+    if not drops and y.dtype is x.dtype is a.dtype is b.dtype and ops.is_plain(y):
+        return low_rank_reference(y, x, a, b, scaling)
     return expand(y, shrink(x, a, dropout, training), b, scaling)
 
 
@@ -284,25 +280,6 @@ def expand_torch_backward(
 def rows_of(x: Tensor) -> Tensor:
     """Return `x` `[*batch, width]` as `[rows, width]`."""
     return x.reshape(-1, x.shape[-1])
-
-
-class _Dropped(torch.autograd.Function):
-    """`shrink_torch` of random noise, with its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, p: float) -> Tensor:
-        noise = dropout_bits(x, p)
-        # without a gradient of a, only the dtype of x is needed
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0), a, noise)
-        ctx.p = p
-        return shrink_torch(x, a, p, noise)
-
-    @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, a, noise = ctx.saved_tensors
-        needs_x, needs_a, _ = ctx.needs_input_grad
-        dx, da = shrink_torch_backward(dt, x, a, ctx.p, noise, needs_x, needs_a)
-        return dx if needs_x else None, da if needs_a else None, None
 
 
 _shrink, _shrink_backward = product(

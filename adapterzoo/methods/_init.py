@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -23,21 +23,17 @@ def dtype_named(name: str | None, otherwise: torch.dtype) -> torch.dtype:
     return otherwise if name is None else DTYPES[name]
 
 
-class _Drawing(threading.local):
-    skipped = False
-
-
-_drawing = _Drawing()
+_skips_drawing = ContextVar("_skips_drawing", default=False)
 
 
 @contextmanager
 def undrawn() -> Iterator[None]:
     """Leave the parameters that this thread makes uninitialized, to be filled from a file."""
-    before, _drawing.skipped = _drawing.skipped, True
+    token = _skips_drawing.set(True)
     try:
         yield
     finally:
-        _drawing.skipped = before
+        _skips_drawing.reset(token)
 
 
 def generator(seed: int | None, path: str) -> torch.Generator | None:
@@ -67,7 +63,7 @@ def drawn(
         device: of the parameter; on the meta device and in `undrawn` it stays uninitialized.
         dtype: of the parameter.
     """
-    if device.type == "meta" or _drawing.skipped:
+    if device.type == "meta" or _skips_drawing.get():
         return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     # an explicit device: a caller's `with torch.device(…)` must not move the drawing
     filled = fill(torch.empty(shape, device="cpu", dtype=torch.float32))

@@ -20,9 +20,9 @@ from adapterzoo.patterns import Excluded, Modules, matches
 from adapterzoo.peft_arguments import PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
+from ._copies import ConfigWithCopies, CopyConfig
 from ._peft import EXCLUDED, TARGETS
 from ._targets import names_of, unmatched
-from .copies import ConfigWithCopies, CopyConfig
 
 
 @method_config("ln_tuning")

@@ -54,9 +54,9 @@ from adapterzoo.spelling import (
     spelled,
 )
 
+from ._copies import ConfigWithCopies
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
 from ._parts import Affine
-from .copies import ConfigWithCopies
 
 _New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 
@@ -237,11 +237,8 @@ class ReftUnit(nn.Module):
         """Return R `[r, d_model]`, with orthonormal rows if the config requires them."""
         if not self.config.orthogonality:
             return self.projection
-        R = self.projection.to(compute_dtype(self.projection.dtype))
-        # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I if those of R already are
-        L = torch.linalg.cholesky(R @ R.T)  # [r, r]
-        rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
-        return rows.to(self.projection.dtype)
+        wide = self.projection.to(compute_dtype(self.projection.dtype))
+        return orthonormal(wide).to(self.projection.dtype)
 
     def widened(self, rank: int) -> dict[str, Tensor]:
         """Return the tensors of a unit with more rows of R that gives the same.
@@ -261,6 +258,14 @@ class ReftUnit(nn.Module):
         for key in ("projection", "source.weight"):
             tensors[key] = torch.cat([tensors[key], more])  # [rank, d_model]
         return tensors
+
+
+def orthonormal(R: Tensor) -> Tensor:
+    """Return an orthonormal basis of the rows of R, both `[r, d_model]`; R if it is one."""
+    # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I if those of R already are
+    L = torch.linalg.cholesky(R @ R.T)  # [r, r]
+    rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
+    return rows
 
 
 # --- in AdapterHub's files ---
@@ -376,9 +381,7 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
             continue
         R = own["projection"]
         # orthonormal rows as in the forward pass, completed to a basis
-        wide = R.to(widest(R.device))
-        L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
-        rows = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d]
+        rows = orthonormal(R.to(widest(R.device)))  # [r, d]
         base = torch.linalg.qr(rows.T, mode="complete").Q  # [d, d]
         base[:, : len(R)] = rows.T
         found[f"{unit}{_ORIGINAL}"] = -torch.eye(*R.shape, dtype=R.dtype)

@@ -23,8 +23,8 @@ from adapterzoo.patterns import Modules, TokenIds
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import PeftSpelling, spelled
 
+from ._copies import TokenRows, TokenRowsConfig, tables_in
 from ._peft import TARGETS
-from .copies import TokenRows, TokenRowsConfig, tables_in
 
 
 class ListedTokens(TokenIds):

@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from types import MappingProxyType, TracebackType
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Self, cast
 
 from adapterzoo.anatomy.sites import TokenInput
@@ -143,7 +144,8 @@ def make_plan(
             captures[source] = (*captures.get(source, ()), reader)
     readers = {reader.removeprefix("+") for found in captures.values() for reader in found}
     for path in sites.keys() & {*captures, *readers}:
-        sites[path] = sites[path].busy()
+        # a site that passes its input on, or reads another, does more than its adapter
+        sites[path] = replace(sites[path], only=None)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     inverts = (
@@ -528,12 +530,7 @@ class AdapterSetup:
             self._entered.append((_here(), stack.pop_all()))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the previous setup.
 
         Raises:

@@ -27,7 +27,7 @@ from adapterzoo.inject.building import (
     layer_at,
 )
 from adapterzoo.inject.tokens import AdaptedStack
-from adapterzoo.methods.copies import ROWS, all_placements
+from adapterzoo.methods._copies import ROWS, all_placements
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan, shared_by
 

@@ -29,7 +29,7 @@ from adapterzoo.formats.checkpoint import Checkpoint
 from adapterzoo.inject.building import at_hand, inject_path, is_offloaded, plain_modules
 from adapterzoo.inject.layers import is_quantized
 from adapterzoo.methods import undrawn
-from adapterzoo.methods.copies import all_placements
+from adapterzoo.methods._copies import all_placements
 from adapterzoo.names import check_name, one_of
 
 from . import adapters, sharding
@@ -261,6 +261,10 @@ def fitting(
             if model._has_named_heads or "config" not in record_of_head.document:
                 raise
             lost = f"the adapter {name!r} has been loaded without its head: {error}"
+    elif asked.id2label is not None:
+        raise ConfigError(
+            f"id2label={asked.id2label!r} names labels of a head, and none is loaded. Leave it out."
+        )
 
     def enter() -> None:
         # the step that may fail comes first

@@ -12,7 +12,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from .heads import copies, named, store
 from .hf.hosts import refuse_while_batching
 from .hf.info import ModelInfo
 from .state import AdaptedModel, AdapterRecord, LoadOptions, modules_of
-
-_Places: TypeAlias = Mapping[str, tuple[Placement, ...]]
 
 
 class Write(NamedTuple):
@@ -87,7 +85,7 @@ def load(
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     slot = _slot(model, name)
     coming = checkpointing.filled(model, stored, (), asked.dtype)
-    writes = _writes(model, name, coming.config, coming.places, coming.coming)
+    writes = _writes(model, name, coming)
     if asked.with_head and stored.metadata.get("head") is not None:
         writes += _writes_of_head(model, name, stored, asked)
     asked.compare(coming.config, stored.metadata.get("model_name"))
@@ -119,8 +117,8 @@ def copy(model: AdaptedModel, name: str, into: str) -> None:
     sharding.refuse_if_sharded(model, "Write it before fully_shard(model).")
     record = model._adapter_state.find(name)
     slot = _slot(model, into)
-    modules = dict(modules_of(model, name))
-    write(_writes(model, into, record.config, record.places, modules))
+    coming = dataclasses.replace(record, coming=dict(modules_of(model, name)))
+    write(_writes(model, into, coming))
     model._adapter_state.records[into] = dataclasses.replace(slot, meta=record.meta)
 
 
@@ -140,25 +138,19 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
     return record
 
 
-def _writes(
-    model: AdaptedModel,
-    name: str,
-    config: AdapterConfig,
-    places: _Places,
-    modules: Mapping[str, Adapter],
-) -> list[Write]:
-    """Return what gives the adapter `name` the values of modules.
+def _writes(model: AdaptedModel, name: str, record: AdapterRecord) -> list[Write]:
+    """Return what gives the adapter `name` the values of the modules in a record.
 
     Raises:
         ConfigError: it cannot take them.
     """
     slot = model._adapter_state.find(name)
-    lines = _differences(slot, config, places)
-    pairs = () if lines else zip(slot.config.members, config.members, strict=True)
+    lines = _differences(slot, record)
+    pairs = () if lines else zip(slot.config.members, record.config.members, strict=True)
     is_padded = any(own[key] != other[key] for own, other in pairs for key in own.slot_fields)
     found: list[Write] = []
     for path, own in () if lines else modules_of(model, name):
-        coming, mine = in_slot(modules[path], own), own.state_dict(keep_vars=True)
+        coming, mine = in_slot(record.coming[path], own), own.state_dict(keep_vars=True)
         lines += [f"{path}/{key}   in one of them only" for key in coming.keys() ^ mine.keys()]
         for key in coming.keys() & mine.keys():
             tensor, values = mine[key], coming[key]
@@ -186,16 +178,16 @@ def _has_room(slot: Tensor, values: Tensor, is_padded: bool) -> bool:
     return all(a >= b for a, b in zip(slot.shape, values.shape, strict=True))
 
 
-def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) -> list[str]:
+def _differences(slot: AdapterRecord, record: AdapterRecord) -> list[str]:
     """Return how a slot differs in layers, methods and options that have no place in tensors."""
-    kinds = ["|".join(m.architecture for m in c.members) for c in (slot.config, config)]
+    kinds = ["|".join(m.architecture for m in c.members) for c in (slot.config, record.config)]
     if kinds[0] != kinds[1]:
         return [f"method   slot {kinds[0]!r}, values {kinds[1]!r}"]
-    mine, theirs = _sites(slot.places), _sites(places)
+    mine, theirs = _sites(slot.places), _sites(record.places)
     shown = {**mine, **theirs}
     others = {shown[key] for key in mine.keys() ^ theirs.keys()}
     lines = [f"{name}   in one of them only" for name in others]
-    for own, other in zip(slot.config.members, config.members, strict=True):
+    for own, other in zip(slot.config.members, record.config.members, strict=True):
         left, right = own.to_dict(), other.to_dict()
         lines += [
             f"{key}={left.get(key)!r} and not {right.get(key)!r}"
@@ -205,7 +197,7 @@ def _differences(slot: AdapterRecord, config: AdapterConfig, places: _Places) ->
     return lines
 
 
-def _sites(places: _Places) -> dict[Any, str]:
+def _sites(places: Mapping[str, tuple[Placement, ...]]) -> dict[Any, str]:
     """Return what is adapted, with its name in messages; shared modules have a path alone."""
     found: dict[Any, str] = {(path,): path for path in places}
     for path, placements in places.items():

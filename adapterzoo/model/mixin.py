@@ -873,7 +873,7 @@ class AdapterModelMixin:
 
         Raises:
             UnknownNameError: the adapter or the format is unknown.
-            ConfigError: `meta_dict` is not JSON.
+            TypeError, ValueError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express this
                 adapter.
         """
@@ -1143,7 +1143,7 @@ class AdapterModelMixin:
 
         Raises:
             UnknownNameError: the fusion or the format is unknown.
-            ConfigError: `meta_dict` is not JSON.
+            TypeError, ValueError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         chosen = checkpointing.chosen_format(format, use_safetensors)

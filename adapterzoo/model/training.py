@@ -16,7 +16,7 @@ from adapterzoo.composition import Composition, Stack, fusions_of, parse
 from adapterzoo.errors import StateError, columns, listing
 from adapterzoo.formats.fit import digests, fingerprint
 from adapterzoo.inject.layers import is_quantized, packing_of, unpack_all
-from adapterzoo.methods.copies import Table
+from adapterzoo.methods._copies import Table
 
 from . import adapters
 from .activation import refuse_merged, replan, set_active

@@ -12,7 +12,7 @@ from architectures.tiny_models import tiny_model
 from families import tiny_config
 from safetensors.torch import load_file, save_file
 from snapshots import of_adapter, refused, state, stir
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 from adapterzoo import init
 from adapterzoo.errors import (
@@ -20,7 +20,6 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     SiteError,
-    StateError,
     UnknownNameError,
 )
 from adapterzoo.formats import files, native
@@ -162,22 +161,6 @@ def test_a_file_may_leave_out_layers_that_the_model_lacks(tmp_path):
 
 
 # --- forwards ---
-
-
-def test_a_generation_longer_than_the_table_of_positions_is_refused():
-    """A shifted prefix takes positions away from the tokens."""
-    model = made(
-        "gpt2", AutoModelForCausalLM, a="prefix_tuning[prefix_length=8,positions='shifted']"
-    )
-    model.set_active_adapters("a")
-    ids = torch.ones(1, 50, dtype=torch.long)
-    asked = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    model.generate(ids, max_new_tokens=7, **asked)
-    with refused(model, StateError, "position 64", "Give it 1 tokens less"):
-        model.generate(ids, max_new_tokens=8, **asked)
-    # without a cache too
-    with refused(model, StateError, "position 64", "Give it 1 tokens less"):
-        model.generate(ids, max_new_tokens=8, use_cache=False, **asked)
 
 
 def test_a_mask_of_zeros_leaves_a_prefix_alone_to_see():

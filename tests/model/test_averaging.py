@@ -574,6 +574,17 @@ def test_what_is_not_finite_is_refused(tiny, strategy):
         model.average_adapter("c", ["a", "b"], combine_strategy=strategy, **density)
 
 
+def test_what_torch_refuses_changes_nothing(tiny):
+    model = with_adapters(tiny, "lora")
+    with refused(model, RuntimeError, "driver", "only supported on CUDA"):
+        model.average_adapter("c", ["a", "b"], combine_strategy="svd", svd_driver="gesvd")
+    *_, (_, module) = model.adapter_modules("b")
+    with torch.no_grad():
+        module.lora_B[0, 0] = float("nan")
+    with refused(model, RuntimeError, "svd", "non-finite values"):
+        model.average_adapter("c", ["a", "b"], combine_strategy="svd")
+
+
 def test_names_are_checked(tiny):
     model = with_adapters(tiny, "lora")
     with refused(model, UnknownNameError, "'bb'", "Did you mean 'b'"):

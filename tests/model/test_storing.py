@@ -259,7 +259,7 @@ def test_a_model_of_another_width_is_refused(model, saved, tiny):
 
 
 @pytest.mark.parametrize(("change", "error", "says"), [
-    ({"name": "../evil"}, ConfigError, ("'../evil'", "Write 'evil'")),
+    ({"name": "../evil"}, ConfigError, ("'../evil'", "Write load_as='evil'")),
     ({"version": 99}, CheckpointError, ("version 99", "pip install -U adapterzoo")),
     ({"version": "1"}, CheckpointError, ("version '1'", "pip install -U adapterzoo")),
     ({"config": None}, CheckpointError, ("no adapter config", "Save it again")),

@@ -124,7 +124,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     if spelling.of_parameters:
         # the names are read here before the config checks them
         Targets()(arguments.class_name, "target_modules", given)
-        fields = with_experts(model, fields, given, base_prefix(model), spelling)
+        fields = with_experts(model, fields, given, spelling)
     numbers = fields.get("layers_to_transform")
     stacks = fields.pop("layers_pattern", None) if numbers is not None else None
     if stacks:
@@ -143,18 +143,14 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
 
 def _saved(model: AdaptedModel, names: Any, task: str | None) -> Any:
     """Return `modules_to_save` as PEFT completes it for a task, without names of no module."""
-    if model._has_named_heads or not (names is None or _are_names(names)):
+    listed = isinstance(names, (list, tuple, set, frozenset))
+    are_names = names is None or (listed and all(isinstance(name, str) for name in names))
+    if model._has_named_heads or not are_names:
         return names
     every = [*(names or ()), *(_SAVED.get(task or "", ()))]
     paths = [path for path, _ in plain_modules(cast("nn.Module", model))]
     kept = [n for n in every if n not in _ADDED or any(is_named(path, n) for path in paths)]
     return [*dict.fromkeys(kept)] or None
-
-
-def _are_names(value: Any) -> bool:
-    """Return whether a value is a collection of names."""
-    listed = isinstance(value, (list, tuple, set, frozenset))
-    return listed and all(isinstance(name, str) for name in value)
 
 
 def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers: Any) -> Any:
@@ -204,11 +200,7 @@ def _whole_layers(
 
 
 def with_experts(
-    model: AdaptedModel,
-    fields: Mapping[str, Any],
-    targets: Any,
-    prefix: str,
-    spelling: PeftSpelling,
+    model: AdaptedModel, fields: Mapping[str, Any], targets: Any, spelling: PeftSpelling
 ) -> dict[str, Any]:
     """Return the fields of a config with the former layers of experts as parameters.
 
@@ -216,13 +208,12 @@ def with_experts(
         model: to which the adapter will be added.
         fields: of PEFT's config.
         targets: `target_modules` as the user gave it.
-        prefix: of the base model's paths in expressions.
         spelling: of the method.
 
     Raises:
         ConfigError: only some layers of a parameter are named.
     """
-    former = split_experts(model.config.model_type)
+    former, prefix = split_experts(model.config.model_type), base_prefix(model)
     names, found = _named(model, targets, former, prefix)
     if not names:
         return dict(fields)
@@ -558,10 +549,6 @@ _own_supports: Any = AdaptersMethods.supports_adapter
 
 @functools.wraps(_own_add)
 def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-    words = kwargs.keys() & {"adapter_config", "peft_config"}
-    if not words and not any(map(is_peft, (*args, *kwargs.values()))):
-        _own_add(self, *args, **kwargs)
-        return
     # with the config first, as in transformers, the adapter is trained and active afterwards
     if "peft_config" in kwargs:
         given = kwargs.pop("peft_config")
@@ -573,11 +560,11 @@ def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
         given = kwargs.pop("adapter_name", None)
         name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
         args = name, first, *args[1:]
-    call = inspect.signature(_own_add).bind(self, *args, **kwargs)
-    if is_peft(call.arguments.get("config")):
+    if is_peft(kwargs.get("config", args[1] if len(args) > 1 else None)):
+        call = inspect.signature(_own_add).bind(self, *args, **kwargs)
         _add_from_peft(**call.arguments)
     else:
-        _own_add(*call.args, **call.kwargs)
+        _own_add(self, *args, **kwargs)
     if first is not None:
         training.train_alone(self, name, unfreezes=not first.inference_mode)
 
@@ -608,7 +595,7 @@ def _supports_adapter(self: Any, type_or_config: Any) -> bool:
 
 
 MEMBERS = {
-    **{name: member for name, member in vars(PeftMethods).items() if not name.startswith("_")},
+    **vars(PeftMethods),
     "add_adapter": _add_adapter,
     "delete_adapter": also_named(adapter_names="adapter_name")(_mixin.delete_adapter),
     "merge_adapter": also_named(adapter_names="name")(_mixin.merge_adapter),

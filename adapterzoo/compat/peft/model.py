@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import warnings
@@ -145,9 +146,8 @@ class PeftModel:
                 raise ConfigError(
                     f"{name}={value!r}: the folder describes the adapter. Leave it out."
                 )
-        path = (
-            model_id if (below := kwargs.pop("subfolder", None)) is None else Path(model_id, below)
-        )
+        below = kwargs.pop("subfolder", None)
+        path = model_id if below is None else Path(model_id, below)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
         mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
         old = own._adapter_state.records.get(adapter_name)
@@ -352,15 +352,11 @@ def as_peft(model: Any) -> Any:
     return model
 
 
-_classes: dict[type[Any], type[Any]] = {}
-
-
+@functools.cache
 def _class_of(cls: type[Any]) -> type[Any]:
     """Return the class with the methods of `PeftModel`; it keeps its name."""
-    if cls not in _classes:
-        members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(cls.__name__, (PeftModel, cls), members)
-    return _classes[cls]
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (PeftModel, cls), members)
 
 
 def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -669,9 +665,8 @@ class AutoPeftModel:
             ConfigError: there is no adapter, or it belongs to another task.
         """
         path = os.fspath(pretrained_model_name_or_path)
-        found = adapter_folders.find(
-            path, {**kwargs, **({"revision": revision} if revision else {})}
-        )
+        asked = {**kwargs, "revision": revision} if revision else kwargs
+        found = adapter_folders.find(path, asked)
         if found is None:
             raise ConfigError(
                 f"{path!r} is not an adapter's folder. Write the folder that save_adapter wrote."
@@ -682,14 +677,8 @@ class AutoPeftModel:
         at = {} if found.base.revision is None else {"revision": found.base.revision}
         model = load.from_pretrained(found.base.name, **{**kwargs, **at})
         _make_room(model, found.path)
-        dtype = model.dtype if {"dtype", "torch_dtype"} & kwargs.keys() else None
-        return PeftModel.from_pretrained(
-            model,
-            found.path,
-            adapter_name,
-            is_trainable,
-            **({} if dtype is None else {"dtype": dtype}),
-        )
+        given = {"dtype": model.dtype} if {"dtype", "torch_dtype"} & kwargs.keys() else {}
+        return PeftModel.from_pretrained(model, found.path, adapter_name, is_trainable, **given)
 
     @classmethod
     def _class(cls, values: dict[str, Any], path: str) -> Any:

@@ -26,6 +26,7 @@ Cannot do: merging; init_weights="houlsby".
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -74,28 +75,18 @@ class HypercomplexProjection(nn.Module):
     b: nn.Parameter | None
 
     def __init__(
-        self,
-        config: Any,
-        part: Literal["down", "up"],
-        d_in: int,
-        d_out: int,
-        *,
-        source: torch.Generator | None,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, drawing: Drawing, part: Literal["down", "up"], d_in: int, d_out: int
     ) -> None:
         """Make what the layer does not share; the bias starts as zero.
 
         Args:
-            config: a `BnConfig`.
+            drawing: of its parameters.
             part: the down or the up projection.
             d_in: input width.
             d_out: output width.
-            source: of random numbers.
-            device: of the parameters.
-            dtype: of the parameters.
         """
         super().__init__()
+        config = drawing.config
         check_widths(config, d_in, d_out)
         self.d_in, self.d_out, self.n = d_in, d_out, config.phm_dim
         self.shares_rule, self.shares_w = config.shared_phm_rule, config.shared_W_phm
@@ -105,41 +96,29 @@ class HypercomplexProjection(nn.Module):
         narrow, wide = sorted((d_in, d_out))
         products = self.n * config.phm_rank * (wide + self.n * narrow)
         self.is_low_rank = config.factorized_phm_W and products < d_in * d_out
-        put = Drawing(config, source, device, dtype)
         if not self.shares_rule:
             # the peer's deviations: those of a shared rule are a field
-            put.rule(self, 0.01, 0.01)
+            drawing.rule(self, 0.01, 0.01)
         if not self.shares_w:
-            put.w(self, own_w, d_in, d_out, is_up=part == "up")
-        bias = drawn((d_out,), constant(0.0), device, dtype) if config.phm_bias else None
-        self.register_parameter("b", bias)
+            drawing.w(self, own_w, d_in, d_out, is_up=part == "up")
+        zeros = drawn((d_out,), constant(0.0), drawing.device, drawing.dtype)
+        self.register_parameter("b", zeros if config.phm_bias else None)
         self.phm_rank = config.phm_rank
 
     @classmethod
-    def shared(
-        cls,
-        config: Any,
-        widths: Collection[tuple[int, int]],
-        *,
-        source: torch.Generator | None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> nn.Module:
+    def shared(cls, drawing: Drawing, widths: Collection[tuple[int, int]]) -> nn.Module:
         """Return the module that all layers share: R, and W as `W_down` and `W_up`.
 
         Args:
-            config: a `BnConfig`.
+            drawing: of the parameters.
             widths: all pairs of d_model and bottleneck width of the layers.
-            source: of random numbers.
-            device: of the parameters.
-            dtype: of the parameters.
 
         Raises:
             ConfigError: layers of several widths cannot share.
         """
-        made, put = nn.Module(), Drawing(config, source, device, dtype)
+        made, config = nn.Module(), drawing.config
         if config.shared_phm_rule:
-            put.rule(made, config.phm_init_range, 1.0)
+            drawing.rule(made, config.phm_init_range, 1.0)
         if config.shared_W_phm:
             if len(widths) > 1:
                 raise ConfigError(
@@ -150,7 +129,7 @@ class HypercomplexProjection(nn.Module):
             check_widths(config, d_model, width)
             for part, sizes in (("down", (d_model, width)), ("up", (width, d_model))):
                 own = names(f"W_{part}", config.factorized_phm_W)
-                put.w(made, own, *sizes, is_up=part == "up")
+                drawing.w(made, own, *sizes, is_up=part == "up")
         return made
 
     def product(self, shared: nn.Module | None, device: torch.device) -> MatrixProduct:
@@ -184,17 +163,21 @@ class HypercomplexProjection(nn.Module):
         return f"d_in={self.d_in}, d_out={self.d_out}, phm_dim={self.n}"
 
 
+@dataclass(frozen=True)
 class Drawing:
-    """Draws R and W, and registers them in modules."""
+    """Draws R and W, and registers them in modules.
 
-    def __init__(
-        self,
-        config: Any,
-        source: torch.Generator | None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.config, self.source, self.device, self.dtype = config, source, device, dtype
+    Attributes:
+        config: a `BnConfig`.
+        source: of random numbers.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    config: Any
+    source: torch.Generator | None
+    device: torch.device
+    dtype: torch.dtype
 
     def rule(self, module: nn.Module, std: float, bound: float) -> None:
         """Draw R from a normal or uniform distribution; it is a buffer if it is not trained."""

@@ -30,15 +30,14 @@ from adapterzoo.config import (
     Share,
     architectures,
     config_class,
-    declared,
     field,
 )
 from adapterzoo.contracts import Adapter, SharedModules
 from adapterzoo.errors import ConfigError, MissingEntryError
+from adapterzoo.methods._copies import ConfigWithCopies
 from adapterzoo.methods._init import DTYPE, DTYPES, generator
-from adapterzoo.methods.copies import ConfigWithCopies
 
-from .compacter import HypercomplexProjection
+from .compacter import Drawing, HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock
 from .layers import (
     Bottleneck,
@@ -150,9 +149,9 @@ class BnConfig(ConfigWithCopies):
     mh_adapter: bool
     output_adapter: bool
     reduction_factor: float | Mapping[str, float] = dataclasses.field(
-        metadata=declared(Reduction())
+        metadata={"check": Reduction()}
     )
-    non_linearity: str = dataclasses.field(metadata=declared(ActivationName()))
+    non_linearity: str = dataclasses.field(metadata={"check": ActivationName()})
     original_ln_before: bool = False
     original_ln_after: bool = True
     ln_before: bool = False
@@ -328,11 +327,8 @@ class BnConfig(ConfigWithCopies):
             parts["invertible"] = NiceBlock(self, width, device, dtype)
         if self.shares_matrices:
             sites = [p.site for p in placements if p.site.kind != "entry"]
-            parts["phm"] = HypercomplexProjection.shared(
-                self,
-                {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites},
-                source=generator(self.init_weights_seed, "phm"),
-                device=device,
-                dtype=DTYPES[self.dtype] if self.dtype else dtype,
-            )
+            widths = {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites}
+            source = generator(self.init_weights_seed, "phm")
+            drawing = Drawing(self, source, device, DTYPES[self.dtype] if self.dtype else dtype)
+            parts["phm"] = HypercomplexProjection.shared(drawing, widths)
         return parts if len(parts) else None

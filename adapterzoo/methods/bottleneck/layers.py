@@ -18,7 +18,7 @@ from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
 from adapterzoo.methods._parts import Affine, Gate, affine
 
-from .compacter import HypercomplexProjection, MatrixProduct
+from .compacter import Drawing, HypercomplexProjection, MatrixProduct
 from .languages import JOINING, norm_of
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
@@ -74,7 +74,7 @@ class BottleneckLayer(FusibleAdapter):
         d_model = site.d_out
         width = config.width_at(site.layer, d_model)
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
-        down, up = _projections(config, d_model, width, source, device, dtype)
+        down, up = _projections(Drawing(config, source, device, dtype), d_model, width)
         norms = [nn.LayerNorm(d_model, device=device, dtype=dtype)] if config.ln_before else []
         self.adapter_down = nn.Sequential(*norms, down)
         self.adapter_up = up
@@ -178,16 +178,12 @@ class BottleneckLayer(FusibleAdapter):
 
 
 def _projections(
-    config: Any,
-    d_model: int,
-    width: int,
-    source: torch.Generator | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    drawing: Drawing, d_model: int, width: int
 ) -> tuple[Affine | HypercomplexProjection, Affine | HypercomplexProjection]:
     """Return the new down and up projection of a layer."""
+    config, source = drawing.config, drawing.source
     if config.phm_layer:
-        made = partial(HypercomplexProjection, config, source=source, device=device, dtype=dtype)
+        made = partial(HypercomplexProjection, drawing)
         return made("down", d_model, width), made("up", width, d_model)
     bert = normal(0.02, source)
     # cut off at two deviations
@@ -198,8 +194,8 @@ def _projections(
         "houlsby": (houlsby, houlsby),
     }
     fresh_down, fresh_up = starts[config.init_weights]
-    down = affine((width, d_model), fresh_down, device, dtype)
-    return down, affine((d_model, width), fresh_up, device, dtype)
+    down = affine((width, d_model), fresh_down, drawing.device, drawing.dtype)
+    return down, affine((d_model, width), fresh_up, drawing.device, drawing.dtype)
 
 
 def drop_rows(x: Tensor, p: float) -> Tensor:

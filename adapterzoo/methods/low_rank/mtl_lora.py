@@ -194,16 +194,8 @@ class MTLLoRA(LowRank):
         ones = fill(torch.empty_like(self.weights))
         return {"task_specific.values": start, "weights": ones}
 
-    def combine(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
-        base: BaseLayer,
-    ) -> None:
-        """Set all parameters to a linear combination of those of several adapters."""
-        self.weights.data.fill_(1.0)
-        Adapter.combine(self, adapters, weights, strategy, base)
+    # not that of factors: all parameters are combined linearly
+    combine = Adapter.combine  # type: ignore[assignment]
 
 
 MTLLoRAConfig.adapter_class = MTLLoRA

@@ -33,6 +33,7 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.config import FLAG, Check, Choice, Range
 from adapterzoo.contracts import InputPlan, InputStatistics, WeightPlan, compute_dtype
 from adapterzoo.errors import ConfigError
+from adapterzoo.methods._targets import fields_at
 
 from .factors import DRAWN, Factors, LowRankConfig
 
@@ -273,7 +274,7 @@ class EvaPlan(InputPlan):
     def __init__(self, config: LowRankConfig, options: Mapping[str, Any], anatomy: Anatomy) -> None:
         """Watch all layers."""
         self._config, self._adjusts = config, options["adjust_scaling_factors"]
-        sites = sites_of(config, anatomy)
+        self._sites = sites = sites_of(config, anatomy)
         self._ranks = {site.path: config.rank_at(site.path) for site in sites}
         # a layer has no more components than inputs
         self._most = {
@@ -325,10 +326,7 @@ class EvaPlan(InputPlan):
         }
         kept = [path for path, rank in ranks.items() if rank]
         return {
-            "target_modules": tuple(kept),
-            "exclude_modules": None,
-            "leave_out": (),
-            "layers_to_transform": None,
+            **fields_at(site for site in self._sites if ranks[site.path]),
             "rank_pattern": {re.escape(p): ranks[p] for p in kept if ranks[p] != config.r},
             "alpha_pattern": {re.escape(p): alphas[p] for p in kept if alphas[p] != config.alpha},
         }

@@ -52,9 +52,9 @@ from adapterzoo.contracts import (
     SharedModules,
 )
 from adapterzoo.errors import SiteError
+from adapterzoo.methods._copies import ConfigWithCopies
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, kaiming, normal, uniform
 from adapterzoo.methods._parts import Affine, Gate
-from adapterzoo.methods.copies import ConfigWithCopies
 from adapterzoo.spelling import spelled
 
 from .formats import SELF, TIED, cartridge, prefix_adapterhub, prefix_peft

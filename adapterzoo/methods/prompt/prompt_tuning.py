@@ -40,8 +40,8 @@ from adapterzoo.config import (
 )
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.methods._copies import ConfigWithCopies
 from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, uniform
-from adapterzoo.methods.copies import ConfigWithCopies
 from adapterzoo.spelling import spelled
 
 from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft

@@ -40,7 +40,7 @@ from adapterzoo.errors import SiteError, StateError, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
 from adapterzoo.inject.layers import packing_of
-from adapterzoo.methods.copies import ROWS, Table
+from adapterzoo.methods._copies import ROWS, Table
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
     DEFAULT_EMBEDDINGS,

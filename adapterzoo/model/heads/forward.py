@@ -540,6 +540,12 @@ def head_input(
     Raises:
         StateError: the model did not compute what the head needs.
     """
+    needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
+    if outputs.get(needed) is None:
+        raise StateError(
+            f"{type(model).__name__} computes no {needed}, which the head reads. "
+            f"Add a head with another pooling, such as pooling='mean'."
+        )
     if pooling == "pooler":
         # a CNN's has two more dimensions, of size 1
         return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
@@ -631,7 +637,7 @@ def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
             f"of the batch. Write active_head = […] with {rows.copies} names, or 1."
         )
     batch = len(rows.index) // rows.copies
-    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))), _layouts={})
+    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))))
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:

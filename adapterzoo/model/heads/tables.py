@@ -38,7 +38,7 @@ from adapterzoo.formats.fit import digest
 from adapterzoo.inject.adapted import AdapterDict
 from adapterzoo.inject.building import blank_copy, device_of, layer_at
 from adapterzoo.inject.layers import packing_of
-from adapterzoo.methods.copies import Table, TokenRows
+from adapterzoo.methods._copies import Table, TokenRows
 from adapterzoo.model.activation import (
     check_setup,
     refuse_merged,

@@ -131,7 +131,10 @@ def _make_named(
     family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
     )
-    generating = _language_model(config_class)
+    found = next(
+        (mapping[config_class] for mapping in _GENERATING if config_class in mapping), None
+    )
+    generating: Any = found[0] if isinstance(found, tuple) else found
     bases: list[type] = [base]
     if generating is not None:
         mixins = [
@@ -243,14 +246,6 @@ def _showing(plain: Any, *names: str) -> inspect.Signature:
     rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
     return signature.replace(parameters=[*named, *extra, *rest])
-
-
-def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    for mapping in _GENERATING:
-        if config_class in mapping:
-            found = mapping[config_class]
-            return found[0] if isinstance(found, tuple) else found
-    return None
 
 
 def _borrow_generation(made: type, generating: type) -> None:

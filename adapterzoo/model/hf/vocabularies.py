@@ -23,7 +23,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
 from adapterzoo.inject.adapted import Adapted, adapters_of
 from adapterzoo.inject.building import device_of, layer_at, plain_modules
-from adapterzoo.methods.copies import Table, TokenRows
+from adapterzoo.methods._copies import Table, TokenRows
 from adapterzoo.model.activation import replan
 from adapterzoo.model.heads import copies
 from adapterzoo.model.heads.tables import (

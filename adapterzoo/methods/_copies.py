@@ -64,22 +64,10 @@ class Copy(WeightAdapter):
             for name, value in self.identity_values(base).items():
                 self.get_parameter(name).copy_(value)
 
-    def combine(
-        self,
-        adapters: Sequence[Self],
-        weights: Sequence[float],
-        strategy: Combination,
-        base: BaseLayer,
-    ) -> None:
-        """Combine the values linearly.
-
-        Raises:
-            CompositionError: the strategy leaves out entries.
-        """
+    def _refuse(self, strategy: Combination) -> None:
+        """Refuse a strategy that leaves out entries; all others combine the values linearly."""
         if strategy.prunes:
             raise strategy.refusal(f"{self.noun} is not a sum of such")
-        names = [name for name, _ in self.named_parameters()]
-        self.combine_linearly(names, adapters, weights, strategy, base)
 
 
 # --- whole layers ---
