@@ -226,15 +226,16 @@ def _write_layer(layer: PeftOutput) -> Fields:
     one = configs[0]
     # an invocation equals the list that PEFT has
     invoked = [Items(config.to_dict().get(_INVOCATION) or ()) for config in configs]
-    said = {
-        (config.scaling_at(site.name), config.use_rslora, config.dropout, invocation)
-        for config, invocation in zip(configs, invoked, strict=True)
+    said: dict[str, set[Any]] = {
+        "scaling": {config.scaling_at(site.name) for config in configs},
+        "use_rslora": {config.use_rslora for config in configs},
+        "dropout": {config.dropout for config in configs},
+        _INVOCATION: {*invoked},
     }
-    if len(said) > 1:
-        raise only_native(
-            f"the adapters at {site.name!r} differ in scaling, use_rslora, dropout or "
-            f"{_INVOCATION} ({listing(sorted(said))})"
-        )
+    for name, values in said.items():
+        if len(values) > 1:
+            differing = f"{name} ({listing(sorted(values))})"
+            raise only_native(f"the adapters at {site.name!r} differ in {differing}")
     if layer.is_parameter and (one.dropout or "lora_B_bias" in layer.tensors):
         has = f"dropout={one.dropout} or a bias of B, which a parameter cannot have"
         raise only_native(f"the adapter at {site.name!r} has {has}")
