@@ -382,9 +382,9 @@ class Anatomy:
         missing = [role for role in roles if not any(site.role == role for site in chosen)]
         if missing:
             known = {site.role for block in blocks for site in (*block.sites, *block.parts)}
+            reason = f": {self.reason}" if self.reason else ""
             raise SiteError(
-                f"{call}: no layer with the role {missing[0]!r}"
-                f"{': ' * bool(self.reason)}{self.reason}. "
+                f"{call}: no layer with the role {missing[0]!r}{reason}. "
                 f"Roles that are there: {', '.join(sorted(known)) or 'none'}. Write one of these."
             )
         return tuple(chosen)

@@ -70,9 +70,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while not WRAPPED.isdisjoint(module._modules):
         if _FSDP1 in module._modules:
             raise StateError(
-                "FullyShardedDataParallel wraps a part of the model, and its parameters are empty "
-                "or pieces of others. Write fully_shard(model) instead, and with Trainer "
-                "fsdp_config={'version': 2}."
+                "FullyShardedDataParallel wraps a part of the model and holds pieces of weights. "
+                "Write fully_shard(model), or with Trainer fsdp_config={'version': 2}."
             )
         module = next(m for n, m in module._modules.items() if m is not None and n in WRAPPED)
     return module
