@@ -340,10 +340,6 @@ class Anatomy:
         sites = {s.name if s.parameter else f"{s.path}.weight": s for s in self}
         return sites | {s.name: s for s in self.parameters}
 
-    def parts(self, path: str) -> tuple[Site, ...]:
-        """Return the parts of the fused layer at a path; empty if the layer is not fused."""
-        return tuple(part for block in self.blocks for part in block.parts if part.path == path)
-
     def select(
         self, *roles: Role, cross: bool | None = False, layers: Iterable[int] | None = None
     ) -> tuple[Site, ...]:
