@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -42,12 +43,8 @@ def below(path: str, root: str) -> bool:
 
 def common(one: str, other: str) -> str:
     """Return the path of the nearest module that holds both."""
-    shared: list[str] = []
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return ".".join(shared)
+    names = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(name for name, _ in takewhile(lambda pair: pair[0] == pair[1], names))
 
 
 def nearness(one: str, other: str) -> int:
