@@ -26,8 +26,18 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def examine() -> dict[str, Any]:
     """Collect all facts, as JSON types."""
-    required = [requirement.name for requirement in _required()]
+    required = {requirement.name: requirement for requirement in _required()}
     versions = {name: _version(name) for name in (*required, *_OPTIONAL, *_PEERS)}
+    problems = []
+    for name, requirement in required.items():
+        version = versions[name]
+        if version is None:
+            problems.append(f"{name} is not installed. Write pip install {requirement}.")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            problems.append(
+                f"{name} {version} is installed, and {requirement.specifier} is needed. Write "
+                f"pip install '{name}{requirement.specifier}'."
+            )
     devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     devices += ["mps"] if torch.backends.mps.is_available() else []
     return {
@@ -35,7 +45,7 @@ def examine() -> dict[str, Any]:
         "peers": {name: _obstacle(name) for name in _PEERS if versions[name] is not None},
         "devices": [_device(torch.device(name)) for name in devices],
         "hub": hub_settings(),
-        "problems": _problems(),
+        "problems": problems,
     }
 
 
@@ -54,20 +64,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _problems() -> list[str]:
-    found = []
-    for requirement in _required():
-        version = _version(requirement.name)
-        if version is None:
-            found.append(f"{requirement.name} is not installed. Write pip install {requirement}.")
-        elif not requirement.specifier.contains(version, prereleases=True):
-            found.append(
-                f"{requirement.name} {version} is installed, and {requirement.specifier} is "
-                f"needed. Write pip install '{requirement.name}{requirement.specifier}'."
-            )
-    return found
 
 
 def hub_settings() -> dict[str, Any]:

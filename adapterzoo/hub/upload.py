@@ -35,7 +35,6 @@ from .requests import asking
 
 # the base model's name in native and AdapterHub configs, and in PEFT's
 BASE_NAMES = ("model_name", "base_model_name_or_path")
-_INSTALL = "pip install adapterzoo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +104,21 @@ def push(
 
     Raises:
         CheckpointError: the folder holds no adapter, or a damaged one.
-        ConfigError: the card cannot be written.
+        ConfigError: a field of the card is a text instead of a list, or the base model is not a
+            name of the Hub.
         HubError: offline mode, or the Hub refuses; nothing has changed there.
     """
     folder = Path(folder)
     text = text or CardText()
-    _check_card(text)
+    for name in ("datasets", "tags", "metrics"):
+        # a text is a sequence of letters
+        if isinstance(value := getattr(text, name), str):
+            raise ConfigError(f"{name}={value!r} is one text. Write {name}=[{value!r}].")
+    if text.base_model is not None and not is_public_name(text.base_model):
+        raise ConfigError(
+            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
+            f"'google-bert/bert-base-uncased', or leave it out."
+        )
     branch = None if create_pr else revision
     contents = _contents(folder, repo_id, branch, text)
     api = HfApi(token=token, library_name="adapterzoo")
@@ -211,25 +219,6 @@ def _with_base_name(
 # --- the model card ---
 
 
-def _check_card(text: CardText) -> None:
-    """Check what would be written wrongly.
-
-    Raises:
-        ConfigError: a field is a text instead of a list, or the base model is not a Hub name.
-    """
-    for field_name in ("datasets", "tags", "metrics"):
-        # a text is a sequence of letters
-        if isinstance(value := getattr(text, field_name), str):
-            raise ConfigError(
-                f"{field_name}={value!r} is one text. Write {field_name}=[{value!r}]."
-            )
-    if text.base_model is not None and not is_public_name(text.base_model):
-        raise ConfigError(
-            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
-            f"'google-bert/bert-base-uncased', or leave it out."
-        )
-
-
 def adapter_card(
     folder: Path, repo_id: str, revision: str | None, text: CardText, setup: str | None = None
 ) -> ModelCard:
@@ -256,6 +245,12 @@ def adapter_card(
     language = text.language
     if language is not None and not isinstance(language, str):
         language = list(language)
+    # the type of a head, or the `task_type` of PEFT
+    task = head_type or document.get("task_type")
+    known = (head for head in head_types.values() if task in (head.head_type, head.peft_task))
+    pipeline_tag = next((head.pipeline_tag for head in known if task is not None), None)
+    if task == "FEATURE_EXTRACTION":
+        pipeline_tag = "feature-extraction"
     data = ModelCardData(
         base_model=base,
         datasets=list(text.datasets) or None,
@@ -263,7 +258,7 @@ def adapter_card(
         library_name="adapterzoo",
         license=text.license,
         metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
-        pipeline_tag=_pipeline_tag(head_type or document.get("task_type")),
+        pipeline_tag=pipeline_tag,
         tags=list(
             dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
                            *text.tags])
@@ -271,7 +266,16 @@ def adapter_card(
         base_model_relation="adapter" if base else None,
     )  # fmt: skip
     name = setup or document.get("name") or repo_id.rpartition("/")[2]
-    trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
+    datasets = " and ".join(
+        f"[{each}](https://huggingface.co/datasets/{each})" if is_public_name(each) else _cell(each)
+        for each in text.datasets
+    )
+    trained = f", trained on {datasets}" if datasets else ""
+    model = "a base model that its author does not name"
+    if base is not None:
+        model = f"[{base}](https://huggingface.co/{base})"
+    elif model_type:
+        model = f"a model of type `{model_type}`"
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
     # PEFT's config has the base model's name too, perhaps as a local path
@@ -279,9 +283,9 @@ def adapter_card(
     config = inner if isinstance(inner, Mapping) else outer
     parts = [
         f"# `{name}`",
-        f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
+        f"An adapter for {model}{kind}{trained}. Made with adapterzoo.",
         "## How to load it",
-        f"```\n{_INSTALL}\n```",
+        "```\npip install adapterzoo\n```",
         f"```python\n{load_code(repo_id, base, head, revision, '_setup' if setup else '')}\n```",
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
@@ -336,26 +340,5 @@ def load_code(
     return f"{imports}\nmodel = {model}\nmodel.load_adapter{what}({where}, set_active=True)"
 
 
-def _model(base: str | None, document: Mapping[str, Any]) -> str:
-    if base is not None:
-        return f"[{base}](https://huggingface.co/{base})"
-    kind = document.get("model_type")
-    return f"a model of type `{kind}`" if kind else "a base model that its author does not name"
-
-
-def _dataset(name: str) -> str:
-    if is_public_name(name):
-        return f"[{name}](https://huggingface.co/datasets/{name})"
-    return _cell(name)
-
-
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def _pipeline_tag(task: object) -> str | None:
-    """Return the Hub's name for a type of head, or for a `task_type` of PEFT."""
-    if task == "FEATURE_EXTRACTION":
-        return "feature-extraction"
-    tags = (t.pipeline_tag for t in head_types.values() if task in (t.head_type, t.peft_task))
-    return None if task is None else next(tags, None)
