@@ -72,13 +72,6 @@ _VIT_LAYERS: Mapping[Role, str] = {
 _TOWERS = "text_model", "vision_model"
 
 
-def _tower(name: str) -> Layout:
-    """Return the names in one half of CLIP, whose modules are one level deeper in 4.57."""
-    block = f"{name}.encoder.layers.{{}}"
-    locations = {"self_prefix": f"clip_{name}_self_prefix"}
-    return Layout(_HUNG_IN.sublayers, block, entry=name, locations=locations, is_base=True)
-
-
 # T5 numbers the sub-layers of a block, and their numbers are the names
 _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
@@ -91,7 +84,17 @@ _ALIKE: Mapping[str, Layout] = {
 }
 LAYOUTS: Mapping[str, Layout] = {
     **{family: layout for families, layout in _ALIKE.items() for family in families.split()},
-    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
+    # the halves of CLIP, whose modules are one level deeper in transformers 4.57
+    **{
+        f"clip_{tower}": Layout(
+            _HUNG_IN.sublayers,
+            f"{tower}.encoder.layers.{{}}",
+            entry=tower,
+            locations={"self_prefix": f"clip_{tower}_self_prefix"},
+            is_base=True,
+        )
+        for tower in _TOWERS
+    },
     "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
     "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
     "clip": Layout(

@@ -362,7 +362,16 @@ def read_adapter(
         ) from error
     if spelling.becomes:
         _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
-    read = {path: _read_layer(spelling, layer) for path, layer in layers.items()}
+    read: dict[str, Tensors] = {}
+    for path, layer in layers.items():
+        try:
+            read[path] = spelling.read(layer)
+        except (IndexError, KeyError, RuntimeError) as error:
+            shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
+            raise CheckpointError(
+                f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
+                f"{AGAIN}."
+            ) from error
     found = _keyed(config, extras, read, info.anatomy)
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
@@ -402,17 +411,6 @@ def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> N
             f"the file lacks {len(lacking)} of the layers of target_modules={short(names)}: "
             f"{listing(lacking)}. {AGAIN}."
         )
-
-
-def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
-    try:
-        return spelling.read(layer)
-    except (IndexError, KeyError, RuntimeError) as error:
-        shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
-        raise CheckpointError(
-            f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
-            f"{AGAIN}."
-        ) from error
 
 
 def _sorted(
@@ -679,8 +677,13 @@ def _read_extras(
             extras.biases[path] = _cast(left.pop(key), path, info)
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES
     _refuse_other_rows(extras, anatomy)
-    if extras.kind == "all":
-        extras.biases = _outside_of_task(peft_config, info, sites) | extras.biases
+    if extras.kind == "all" and (task := class_in(peft_config, info)) is not None:
+        # the file's class of models may lack layers, such as a pooler
+        there = {_here(path, sites, info) for path in info.modules(task)}
+        for site in anatomy.biases:
+            bias = None if site.path in there else base_tensor(site.path, "bias", info)
+            if bias is not None:
+                extras.biases.setdefault(site.path, bias.detach())
     for path, (key, table) in tables.items():
         if path in extras.rows and _is_same(table, path, extras.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
@@ -691,21 +694,6 @@ def _read_extras(
         if any(torch.equal(rest[other], rest[key]) for other in tables_of_rows):
             del left[key]
     return extras, left
-
-
-def _outside_of_task(
-    peft_config: FileConfig, info: ModelInfo, sites: Mapping[str, Site]
-) -> dict[str, Tensor]:
-    """Return the biases of layers that the file's class of models lacks, such as a pooler."""
-    if (task := class_in(peft_config, info)) is None:
-        return {}
-    there = {_here(path, sites, info) for path in info.modules(task)}
-    own = (
-        (s.path, base_tensor(s.path, "bias", info))
-        for s in info.anatomy.biases
-        if s.path not in there
-    )
-    return {path: bias.detach() for path, bias in own if bias is not None}
 
 
 def start_of_rows(spelling: PeftSpelling) -> str:
@@ -740,14 +728,6 @@ def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
-    """Return a value in the dtype of its layer's weight, if that is exact."""
-    own = base_tensor(path, "weight", info)
-    if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
-        return tensor
-    return tensor.to(own.dtype)
-
-
 def _rows(
     peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
 ) -> tuple[tuple[int, ...], Tensor]:
@@ -760,8 +740,12 @@ def _rows(
             f"trainable_token_indices={short(peft_config.trainable_token_indices)} does not fit "
             f"the rows {list(rows.shape)} of {named!r}. {AGAIN}."
         )
+    own = base_tensor(site.path, "weight", info)
+    # only if that is exact
+    if own is not None and torch.promote_types(own.dtype, rows.dtype) is own.dtype:
+        rows = rows.to(own.dtype)
     order = sorted(range(len(given)), key=given.__getitem__)
-    return tuple(given[i] for i in order), _as(rows[order], site.path, info)
+    return tuple(given[i] for i in order), rows[order]
 
 
 def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:

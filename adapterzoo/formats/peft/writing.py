@@ -58,21 +58,14 @@ _IN_HEADS = """
 _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
-def encode_adapter(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
-) -> tuple[Fields, dict[str, Tensor]]:
+def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
-    Args:
-        checkpoint: the adapter.
-        head: tensors of its head by key in the task class.
-        task: the class into which PEFT will load it.
-        info: of the model.
-
     Raises:
-        CheckpointError: PEFT has no such adapter, or its config has one value for a field that
-            differs between layers.
+        CheckpointError: PEFT has no such adapter or head, or its config has one value for a field
+            that differs between layers.
     """
+    task, head = head_for(checkpoint, info)
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     spelling, parts, more = _parts(config, checkpoint.adapter, info)
     modules = info.modules(task.model_class)
