@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
-from adapterzoo.hub.requests import settings
 from adapterzoo.kernels import ops
 
 _OWN = "adapterzoo"
@@ -68,11 +69,18 @@ def _version(name: str) -> str | None:
 
 def hub_settings() -> dict[str, Any]:
     """Return the settings of the Hub, and the state of its cache."""
-    found = settings()
-    cache = Path(found["cache"])
+    has_token = False
+    # a token may belong to another user
+    with contextlib.suppress(PermissionError):
+        has_token = get_token() is not None
+    cache = Path(constants.HF_HUB_CACHE)
     # unlike Path.exists, os.access does not raise if a parent is not accessible
     there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
-    return found | {
+    return {
+        "endpoint": constants.ENDPOINT,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": has_token,
+        "cache": str(cache),
         "cache exists": there == cache and cache.is_dir(),
         "cache writable": os.access(there, os.W_OK | os.X_OK),
         "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",

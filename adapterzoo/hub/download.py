@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
@@ -127,7 +127,7 @@ def _download(ref: RepoRef, names: list[str], **options: Any) -> Path:
     with asking(repr(ref.repo_id), options["token"]):
         folder = snapshot_download(
             ref.repo_id,
-            allow_patterns=[ref.path(name) for name in names],
+            allow_patterns=[str(PurePosixPath(ref.subfolder, name)) for name in names],
             etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
             library_name="adapterzoo",
             **options,

@@ -47,10 +47,6 @@ class RepoRef:
     repo_id: str
     subfolder: str = ""
 
-    def path(self, name: str) -> str:
-        """Return the path in the repository of a file of this folder."""
-        return f"{self.subfolder}/{name}" if self.subfolder else name
-
 
 def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | RepoRef:
     """Return the folder that a name refers to, without a request.

@@ -154,6 +154,8 @@ def push(
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
     """Return the files of an adapter by name, or those of a composition with its parts, and a card.
 
+    Every other name of the base model in them is replaced.
+
     Raises:
         CheckpointError: the folder or a part holds no adapter, or a damaged one.
     """
@@ -180,40 +182,20 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
         # another process may save to the folder during the upload
         with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
-        contents = _with_base_name(inner, contents, text.base_model)
+        for file in [name for name in contents if name.endswith("_config.json")]:
+            document = read_json(inner / file)
+            base = base_name(document, text.base_model)
+            others = [key for key in BASE_NAMES if key in document and document[key] != base]
+            if others and document.get("format") == native.FORMAT:
+                # the native tensor file holds the name too, and a digest
+                stem = file.removesuffix("_config.json")
+                stored = native.load(inner, stem)
+                renamed = {**stored.metadata, **dict.fromkeys(others, base)}
+                contents |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
+            elif others:
+                contents[file] = json_bytes(document | dict.fromkeys(others, base))
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
     return found
-
-
-def _with_base_name(
-    folder: Path, contents: Mapping[str, bytes], given: str | None
-) -> dict[str, bytes]:
-    """Replace every other name of the base model in the files of an adapter.
-
-    Args:
-        folder: of the files; configs and native checkpoints are read again.
-        contents: names to contents.
-        given: as for `base_name`.
-
-    Raises:
-        CheckpointError: a config, or a checkpoint of the native format, is damaged.
-    """
-    named = dict(contents)
-    for file in [name for name in contents if name.endswith("_config.json")]:
-        document = read_json(folder / file)
-        base = base_name(document, given)
-        others = [key for key in BASE_NAMES if key in document and document[key] != base]
-        if not others:
-            continue
-        if document.get("format") != native.FORMAT:
-            named[file] = json_bytes(document | dict.fromkeys(others, base))
-            continue
-        # the native tensor file holds the name too, and a digest
-        stem = file.removesuffix("_config.json")
-        stored = native.load(folder, stem)
-        renamed = {**stored.metadata, **dict.fromkeys(others, base)}
-        named |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
-    return named
 
 
 # --- the model card ---
@@ -281,12 +263,24 @@ def adapter_card(
     # PEFT's config has the base model's name too, perhaps as a local path
     outer = {key: value for key, value in document.items() if key not in BASE_NAMES}
     config = inner if isinstance(inner, Mapping) else outer
+    given = json.dumps(base) if base else "base_model"
+    code = (
+        "from adapterzoo import AutoAdapterModel\n"
+        f"model = AutoAdapterModel.from_pretrained({given})"
+    )
+    if isinstance(head, Mapping) and (static := head.get(STATIC)):
+        code = (
+            "import adapterzoo, transformers\n"
+            f"model = adapterzoo.init(transformers.{static}.from_pretrained({given}))"
+        )
+    where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
+    load = "load_adapter_setup" if setup else "load_adapter"
     parts = [
         f"# `{name}`",
         f"An adapter for {model}{kind}{trained}. Made with adapterzoo.",
         "## How to load it",
         "```\npip install adapterzoo\n```",
-        f"```python\n{load_code(repo_id, base, head, revision, '_setup' if setup else '')}\n```",
+        f"```python\n{code}\nmodel.{load}({where}, set_active=True)\n```",
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
     ]
@@ -312,32 +306,6 @@ def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
     """
     written = next((document[key] for key in BASE_NAMES if document.get(key)), None)
     return given or (written if is_public_name(written) else None)
-
-
-def load_code(
-    repo_id: str,
-    base: str | None,
-    head: Mapping[str, Any] | None,
-    revision: str | None,
-    what: str = "",
-) -> str:
-    """Return the lines that load an adapter from the Hub.
-
-    Args:
-        repo_id: the adapter's repository.
-        base: name of the base model; None: unknown.
-        head: description of the head.
-        revision: the branch; None: the default one.
-        what: "_setup" for a composition.
-    """
-    name = json.dumps(base) if base else "base_model"
-    where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
-    imports = "from adapterzoo import AutoAdapterModel"
-    model = f"AutoAdapterModel.from_pretrained({name})"
-    if isinstance(head, Mapping) and (static := head.get(STATIC)):
-        imports = "import adapterzoo, transformers"
-        model = f"adapterzoo.init(transformers.{static}.from_pretrained({name}))"
-    return f"{imports}\nmodel = {model}\nmodel.load_adapter{what}({where}, set_active=True)"
 
 
 def _cell(text: str) -> str:

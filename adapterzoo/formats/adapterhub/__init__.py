@@ -645,8 +645,24 @@ def _read_head(
     """
     name, config = metadata.get("name"), metadata.get("config")
     if config is None:
-        document, own = _read_static(info, metadata, tensors)
-        return Checkpoint({"name": name, "head": document}, {}, own)
+        # the head of a task class: for a named head translated, for such a class as it is
+        cls, labels = str(metadata.get("model_class")), metadata.get("label2id")
+        if info.named_heads:
+            labels = labels if isinstance(labels, Mapping) else None
+            head, own = info.from_static(cls, tensors, labels)
+            return Checkpoint({"name": name, "head": head}, {}, own)
+        own = {}
+        for key, tensor in tensors.items():
+            # the layer onto the vocabulary, which adapters saves with every head
+            base = None if key in info.static_head else info.tensor(key)
+            if base is None:
+                own[key] = tensor
+            elif not same_values(tensor, base):
+                raise CheckpointError(
+                    f"{key!r} differs from the model's own. Write "
+                    f"{argument('with_head', False, 'load_adapter')}."
+                )
+        return Checkpoint({"name": name, "head": {STATIC: cls}}, {}, own)
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
@@ -707,28 +723,6 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
             f"in such a {info.model_type} adapters {what} below a {config['head_type']!r} head, "
             f"so its outputs would differ there. Write {argument('with_head', False)}."
         )
-
-
-def _read_static(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the head of a task class: for a named head translated, for such a class as it is."""
-    theirs = str(metadata.get("model_class"))
-    labels = metadata.get("label2id")
-    if info.named_heads:
-        return info.from_static(theirs, tensors, labels if isinstance(labels, Mapping) else None)
-    found: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        # the layer onto the vocabulary, which adapters saves with every head
-        own = None if key in info.static_head else info.tensor(key)
-        if own is None:
-            found[key] = tensor
-        elif not same_values(tensor, own):
-            raise CheckpointError(
-                f"{key!r} differs from the model's own. Write "
-                f"{argument('with_head', False, 'load_adapter')}."
-            )
-    return {STATIC: theirs}, found
 
 
 def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.anatomy import Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.formats.checkpoint import Place, inexpressible
 from adapterzoo.spelling import Container
@@ -72,6 +72,13 @@ _VIT_LAYERS: Mapping[Role, str] = {
 _TOWERS = "text_model", "vision_model"
 
 
+def _tower(name: str) -> Layout:
+    """Return the names in one half of CLIP, whose modules are one level deeper in 4.57."""
+    block = f"{name}.encoder.layers.{{}}"
+    locations = {"self_prefix": f"clip_{name}_self_prefix"}
+    return Layout(_HUNG_IN.sublayers, block, entry=name, locations=locations, is_base=True)
+
+
 # T5 numbers the sub-layers of a block, and their numbers are the names
 _T5 = Layout({"attention": "", "cross": "", "mlp": ""})
 _NUMBERED = re.compile(r"layer\.\d+")
@@ -84,17 +91,7 @@ _ALIKE: Mapping[str, Layout] = {
 }
 LAYOUTS: Mapping[str, Layout] = {
     **{family: layout for families, layout in _ALIKE.items() for family in families.split()},
-    # the halves of CLIP, whose modules are one level deeper in transformers 4.57
-    **{
-        f"clip_{tower}": Layout(
-            _HUNG_IN.sublayers,
-            f"{tower}.encoder.layers.{{}}",
-            entry=tower,
-            locations={"self_prefix": f"clip_{tower}_self_prefix"},
-            is_base=True,
-        )
-        for tower in _TOWERS
-    },
+    **{f"clip_{tower}": _tower(tower) for tower in _TOWERS},
     "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
     "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
     "clip": Layout(
@@ -258,8 +255,14 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
         return None
     if match is None:
         return None
-    stack = _find_stack(info.anatomy, inside[: match.start()])
-    blocks = [block for block in info.anatomy.blocks if block.stack == stack]
+    stacks = info.anatomy.stacks
+    if len(stacks) > 1:
+        # the one whose words the path contains
+        words = {stack: {*stack.split(".")} for stack in stacks}
+        shared = set.intersection(*words.values())
+        before = {*inside[: match.start()].split(".")}
+        stacks = [stack for stack, own in words.items() if set() < own - shared <= before]
+    blocks = [block for block in info.anatomy.blocks if [block.stack] == [*stacks]]
     number = int(match[1])
     return (blocks[number], inside[match.end() + 1 :]) if number < len(blocks) else None
 
@@ -311,14 +314,3 @@ def _block_path(block: Block, layout: Layout) -> str:
         return block.path
     # the families with another path have one stack
     return layout.block.format(block.layer)
-
-
-def _find_stack(anatomy: Anatomy, before: str) -> str | None:
-    """Return the stack of a path: the only one, or the one whose words the path contains."""
-    stacks = anatomy.stacks
-    if len(stacks) == 1:
-        return stacks[0]
-    words = {stack: set(stack.split(".")) for stack in stacks}
-    shared = set.intersection(*words.values()) if words else set()
-    found = [s for s, own in words.items() if own - shared and own - shared <= {*before.split(".")}]
-    return found[0] if len(found) == 1 else None

@@ -645,7 +645,8 @@ def _read_extras(
         info: of the model to fill.
 
     Raises:
-        CheckpointError: the tokens in the config are not those of the rows.
+        CheckpointError: the tokens in the config are not those of the rows, or modules that share
+            a table have rows of their own.
     """
     extras, left = Extras(), dict(rest)
     can = fields_for_extras(peft_config.spelling)
@@ -676,7 +677,16 @@ def _read_extras(
         elif "bias" in can and peft_config.bias != "none" and parameter == "bias":
             extras.biases[path] = _cast(left.pop(key), path, info)
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES
-    _refuse_other_rows(extras, anatomy)
+    for group in anatomy.shared_tables:
+        # modules that share a table have the same rows here
+        first, *others = [path for path in group if path in extras.rows] or group[:1]
+        for path in others:
+            (ids, rows), (other_ids, other_rows) = extras.rows[first], extras.rows[path]
+            if ids != other_ids or not torch.equal(rows, other_rows):
+                raise CheckpointError(
+                    f"the file has other rows at {path!r} than at {first!r}, which share one "
+                    f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
+                )
     if extras.kind == "all" and (task := class_in(peft_config, info)) is not None:
         # the file's class of models may lack layers, such as a pooler
         there = {_here(path, sites, info) for path in info.modules(task)}
@@ -746,23 +756,6 @@ def _rows(
         rows = rows.to(own.dtype)
     order = sorted(range(len(given)), key=given.__getitem__)
     return tuple(given[i] for i in order), rows[order]
-
-
-def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
-    """Refuse rows of their own for modules that share a table; an adapter has the same in all.
-
-    Raises:
-        CheckpointError: there are some.
-    """
-    for group in anatomy.shared_tables:
-        first, *others = [path for path in group if path in extras.rows] or group[:1]
-        for path in others:
-            (ids, rows), (other_ids, other_rows) = extras.rows[first], extras.rows[path]
-            if ids != other_ids or not torch.equal(rows, other_rows):
-                raise CheckpointError(
-                    f"the file has other rows at {path!r} than at {first!r}, which share one "
-                    f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
-                )
 
 
 def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
