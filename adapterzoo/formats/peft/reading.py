@@ -340,7 +340,6 @@ def read_adapter(
         _check_layers(peft_config, layers, info)
     rows = {path: tensor for path, (_, tensor) in extras.rows.items()}
     dtype = _to_one_dtype(spelling, layers, shared, rows, info)
-    extras.rows = {path: (ids, rows[path]) for path, (ids, _) in extras.rows.items()}
     try:
         fields, shared = spelling.read_model(
             peft_config.fields, shared, [*layers.values()], info.anatomy
@@ -372,7 +371,21 @@ def read_adapter(
                 f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
                 f"{AGAIN}."
             ) from error
-    found = _keyed(config, extras, read, info.anatomy)
+    # modules that share a table have the same rows
+    tied = {path: group for group in info.anatomy.shared_tables for path in group}
+    rows = {same: rows[path] for path in rows for same in tied.get(path, (path,))}
+    found: dict[str, Tensor] = {}
+    for place in places_of(config, info.anatomy):
+        path, kind = place.path, FIELD_AT.get(place.placement.location)
+        if kind == "modules_to_save":
+            values = {f"layer.{name}": t for name, t in extras.copies.get(path, {}).items()}
+        elif kind == "bias":
+            values = {"own": extras.biases[path]} if path in extras.biases else {}
+        elif kind == TOKENS:
+            values = {"rows": rows[path]} if path in rows else {}
+        else:
+            values = read.get(place.placement.site.name, {})
+        found |= {place.key(name): tensor for name, tensor in values.items()}
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
@@ -788,41 +801,6 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
             found[TOKENS] = first if is_own and len(tokens) == 1 else tokens
     if extras.kind != "none":
         found["bias"] = extras.kind
-    return found
-
-
-def _keyed(
-    config: AdapterConfig,
-    extras: Extras,
-    layers: Mapping[str, Mapping[str, Tensor]],
-    anatomy: Anatomy,
-) -> dict[str, Tensor]:
-    """Return all tensors at layers under our keys.
-
-    Args:
-        config: of the adapter.
-        extras: what it has besides its adapters.
-        layers: `Site.name` → the tensors of its adapter.
-        anatomy: of the model.
-    """
-    tied = {path: group for group in anatomy.shared_tables for path in group}
-    rows = {
-        path: {"rows": values}
-        for given, (_, values) in extras.rows.items()
-        for path in tied.get(given, (given,))
-    }
-    found: dict[str, Tensor] = {}
-    for place in places_of(config, anatomy):
-        path, kind = place.path, FIELD_AT.get(place.placement.location)
-        if kind == "modules_to_save":
-            values = {f"layer.{name}": t for name, t in extras.copies.get(path, {}).items()}
-        elif kind == "bias":
-            values = {"own": extras.biases[path]} if path in extras.biases else {}
-        elif kind == TOKENS:
-            values = rows.get(path, {})
-        else:
-            values = dict(layers.get(place.placement.site.name, {}))
-        found |= {place.key(name): tensor for name, tensor in values.items()}
     return found
 
 
