@@ -30,7 +30,6 @@ from .checkpoints import CheckpointFolder, refuse_to_replace
 from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
 
 _NAME = "merged"
-_HINT = "To keep it, write --as with a class that has such a head."
 
 
 class _Target(NamedTuple):
@@ -238,7 +237,8 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
     if head is None:
         return _Target(name)
     if architecture is not None and not is_task(architecture):
-        return _Target(name, lost=f"a {name} has no head. {_HINT}")
+        hint = "To keep it, write --as with a class that has such a head."
+        return _Target(name, lost=f"a {name} has no head. {hint}")
     if STATIC in head:
         return _Target(architecture or str(head[STATIC]), head)
     info = ModelInfo(found.model)

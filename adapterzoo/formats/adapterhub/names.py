@@ -217,23 +217,33 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     Raises:
         CheckpointError: it has none.
     """
-    site, location, found = place.placement.site, place.placement.location, None
+    site, location, below = place.placement.site, place.placement.location, None
     block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
+    start = "" if block is None else f"{block.path}."
+
+    def name_of_layer(layer: Site) -> str:
+        return layout.layers.get(layer.role, layer.path.removeprefix(start))
+
     if block is not None and container.at == "sublayer":
         sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
-        found = name_of_sublayer(block, sub, layout)
+        below = layout.sublayers.get(sub.kind)
+        if below == "":
+            match = _NUMBERED.match(sub.out.removeprefix(start))
+            below = match[0] if match else None
     elif block is not None and container.at == "layer":
-        found = name_of_layer(block, site, layout) if layout.crosses or not site.cross else None
+        below = name_of_layer(site) if layout.crosses or not site.cross else None
     elif block is not None and container.at == "block":
-        found = f"{_block_path(block, layout)}.{container.below}"
+        below = container.below
     elif block is not None:
         asked = [s for s in block.sites if s.role in ("query", "qkv") and s.cross == site.cross]
         if asked:
-            module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
-            found = f"{module}.{container.below}"
-    if found is None:
+            module = name_of_layer(asked[0]).rpartition(".")[0]
+            below = f"{module}.{container.below}".removeprefix(".")
+    if block is None or below is None:
         raise inexpressible(f"AdapterHub has no name for an adapter at {place.path!r}")
-    return found
+    # the families with another path have one stack
+    path = block.path if layout.block is None else layout.block.format(block.layer)
+    return f"{path}.{below}"
 
 
 def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
@@ -292,25 +302,3 @@ def find_layer(block: Block, rest: str) -> Site | None:
     cross = None if in_mlp else CROSS.search(rest) is not None
     found = [site for site in block.sites if site.role == role and cross in (None, site.cross)]
     return found[0] if len(found) == 1 else None
-
-
-def name_of_sublayer(block: Block, sub: SubLayer, layout: Layout) -> str | None:
-    """Return AdapterHub's path, without the prefix, of the bottleneck of a sub-layer."""
-    name = layout.sublayers.get(sub.kind)
-    if name == "":
-        match = _NUMBERED.match(sub.out.removeprefix(f"{block.path}."))
-        name = match[0] if match else None
-    return None if name is None else f"{_block_path(block, layout)}.{name}"
-
-
-def name_of_layer(block: Block, site: Site, layout: Layout) -> str:
-    """Return AdapterHub's path, without the prefix, of a linear layer."""
-    own = site.path.removeprefix(f"{block.path}.")
-    return f"{_block_path(block, layout)}.{layout.layers.get(site.role, own)}"
-
-
-def _block_path(block: Block, layout: Layout) -> str:
-    if layout.block is None:
-        return block.path
-    # the families with another path have one stack
-    return layout.block.format(block.layer)
