@@ -30,6 +30,7 @@ from .checkpoints import CheckpointFolder, refuse_to_replace
 from .models import Fitted, base_of, fitted, load, load_into, on_fitted, tokenizer_of
 
 _NAME = "merged"
+_HINT = "To keep it, write --as with a class that has such a head."
 
 
 class _Target(NamedTuple):
@@ -145,9 +146,9 @@ def convert_method(
     else:
         own = fitted(checkpoint, base, name)
         adapted, name = own.model, own.name
-        inputs = None if text is None else _inputs(adapted, base, text)
+        compared = None if text is None else _inputs(adapted, base, text)
         certificate = adapted.convert_adapter(
-            name, to, rank, energy, new_name=name, overwrite_ok=True, inputs=inputs
+            name, to, rank, energy, new_name=name, overwrite_ok=True, inputs=compared
         )
     adapted.save_adapter(
         folder, name, with_head=with_head, meta_dict=checkpoint.meta, format=checkpoint.format
@@ -237,8 +238,7 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
     if head is None:
         return _Target(name)
     if architecture is not None and not is_task(architecture):
-        hint = "To keep it, write --as with a class that has such a head."
-        return _Target(name, lost=f"a {name} has no head. {hint}")
+        return _Target(name, lost=f"a {name} has no head. {_HINT}")
     if STATIC in head:
         return _Target(architecture or str(head[STATIC]), head)
     info = ModelInfo(found.model)
