@@ -33,6 +33,8 @@ _WEIGHTS = {
 }
 _PAIRS = [pair for pairs in _WEIGHTS.values() for pair in pairs]
 _CONFIGS = (*_WEIGHTS, "adapter_interface.json")
+# every name that a file of an adapter may have
+KNOWN_FILES = [*(name for pair in _PAIRS for name in pair), *_CONFIGS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,3 @@ def is_complete(names: Iterable[str]) -> bool:
         for config, pairs in _WEIGHTS.items()
     ]
     return any(w for _, w, _ in parts) and all(c == w or native for c, w, native in parts)
-
-
-def known_files() -> list[str]:
-    """Return every name that a file of an adapter may have."""
-    return [*(name for pair in _PAIRS for name in pair), *_CONFIGS]

@@ -30,7 +30,7 @@ from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import STATIC, head_types
 
-from .names import ADAPTER_CONFIG, CARD, is_public_name, known_files, wanted
+from .names import ADAPTER_CONFIG, CARD, KNOWN_FILES, is_public_name, wanted
 from .requests import asking
 
 # the base model's name in native and AdapterHub configs, and in PEFT's
@@ -130,7 +130,7 @@ def push(
         if branch is not None:
             api.create_branch(made, branch=branch, exist_ok=True)
         there = {*api.list_repo_files(made, revision=revision)}
-        owned = {*known_files(), SETUP}
+        owned = {*KNOWN_FILES, SETUP}
         if SETUP in contents:
             owned |= {
                 path for path in there if path.count("/") == 1 and path.split("/")[1] in owned

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -119,9 +119,7 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
         owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
         for parameter, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
-    found, also = _write_extras(
-        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
-    )
+    found, also = _write_extras(more, spelling, paths, modules, task, info)
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
     tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
     fields |= {**found, "modules_to_save": saved or None}
@@ -362,7 +360,7 @@ def _write_extras(
     spelling: PeftSpelling,
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
-    path_in_task: Callable[[str], str],
+    task: Task,
     info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
@@ -372,7 +370,7 @@ def _write_extras(
         spelling: of the method.
         adapted: paths of the adapted layers, here and in the task class.
         modules: of the task class.
-        path_in_task: path here → path in the task class.
+        task: the class into which PEFT will load it.
         info: of the model.
 
     Raises:
@@ -383,7 +381,8 @@ def _write_extras(
     saved: list[str] = []
     tokens: dict[int, tuple[str | None, str, list[int]]] = {}
     for place, values in places:
-        path, config = path_in_task(place.path), place.placement.config.to_dict()
+        path = _path_in_task(place.path, modules, info, task)
+        config = place.placement.config.to_dict()
         kind = FIELD_AT[place.placement.location]
         if kind not in fields_for_extras(spelling):
             raise inexpressible(
