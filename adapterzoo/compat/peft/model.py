@@ -353,7 +353,7 @@ def as_peft(model: Any) -> Any:
 
 
 @functools.cache
-def _class_of(cls: type[Any]) -> type[Any]:
+def _class_of(cls: Any) -> type[Any]:
     """Return the class with the methods of `PeftModel`; it keeps its name."""
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (PeftModel, cls), members)
