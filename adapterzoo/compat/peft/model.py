@@ -348,7 +348,7 @@ def as_peft(model: Any) -> Any:
     if not isinstance(model, AdapterModelMixin):
         init(model)
     if not isinstance(model, PeftModel):
-        set_class(cast("Any", model), _class_of(type(model)))
+        set_class(cast("Any", model), _class_of(cast("Any", type(model))))
     return model
 
 
@@ -372,7 +372,8 @@ def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 
 def _again(*made_from: Any) -> Any:
     """Return an empty model with the mixin, for copies and pickles."""
-    cls: Any = _class_of(type(blank(*made_from)))
+    made: Any = type(blank(*made_from))
+    cls = _class_of(made)
     return cls.__new__(cls)
 
 

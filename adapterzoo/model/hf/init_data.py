@@ -243,7 +243,7 @@ def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callabl
     for file in _files(path, hub):
         if file.endswith(".safetensors"):
             opened: Any = safetensors.safe_open(file, framework="pt", device="cpu")
-            yield from ((key, functools.partial(_read, opened, key)) for key in opened.keys())
+            yield from ((key, functools.partial(_read, opened, key)) for key in [*opened.keys()])
         else:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
             yield from ((key, tensor.detach) for key, tensor in loaded.items())
