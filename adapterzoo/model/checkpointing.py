@@ -111,9 +111,16 @@ def save_adapter(
         format: of the files.
         beside: whether the caller saves trained embeddings too; if not, there is a warning.
     """
-    if not beside:
-        _warn_of_embeddings(model, name)
     own = [module for _, module in modules_of(model, name)]
+    embeddings = model._adapter_state.embeddings
+    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS and not beside else None
+    is_trained = any(p.requires_grad for module in own for p in module.parameters())
+    if is_trained and table is not None and table.weight.requires_grad:
+        warnings.warn(
+            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
+            f"Write save_embeddings(folder, {embeddings!r}) too.",
+            stacklevel=2,
+        )
     with sharding.gathering(model, own):
         stored = checkpoint_of(model, name, with_head, meta, format)
         write(model, folder, stored, "adapter", format)
@@ -158,19 +165,6 @@ def checkpoint_of(
     if embeddings is not None:
         document["embeddings"] = embeddings
     return Checkpoint(document, tensors, {} if head is None else head.tensors)
-
-
-def _warn_of_embeddings(model: AdaptedModel, name: str) -> None:
-    """Warn if named embeddings are trained with an adapter, whose file does not have them."""
-    embeddings = model._adapter_state.embeddings
-    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
-    own = (p for _, module in modules_of(model, name) for p in module.parameters())
-    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
-        warnings.warn(
-            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
-            f"Write save_embeddings(folder, {embeddings!r}) too.",
-            stacklevel=3,
-        )
 
 
 def load_adapter(

@@ -665,17 +665,14 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
             theirs = shareable_of(model, other)
             if own.keys() != theirs.keys():
                 continue
-            if all(_is_equal(p, theirs[place]) for place, p in own.items()):
+            pairs = [(p, theirs[place]) for place, p in own.items()]
+            alike = all(p.device == t.device and p.dtype == t.dtype for p, t in pairs)
+            if alike and all(torch.equal(p, t) for p, t in pairs):
                 group = next((g for g, n in state.sharing.items() if other in n), None)
                 members = state.sharing.pop(group) if group is not None else (other,)
                 same = (*members, *(n for n in (name,) if n not in members))
                 _join(model, same, other, None if group == _group_name(members) else group)
                 break
-
-
-def _is_equal(parameter: nn.Parameter, other: nn.Parameter) -> bool:
-    alike = parameter.device == other.device and parameter.dtype == other.dtype
-    return alike and torch.equal(parameter, other)
 
 
 def _group_name(names: Sequence[str]) -> str:

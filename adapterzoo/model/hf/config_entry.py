@@ -131,7 +131,17 @@ def _restore(model: AdaptedModel, document: Any) -> None:
         fusion.add(model, names, values, name if name != ",".join(names) else None)
     for owner in document.get("static_heads", ()):
         copies.put(model, owner, copies.made(model))
-    _restore_embeddings(model, document.get("loaded_embeddings"))
+    if (embeddings := document.get("loaded_embeddings")) is not None:
+        own = tables.layer_of(model).weight
+        like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
+        for each in embeddings["tables"]:
+            table = nn.Parameter(torch.empty(each["shape"], **like), False)
+            made = tables.InactiveTable(table, each["padding_idx"])
+            for key, shape in each["biases"].items():
+                bias = torch.empty(shape, **like)
+                made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
+            tables.store_of(model)[check_name(each["name"])] = made
+        state.coming_embeddings = embeddings["active"]
     setup, heads = from_json(document["active"]), document["heads"]
     if isinstance(heads, Mapping):
         heads = from_json(heads)
@@ -154,21 +164,6 @@ def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
     # a model is saved with its own in place
     active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
     return {"active": active, "tables": listed} if listed else None
-
-
-def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
-    if document is None:
-        return
-    own = tables.layer_of(model).weight
-    like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
-    for each in document["tables"]:
-        table = nn.Parameter(torch.empty(each["shape"], **like), False)
-        made = tables.InactiveTable(table, each["padding_idx"])
-        for key, shape in each["biases"].items():
-            bias = torch.empty(shape, **like)
-            made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
-        tables.store_of(model)[check_name(each["name"])] = made
-    model._adapter_state.coming_embeddings = document["active"]
 
 
 def format_of(entry: object) -> str | None:

@@ -205,8 +205,13 @@ def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **k
     Returns:
         The output of the block.
     """
-    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
-        args = _differentiable(args)
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True) and torch.is_grad_enabled():
+        # a reentrant block gets no gradients if none of its inputs requires one, as above frozen
+        # layers; transformers handles this for token embeddings only
+        floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+        if floats and not any(args[i].requires_grad for i in floats):
+            first = floats[0]
+            args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
     resume = active.resumable()
     if resume is None:
         return checkpoint(run, *args, **kwargs)
@@ -216,19 +221,6 @@ def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **k
             return run(*inputs, **named)
 
     return checkpoint(run_again, *args, **kwargs)
-
-
-def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs of a block; one of them requires a gradient.
-
-    Reentrant checkpointing gives a block no gradients if none of its inputs requires one, as above
-    frozen layers; transformers handles this for token embeddings only.
-    """
-    floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():
-        return args
-    first = floating[0]
-    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
 
 
 # --- transformers' continuous batching: refuse uses with which its results would be wrong ---

@@ -148,8 +148,14 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
-    tables, layer_of_output = _tables(model), cast("Any", model).get_output_embeddings()
-    output = {path: m for path, m in plain_modules(model._backbone) if m is layer_of_output}
+    table, output_layer = cast("Any", model).get_input_embeddings(), model.get_output_embeddings()
+    weight = None if table is None else table._parameters.get("weight")
+    plain = dict(plain_modules(backbone))
+    output = {path: m for path, m in plain.items() if m is output_layer}
+    # all modules that have the table of tokens
+    embeds = {path: m for path, m in plain.items() if isinstance(m, nn.Embedding)}
+    tables = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
+    tables |= {path: m for path, m in plain.items() if m is table}
     layers = tables | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
@@ -181,17 +187,6 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         replan(model)
     update_outputs(model)
     return resized
-
-
-def _tables(model: AdaptedModel) -> dict[str, nn.Module]:
-    """Return the modules of the base model that have its table of tokens, by path."""
-    table = cast("Any", model).get_input_embeddings()
-    weight = None if table is None else table._parameters.get("weight")
-    return {
-        path: m
-        for path, m in plain_modules(model._backbone)
-        if m is table or (isinstance(m, nn.Embedding) and m._parameters["weight"] is weight)
-    }
 
 
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
