@@ -283,7 +283,11 @@ def make(
     }
     for path, module in modules.items():
         inject.check_put(layers[path], path, container_of(module))
-    modules |= copies.shared_rows(by_path, modules)
+    # the paths that share a table share one module of rows
+    rows: dict[int, Adapter] = {}
+    for path, own in by_path.items():
+        if own and own[0].location == ROWS:
+            modules[path] = rows.setdefault(id(own[0].config), modules[path])
     if shared is not None:
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}

@@ -152,12 +152,12 @@ def checkpoint_of(
     if with_head:
         head_name = named.name_with(model, name)
         head = named.record_of(model, head_name, head_name != name, format == "native")
-    base = {}
-    if format == "native" and (sampled := sample_of_base(model)):
-        base[BASE] = sampled
+    weights = base_weights(model, fit.sampled_keys) if format == "native" else {}
+    # a collective call if they are sharded
+    sample = fit.base_sample(sharding.gathered(weights))
     document = {
         **provenance(model, name),
-        **base,
+        **({BASE: sample} if sample else {}),
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -494,11 +494,6 @@ def base_weights(
         with at_hand(module):
             found[key] = cast("Tensor", module._parameters[name])
     return {key: found[key] for key in keys}
-
-
-def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
-    """Return a sample of the base model's weights; a collective call if they are sharded."""
-    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:

@@ -1433,9 +1433,8 @@ class AdapterModelMixin:
 
     @classmethod
     def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Activate embeddings when all tables have their values."""
+        """Activate embeddings, and complete the rows of adapters, when all have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
-        tables.activate_saved(model)
         tables.after_loading(model)
         return done
 

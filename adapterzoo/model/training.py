@@ -300,8 +300,8 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
             for name, own in modules.items()
             for key, tensor in named_tensors(own).items()
         }
-        for name, tensor in tables.tensors(model).items():
-            tensors[f"embedding {name}"] = tensor
+        for name, table in tables.loaded(model).items() if tables.inactive_of(model) else ():
+            tensors[f"embedding {name}"] = table.weight
         mine = {"configs": repr(configs), **digests(gathered({**tensors, **all_tensors(model)}))}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)

@@ -378,23 +378,6 @@ def rows_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     return () if record is None else record.located.get(ROWS, ())
 
 
-def shared_rows(
-    places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the one module of rows for each of the paths that share a table.
-
-    Args:
-        places: of an adapter.
-        modules: built for each path.
-    """
-    firsts: dict[int, Any] = {}
-    return {
-        path: firsts.setdefault(id(ps[0].config), modules[path])
-        for path, ps in places.items()
-        if ps and ps[0].location == ROWS
-    }
-
-
 def update_rows(model: AdaptedModel) -> bool:
     """Let the output layers that are tied to a table have its rows, and no others.
 

@@ -22,7 +22,7 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.fit import digest
 from adapterzoo.heads import OWN_OUTPUT, STATIC, HeadConfig, PredictionHead, StaticConfig
 from adapterzoo.model.hf.backbone import describe, ties_output
-from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors, saved_fields
+from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, heads_of
 
@@ -339,7 +339,8 @@ def of_named(model: Any, name: str, alone: bool = False, short: bool = False) ->
     tensors = own_tensors(model, head, table)
     document: dict[str, Any] = {"config": config.to_dict()}
     if isinstance(config, StaticConfig):
-        document[MODEL_CONFIG] = saved_fields(model.config, config)
+        own = config.fields or {}
+        document[MODEL_CONFIG] = {**config_fields(model.config), "problem_type": None, **own}
     key, layer = head.output_key, head.output_embeddings
     if short and head.of_checkpoint and layer is not None and key is not None and key in tensors:
         weight = layer.weight

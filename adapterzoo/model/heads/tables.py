@@ -126,13 +126,6 @@ def find(model: AdaptedModel, name: str) -> nn.Embedding:
     return found[name]
 
 
-def tensors(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the tables by name, where there are others than the model's own."""
-    if not inactive_of(model):
-        return {}
-    return {name: module.weight for name, module in loaded(model).items()}
-
-
 def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
     """Return what tied output layers add to the logits beside these embeddings, by key."""
     if name == model._adapter_state.embeddings:
@@ -312,13 +305,6 @@ def _follows(model: AdaptedModel, table: Tensor) -> bool:
 # --- whole models ---
 
 
-def activate_saved(model: AdaptedModel) -> None:
-    """Activate the embeddings that a saved model had, whose values are there now."""
-    name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
-    if name is not None:
-        activate(model, name)
-
-
 @contextlib.contextmanager
 def own_in_place(model: AdaptedModel) -> Iterator[bool]:
     """Let a model be saved with its own table; yield whether another was active."""
@@ -327,11 +313,13 @@ def own_in_place(model: AdaptedModel) -> Iterator[bool]:
         yield False
         return
     activate(model, DEFAULT)
+    # the config entry of the saved model names them
     model._adapter_state.coming_embeddings = name
     try:
         yield True
     finally:
-        activate_saved(model)
+        model._adapter_state.coming_embeddings = None
+        activate(model, name)
 
 
 def check_plain(model: AdaptedModel) -> None:
@@ -571,7 +559,10 @@ def update_outputs(model: AdaptedModel) -> None:
 
 
 def after_loading(model: AdaptedModel) -> None:
-    """Complete the rows of adapters, of a model whose parameters are there and tied now."""
+    """Activate the saved embeddings, and complete the rows of adapters: all has its values now."""
+    name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
+    if name is not None:
+        activate(model, name)
     for name in model._adapter_state.records:
         own = dict(modules_of(model, name)) if (paths := rows_of(model, name)) else {}
         for path in paths:

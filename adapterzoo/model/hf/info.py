@@ -49,12 +49,6 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def _as_dict(config: Any) -> Mapping[str, Any]:
-    find = getattr(config, "to_dict", None)
-    fields: Mapping[str, Any] = find() if callable(find) else vars(config)
-    return fields
-
-
 class ModelInfo:
     """A model as the formats of checkpoints see it: its names, tensors, modules and heads.
 
@@ -91,8 +85,10 @@ class ModelInfo:
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
-        own = model.config
-        self.config: Mapping[str, Any] = {**_as_dict(own), **_as_dict(text_config(own))}
+        self.config: dict[str, Any] = {}
+        for config in (model.config, text_config(model.config)):
+            # configs of other libraries' classes may have no `to_dict`
+            self.config |= config.to_dict() if hasattr(config, "to_dict") else vars(config)
         layers = split_experts(self.model_type).values()
         self.split_experts = frozenset(name for names in layers for name in names)
         self.renamed = renamer(model)
