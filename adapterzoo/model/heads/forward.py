@@ -29,7 +29,6 @@ from adapterzoo.errors import (
 from adapterzoo.heads import Pooling, PredictionHead, head_types
 from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.model.batches import batch_size, repeated
-from adapterzoo.model.hf.backbone import pad_and_eos
 from adapterzoo.model.hf.task_classes import text_config
 
 from . import named
@@ -554,12 +553,12 @@ def head_input(
         hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
     if pooling not in ("mean", "last", "eos"):
         return hidden, _fitting(model, attention_mask, hidden)
-    mask = attention_mask
-    pad, eos = pad_and_eos(model)
+    mask, text = attention_mask, text_config(model.config)
+    pad, eos = (getattr(text, f"{name}_token_id", None) for name in ("pad", "eos"))
     if mask is None and input_ids is not None and pad is not None and pooling != "mean":
         mask = input_ids != pad
     is_one = mask is None or isinstance(mask, Tensor)
-    if pooling == "eos" and input_ids is not None and eos and is_one:
+    if pooling == "eos" and input_ids is not None and eos not in (None, []) and is_one:
         ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
         real = torch.ones_like(ends)
         if isinstance(mask, Tensor):

@@ -112,16 +112,6 @@ def _auto_pooling(model: Any) -> Pooling:
     return "last" if getattr(text, "is_decoder", False) or types & causal else "cls"
 
 
-def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
-    """Return the id of the padding token and the ids of end-of-sequence tokens."""
-    text = text_config(model.config)
-    eos = getattr(text, "eos_token_id", None)
-    if eos is None:
-        eos = ()
-    pad = getattr(text, "pad_token_id", None)
-    return pad, (eos,) if isinstance(eos, int) else tuple(eos)
-
-
 def plain_token(config: Any) -> int:
     """Return the first token id that is not a special token, such as padding.
 

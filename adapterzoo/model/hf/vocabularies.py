@@ -5,7 +5,6 @@ Files are those of `adapters`: `embedding.pt`, with a tokenizer in a folder next
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
@@ -147,7 +145,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         StateError: an adapter has the size of the table, or is merged into what is resized.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
-    anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
+    backbone, whole = model._backbone, cast("nn.Module", model)
     table, output_layer = cast("Any", model).get_input_embeddings(), model.get_output_embeddings()
     weight = None if table is None else table._parameters.get("weight")
     plain = dict(plain_modules(backbone))
@@ -181,9 +179,8 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         for owner, old in heads.items():
             own = {path: copies.fitted(layer_at(whole, path), copy) for path, copy in old.items()}
             copies.put(model, owner, own)
-        # discovery reads the model without adapters: only these sizes have changed
-        outside = tuple(_measured(backbone, site) for site in anatomy.outside)
-        model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
+        # layers outside of blocks have other sizes
+        model._adapter_state.anatomy = None
         replan(model)
     update_outputs(model)
     return resized
@@ -223,16 +220,6 @@ def _restore(model: AdaptedModel, path: str, layer: nn.Module) -> None:
         own.weight, own.num_embeddings = now.weight, now.num_embeddings
         owner, _, name = path.rpartition(".")
         model._backbone.get_submodule(owner)._modules[name] = layer
-
-
-def _measured(backbone: nn.Module, site: Site) -> Site:
-    """Return a site outside of blocks with the sizes that its layer has now."""
-    layer = cast("Any", layer_at(backbone, site.path))
-    if isinstance(layer, nn.Embedding):
-        return dataclasses.replace(site, d_in=layer.num_embeddings)
-    if isinstance(layer, nn.Linear):
-        return dataclasses.replace(site, d_out=layer.out_features)
-    return site
 
 
 _TABLE, _TOKENIZER = "embedding.pt", "tokenizer"
