@@ -614,7 +614,14 @@ def head_rows(
     elif rows is None or rows.heads not in (None, names):
         return None
     elif rows.copies > 1 and len(names) > 1 and len(names) != rows.parts:
-        rows = _copies(names, rows)
+        if len(names) != rows.copies:
+            raise CompositionError(
+                f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} "
+                f"copies of the batch. Write active_head = […] with {rows.copies} names, or 1."
+            )
+        # each head reads one copy of the batch
+        batch = len(rows.index) // rows.copies
+        rows = replace(rows, index=tuple(row // batch for row in range(len(rows.index))))
     elif rows.parts < 2 or len(names) != rows.parts:
         return None
     # a batch may lack rows of some tasks
@@ -626,17 +633,6 @@ def head_rows(
         answering = list(dict.fromkeys(answering))
         numbers = {part: answering.index(names[part]) for part in present}
     return tuple(answering), rows.renumbered([numbers.get(p, 0) for p in range(len(names))])
-
-
-def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
-    """Return the rows of heads of which each reads one copy of the batch."""
-    if len(names) != rows.copies:
-        raise CompositionError(
-            f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} copies "
-            f"of the batch. Write active_head = […] with {rows.copies} names, or 1."
-        )
-    batch = len(rows.index) // rows.copies
-    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))))
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:

@@ -167,8 +167,12 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     try:
         resized = change()
     finally:
-        for path, layer in tables.items():
-            _restore(model, path, layer)
+        for path, module in tables.items():
+            now, embedding = cast("Any", layer_at(backbone, path)), cast("nn.Embedding", module)
+            if now is not embedding:
+                embedding.weight, embedding.num_embeddings = now.weight, now.num_embeddings
+                owner, _, name = path.rpartition(".")
+                backbone.get_submodule(owner)._modules[name] = embedding
         for path, name, adapter in taken:
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
@@ -210,16 +214,6 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
                 f"new_num_tokens={size}: {name!r} has a row of the token {last}. Write "
                 f"new_num_tokens={last + 1} or more."
             )
-
-
-def _restore(model: AdaptedModel, path: str, layer: nn.Module) -> None:
-    """Put a module back in whose place the model has put another one with the same table."""
-    now = cast("Any", layer_at(model._backbone, path))
-    if now is not layer:
-        own = cast("nn.Embedding", layer)
-        own.weight, own.num_embeddings = now.weight, now.num_embeddings
-        owner, _, name = path.rpartition(".")
-        model._backbone.get_submodule(owner)._modules[name] = layer
 
 
 _TABLE, _TOKENIZER = "embedding.pt", "tokenizer"
