@@ -158,13 +158,54 @@ class Call:
         return lambda y: inject.leave(self.model.base_model, plan, y, self.rows)
 
     def features(self, pooling: Pooling | None) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states and their mask.
+        """Return the hidden states and the mask for a head.
+
+        The attention mask of the call is `[batch, tokens]`, or any other that the model takes, such
+        as one for each kind of layer, which `generate` makes for a static cache.
 
         Args:
-            pooling: of the head.
+            pooling: of the head; decides what it reads.
+
+        Raises:
+            StateError: the model did not compute what the head needs.
         """
-        mask, ids = (self.given[name] for name in _FEATURES)
-        return head_input(self.model, pooling, self.base(**self.inputs), mask, ids)
+        mask, input_ids = (self.given[name] for name in _FEATURES)
+        outputs = self.base(**self.inputs)
+        needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
+        if outputs.get(needed) is None:
+            raise StateError(
+                f"{type(self.model).__name__} computes no {needed}, which the head reads. "
+                f"Add a head with another pooling, such as pooling='mean'."
+            )
+        if pooling == "pooler":
+            # a CNN's has two more dimensions, of size 1
+            return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
+        hidden = cast("Tensor", outputs["last_hidden_state"])
+        if hidden.dim() == 4:
+            hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
+        if pooling not in ("mean", "last", "eos"):
+            return hidden, _fitting(self.model, mask, hidden)
+        text = text_config(self.model.config)
+        pad, eos = (getattr(text, f"{name}_token_id", None) for name in ("pad", "eos"))
+        if mask is None and input_ids is not None and pad is not None and pooling != "mean":
+            mask = input_ids != pad
+        is_one = mask is None or isinstance(mask, Tensor)
+        if pooling == "eos" and input_ids is not None and eos not in (None, []) and is_one:
+            ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
+            real = torch.ones_like(ends)
+            if isinstance(mask, Tensor):
+                real = mask.to(ends.device, torch.bool)
+            if real.shape == ends.shape:
+                ends = ends & real
+                # a truncated sequence has no end token: use its last token
+                mask = ends.where(ends.any(dim=1, keepdim=True), real)
+        fitting = _fitting(self.model, mask, hidden)
+        if mask is not None and fitting is None:
+            raise StateError(
+                f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} hidden "
+                f"states are padding. Write {argument('pooling', 'cls')}."
+            )
+        return hidden, fitting
 
     def output(self, name: str, loss: Tensor | None, values: Mapping[str, Tensor]) -> ModelOutput:
         """Return an output of a class of transformers, with the base model's outputs.
@@ -517,63 +558,6 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
     shifted[:, 0] = start
     pad = getattr(text, "pad_token_id", None)
     return shifted.masked_fill(shifted == -100, start if pad is None else pad)
-
-
-def head_input(
-    model: Any,
-    pooling: Pooling | None,
-    outputs: ModelOutput,
-    attention_mask: Tensor | Mapping[str, Tensor] | None,
-    input_ids: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states and the mask for a head.
-
-    Args:
-        model: that computed the outputs.
-        pooling: of the head; decides what it reads.
-        outputs: of the base model.
-        attention_mask: `[batch, tokens]`, or any other mask that the model takes, such as one for
-            each kind of layer, which `generate` makes for a static cache.
-        input_ids: the tokens of the hidden states; None if unknown.
-
-    Raises:
-        StateError: the model did not compute what the head needs.
-    """
-    needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
-    if outputs.get(needed) is None:
-        raise StateError(
-            f"{type(model).__name__} computes no {needed}, which the head reads. "
-            f"Add a head with another pooling, such as pooling='mean'."
-        )
-    if pooling == "pooler":
-        # a CNN's has two more dimensions, of size 1
-        return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
-    hidden = cast("Tensor", outputs["last_hidden_state"])
-    if hidden.dim() == 4:
-        hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
-    if pooling not in ("mean", "last", "eos"):
-        return hidden, _fitting(model, attention_mask, hidden)
-    mask, text = attention_mask, text_config(model.config)
-    pad, eos = (getattr(text, f"{name}_token_id", None) for name in ("pad", "eos"))
-    if mask is None and input_ids is not None and pad is not None and pooling != "mean":
-        mask = input_ids != pad
-    is_one = mask is None or isinstance(mask, Tensor)
-    if pooling == "eos" and input_ids is not None and eos not in (None, []) and is_one:
-        ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
-        real = torch.ones_like(ends)
-        if isinstance(mask, Tensor):
-            real = mask.to(ends.device, torch.bool)
-        if real.shape == ends.shape:
-            ends = ends & real
-            # a truncated sequence has no end token: use its last token
-            mask = ends.where(ends.any(dim=1, keepdim=True), real)
-    fitting = _fitting(model, mask, hidden)
-    if mask is not None and fitting is None:
-        raise StateError(
-            f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} hidden "
-            f"states are padding. Write {argument('pooling', 'cls')}."
-        )
-    return hidden, fitting
 
 
 def _fitting(model: Any, mask: object, hidden: Tensor) -> Tensor | None:
