@@ -202,8 +202,8 @@ class Call:
         fitting = _fitting(self.model, mask, hidden)
         if mask is not None and fitting is None:
             raise StateError(
-                f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} hidden "
-                f"states are padding. Write {argument('pooling', 'cls')}."
+                f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} "
+                f"hidden states are padding. Write {argument('pooling', 'cls')}."
             )
         return hidden, fitting
 
