@@ -174,9 +174,10 @@ class ModelInfo:
             InexpressibleError: the class does not compute around such a base model, or has other
                 tensors.
         """
-        shapes = _shapes(tensors)
+        shapes, backbone = _shapes(tensors), describe(self._model)
+        config = {**self.config, **(fields or {}), "label2id": label2id}
         with contextlib.suppress(InexpressibleError):
-            return self._from_static(architecture, shapes, label2id, pooler, fields)
+            return from_static(architecture, shapes, config, backbone, pooler)
         try:
             static = static_head(self._model, architecture, shapes, label2id, fields or {})
         except ConfigError as error:
@@ -187,7 +188,7 @@ class ModelInfo:
             # tensors that the class does not have may have hidden that another type equals it
             known = {key: shapes[key] for key in static.keys}
             with contextlib.suppress(InexpressibleError):
-                return self._from_static(architecture, known, label2id, pooler, fields)
+                return from_static(architecture, known, config, backbone, pooler)
         return static
 
     def values_of(
@@ -281,8 +282,9 @@ class ModelInfo:
                 return dict(tensors)
             if cls is None or not is_task(architecture):
                 raise InexpressibleError(f"transformers has no {architecture}")
-            shapes, labels = self._shapes(cls, config), config.label2id
-            static = self._from_static(architecture, shapes, labels, self._has_pooler())
+            shapes, fields = self._shapes(cls, config), {**self.config, "label2id": config.label2id}
+            backbone, pooler = describe(self._model), self._has_pooler()
+            static = from_static(architecture, shapes, fields, backbone, pooler)
             keys = to_static(static, config)
         except InexpressibleError as error:
             raise CheckpointError(
@@ -324,17 +326,6 @@ class ModelInfo:
 
     def _has_pooler(self) -> bool:
         return "pooler" in dict(self._model._backbone.named_children())
-
-    def _from_static(
-        self,
-        architecture: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        label2id: Mapping[str, int] | None,
-        pooler: bool,
-        fields: Mapping[str, Any] | None = None,
-    ) -> StaticHead:
-        config = {**self.config, **(fields or {}), "label2id": label2id}
-        return from_static(architecture, shapes, config, describe(self._model), pooler)
 
     def _shapes(self, cls: Any, config: HeadConfig) -> dict[str, tuple[int, ...]]:
         labels = config.id2label or {0: ""}
