@@ -303,7 +303,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    parts = [part for adapter in modules.values() for part in adapter.modules()]
+    parts = (part for adapter in modules.values() for part in adapter.modules())
     keys: dict[int | None, SharedKey] = {}
     reads_calls = False
     for part in parts:

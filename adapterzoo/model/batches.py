@@ -42,14 +42,6 @@ _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
 _KEPT_PLANS = 64
 
 
-def starts(
-    model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None = None
-) -> bool:
-    """Return whether a call has to distinguish rows, and is the outermost call that does."""
-    given = adapter_names is not None or task_ids is not None
-    return given or model._active.plan.divides_batch
-
-
 def plan_of_call(
     model: AdaptedModel,
     inputs: Mapping[str, Any],

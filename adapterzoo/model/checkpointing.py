@@ -318,7 +318,12 @@ def filled(
     everywhere: set[str] = set()
     if leave_out:
         everywhere = {inject_path(p.site) for p in all_placements(config, model.anatomy)}
-        config = _leaving_out(config, leave_out)
+        members = []
+        for member in config.members:
+            listed = tuple(member.to_dict().get("leave_out", ()))
+            left_out = (*listed, *(n for n in leave_out if n not in listed))
+            members.append(member.replace(leave_out=left_out))
+        config = members[0] if len(members) == 1 else ConfigUnion(*members)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating
     meta = torch.device("meta")
@@ -340,14 +345,6 @@ def filled(
             fit.fill(module, by_path.get(path, {}))
     kept = stored.metadata.get("meta")
     return dataclasses.replace(record, meta=dict(kept) if isinstance(kept, Mapping) else {})
-
-
-def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
-    """Return the config with these blocks added to its `leave_out`."""
-    if isinstance(config, ConfigUnion):
-        return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
-    own = tuple(config.to_dict().get("leave_out", ()))
-    return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
 
 
 # --- heads ---

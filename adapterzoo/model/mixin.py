@@ -1187,7 +1187,7 @@ class AdapterModelMixin:
         custom = checkpointing.check_loaders(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
         for loader in custom:
-            loader.save(save_directory, setups.names_in(adapter_setup)[-1])
+            loader.save(save_directory, setups.composition_of(adapter_setup).flatten()[-1])
 
     def load_adapter_setup(
         self,

@@ -111,7 +111,12 @@ def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
     inactive = inactive_of(model)
     own: Any = {model._adapter_state.embeddings: layer_of(model)}
     found = {DEFAULT: inactive.get(DEFAULT), **own, **inactive}
-    return MappingProxyType({name: _view(of.weight, of.padding_idx) for name, of in found.items()})
+    views: dict[str, nn.Embedding] = {}
+    for name, of in found.items():
+        # no memory is allocated for the values that are replaced at once
+        views[name] = nn.Embedding(*of.weight.shape, padding_idx=of.padding_idx, device="meta")
+        views[name].weight = of.weight
+    return MappingProxyType(views)
 
 
 def find(model: AdaptedModel, name: str) -> nn.Embedding:
@@ -152,14 +157,6 @@ def layer_of(model: AdaptedModel) -> nn.Embedding:
             f"embeddings and train_embeddings need."
         )
     return layer
-
-
-def _view(weight: Tensor, padding_idx: int | None) -> nn.Embedding:
-    # no memory is allocated for the values that are replaced at once
-    rows, width = weight.shape
-    made = nn.Embedding(rows, width, padding_idx=padding_idx, device="meta")
-    made.weight = cast("nn.Parameter", weight)
-    return made
 
 
 # --- add and delete ---

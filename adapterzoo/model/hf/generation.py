@@ -59,7 +59,7 @@ class GeneratesWithAdapters:
         if context.generation is not None and _option(model, given, "is_assistant"):
             # drafts of a sequence, whose prompt is known
             return cast("Any", super()).generate(*args, **kwargs)
-        if batches.starts(model, adapter_names, task_ids):
+        if adapter_names is not None or task_ids is not None or model._active.plan.divides_batch:
             # how many sequences are computed for each row of the prompt
             names = ("num_beams", "num_return_sequences")
             copies = max(_option(model, kwargs, name) or 1 for name in names)

@@ -64,12 +64,11 @@ def fitted(
             f"{config!r} takes initial values from batches of inputs. Write init_data=[batch], "
             "where a batch has the arguments of a call."
         )
-    batches = cast("Iterable[Mapping[str, Any]]", data)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with AdapterSetup(None), torch.no_grad():
-            _collect(model, plan, batches)
+            _collect(model, plan, cast("Iterable[Mapping[str, Any]]", data))
     finally:
         for module, training in modes.items():
             module.training = training

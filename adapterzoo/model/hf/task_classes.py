@@ -159,10 +159,7 @@ class HeadTypes:
         }
         if any(config.decoder_inputs_from == "labels" for config in found.values()):
             # the decoder alone is another model
-            kept = {
-                n: c for n, c in found.items() if c.decoder_inputs_from or not c.scores_vocabulary
-            }
-            return [*kept]
+            return [n for n, c in found.items() if c.decoder_inputs_from or not c.scores_vocabulary]
         tags = any(config.token_labels for config in found.values())
         parsers = (
             name
