@@ -85,13 +85,18 @@ class ModelInfo:
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
-        self.config: dict[str, Any] = {}
-        for config in (model.config, text_config(model.config)):
-            # configs of other libraries' classes may have no `to_dict`
-            self.config |= config.to_dict() if hasattr(config, "to_dict") else vars(config)
         layers = split_experts(self.model_type).values()
         self.split_experts = frozenset(name for names in layers for name in names)
         self.renamed = renamer(model)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The fields of its config and of that of its text model."""
+        fields: dict[str, Any] = {}
+        for config in (self._model.config, text_config(self._model.config)):
+            # configs of other libraries' classes may have no `to_dict`
+            fields |= config.to_dict() if hasattr(config, "to_dict") else vars(config)
+        return fields
 
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
