@@ -16,9 +16,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.config import (
-    FACTOR,
     MAX_WIDTH,
-    SEED,
     AdapterConfig,
     Check,
     Choice,
@@ -38,15 +36,13 @@ from adapterzoo.patterns import (
     Excluded,
     Parameters,
     Patterns,
+    Saved,
     Targets,
+    TokenIds,
     check_keys,
     matches,
-    matching,
 )
 from adapterzoo.spelling import same
-
-from ._copies import ConfigWithCopies
-from ._init import DTYPE
 
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
@@ -90,10 +86,14 @@ class Matrices(Check):
 
 
 @config_class
-class TargetedConfig(ConfigWithCopies):
+class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
+        modules_to_save: names of modules of which the adapter has copies of its own, or a regular
+            expression; names of a module's layers, or of one around them.
+        trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
+            itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
         bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
             of the layers that it adapts; "none".
         selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention
@@ -114,6 +114,10 @@ class TargetedConfig(ConfigWithCopies):
 
     gives_way: ClassVar[bool] = True
 
+    modules_to_save: str | tuple[str, ...] | None = field(None, Saved(), ours=True)
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = field(
+        None, TokenIds(), ours=True
+    )
     bias: str = field("none", Choice("none", "all", "lora_only"), ours=True)
     selfattn_lora: bool = True
     intermediate_lora: bool = False
@@ -244,44 +248,6 @@ class TargetedConfig(ConfigWithCopies):
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-
-@config_class
-class RankedConfig(TargetedConfig):
-    """Base of the configs with a rank and a scaling at each layer.
-
-    Attributes:
-        r: rank, 1 to 65,536.
-        alpha: numerator of the scaling.
-        rank_pattern: path endings or regular expressions to the rank of the layers they match.
-        alpha_pattern: the same for alpha.
-        init_weights_seed: makes the initial values independent of earlier random numbers.
-        dtype: of the parameters, by name ("float32"); None for that of the layer.
-    """
-
-    r: int = field(8, RANK)
-    alpha: float = field(8, FACTOR)
-    rank_pattern: Mapping[str, int] = field({}, Patterns("r", RANK, 8))
-    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
-    init_weights_seed: int | None = field(None, SEED)
-    dtype: str | None = field(None, DTYPE)
-
-    @property
-    def slot_fields(self) -> frozenset[str]:
-        """The layers, the ranks, and the scaling, which a factor can absorb."""
-        return super().slot_fields | SIZES
-
-    def rank_at(self, name: str) -> int:
-        """Return the rank of the adapter at a site, by `Site.name`."""
-        return matching(self.rank_pattern, name, self.r)
-
-    def alpha_at(self, name: str) -> float:
-        """Return the numerator of the scaling of the adapter at a site, by `Site.name`."""
-        return matching(self.alpha_pattern, name, self.alpha)
-
-    def scaling_at(self, name: str) -> float:
-        """Return the factor s of the adapter at a site, by `Site.name`."""
-        return self.alpha_at(name) / self.rank_at(name)
 
 
 def _number(site: Site) -> int | None:

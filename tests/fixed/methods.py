@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -62,10 +63,13 @@ def _without_dropout(config: AdapterConfig) -> AdapterConfig:
 def _conventions(name: str, config: AdapterConfig) -> Iterator[tuple[str, AdapterConfig]]:
     for convention in ("adapterhub", "peft"):
         option = f"convention={convention!r}"
-        try:
-            changed = config.replace(convention=convention)
-        except AdapterZooError:
-            continue
+        with warnings.catch_warnings():
+            # a convention without an effect warns
+            warnings.simplefilter("error")
+            try:
+                changed = config.replace(convention=convention)
+            except (AdapterZooError, UserWarning):
+                continue
         yield (f"{name[:-1]},{option}]" if name.endswith("]") else f"{name}[{option}]"), changed
 
 

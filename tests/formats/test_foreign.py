@@ -226,6 +226,6 @@ def test_a_checkpoint_without_one_of_its_files(tmp_path, missing):
     shutil.copytree(DATA / "lora", tmp_path / "x")
     (tmp_path / "x" / missing).unlink()
     model = AutoAdapterModel.from_pretrained(DATA / "base")
-    name = missing if missing.endswith(".json") else "no tensors beside it"
+    name = missing if missing.endswith(".json") else "has no tensors"
     with refused(model, CheckpointError, name, "Copy the checkpoint again"):
         model.load_adapter(tmp_path / "x")

@@ -524,7 +524,7 @@ _COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
 _FIELDS = frozenset((*_COMMON, "adapter_names", "config", "version"))
 
 
-def _meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
 
@@ -568,7 +568,7 @@ def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         "model_name": metadata.get("model_name"),
         "config": config.to_dict(),
         "head": head.metadata["head"],
-        "meta": _meta_in(metadata),
+        "meta": meta_in(metadata),
     }
     if head.metadata["name"] not in (None, described["name"]):
         described["head_name"] = head.metadata["name"]
@@ -804,7 +804,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         "name": name,
         "adapter_names": names,
         "config": {**config, **_conventions(configs), **entry},
-        "meta": _meta_in(metadata),
+        "meta": meta_in(metadata),
     }
     return Checkpoint(described, tensors)
 

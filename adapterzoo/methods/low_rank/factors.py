@@ -38,21 +38,40 @@ from torch.nn.functional import embedding, pad
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
-from adapterzoo.config import AdapterConfig, Choice, Placement, Share, config_class, field
+from adapterzoo.config import (
+    FACTOR,
+    SEED,
+    AdapterConfig,
+    Choice,
+    Placement,
+    Share,
+    config_class,
+    field,
+)
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upcast
 from adapterzoo.errors import CompositionError, ConfigError
 from adapterzoo.kernels.low_rank import shrink
 from adapterzoo.kernels.ops import exactly
-from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming, normal
+from adapterzoo.methods._init import (
+    DTYPE,
+    constant,
+    drawn,
+    dtype_named,
+    generator,
+    kaiming,
+    normal,
+)
 from adapterzoo.methods._targets import (
+    RANK,
     SIZES,
     TARGETS,
-    RankedConfig,
+    TargetedConfig,
     check_site,
     fields_at,
     refuse_larger,
     rescaled,
 )
+from adapterzoo.patterns import Patterns, matching
 
 DRAWN = "lora", "bert", "gaussian", "orthogonal"
 """The names of initial values that do not depend on the weight."""
@@ -65,10 +84,16 @@ _ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of an
 
 
 @config_class
-class LowRankConfig(RankedConfig):
+class LowRankConfig(TargetedConfig):
     """Base of the configs with low-rank factors; `TargetedConfig` chooses the layers.
 
     Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        init_weights_seed: makes the initial values independent of earlier random numbers.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
             normal with deviation 0.02; "gaussian": B is zero and A normal with deviation 1 / r;
@@ -76,9 +101,23 @@ class LowRankConfig(RankedConfig):
         use_rslora: scale by alpha / √r.
     """
 
+    r: int = field(8, RANK)
+    alpha: float = field(8, FACTOR)
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
     dropout: float = field(0.0, Share())
     init_weights: str = field("lora", Choice(*DRAWN))
     use_rslora: bool = False
+
+    def rank_at(self, name: str) -> int:
+        """Return the rank of the adapter at a site, by `Site.name`."""
+        return matching(self.rank_pattern, name, self.r)
+
+    def alpha_at(self, name: str) -> float:
+        """Return the numerator of the scaling of the adapter at a site, by `Site.name`."""
+        return matching(self.alpha_pattern, name, self.alpha)
 
     def scaling_at(self, name: str) -> float:
         """Return the factor s of the adapter at a site, by `Site.name`."""
@@ -97,7 +136,7 @@ class LowRankConfig(RankedConfig):
     @property
     def slot_fields(self) -> frozenset[str]:
         """The layers, the ranks and the scaling, which B can absorb."""
-        return super().slot_fields | {"use_rslora"}
+        return super().slot_fields | SIZES | {"use_rslora"}
 
     def of_rank(self, rank: int) -> Self:
         """Return the config without a start, of one rank for all layers, with the scaling of r."""

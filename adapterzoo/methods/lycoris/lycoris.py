@@ -15,30 +15,76 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import FACTOR, AdapterConfig, Choice, Share, config_class, field
+from adapterzoo.config import (
+    FACTOR,
+    SEED,
+    AdapterConfig,
+    Choice,
+    Share,
+    config_class,
+    field,
+)
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.kernels.ops import exactly
+from adapterzoo.methods._init import DTYPE
 from adapterzoo.methods._peft import EXCLUDED, TARGETS, ours, unsayable
-from adapterzoo.methods._targets import RANK, RankedConfig, check_site, refuse_larger, rescaled
+from adapterzoo.methods._targets import (
+    RANK,
+    SIZES,
+    TargetedConfig,
+    check_site,
+    refuse_larger,
+    rescaled,
+)
+from adapterzoo.patterns import Patterns, matching
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import Fields, PeftOutput, PeftSpelling
 
 
 @config_class
-class LycorisConfig(RankedConfig):
+class LycorisConfig(TargetedConfig):
     """Base of the configs of LoHa and LoKr; `TargetedConfig` chooses the layers.
 
     Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        init_weights_seed: makes the initial values independent of earlier random numbers.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
         rank_dropout: probability, 0 to below 1, of dropping a row of ΔW in a training step.
         module_dropout: probability, 0 to below 1, of dropping the whole ΔW of a layer.
         use_effective_conv2d: must be False; PEFT's decomposition of convolutions.
     """
 
-    training_fields = RankedConfig.training_fields | {"rank_dropout", "module_dropout"}
+    training_fields = TargetedConfig.training_fields | {"rank_dropout", "module_dropout"}
 
+    r: int = field(8, RANK)
+    alpha: float = field(8, FACTOR)
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
     rank_dropout: float = field(0.0, Share())
     module_dropout: float = field(0.0, Share())
     use_effective_conv2d: bool = field(False, Choice(False))
+
+    @property
+    def slot_fields(self) -> frozenset[str]:
+        """The layers, the ranks, and the scaling, which a factor can absorb."""
+        return super().slot_fields | SIZES
+
+    def rank_at(self, name: str) -> int:
+        """Return the rank of the adapter at a site, by `Site.name`."""
+        return matching(self.rank_pattern, name, self.r)
+
+    def alpha_at(self, name: str) -> float:
+        """Return the numerator of the scaling of the adapter at a site, by `Site.name`."""
+        return matching(self.alpha_pattern, name, self.alpha)
+
+    def scaling_at(self, name: str) -> float:
+        """Return the factor s of the adapter at a site, by `Site.name`."""
+        return self.alpha_at(name) / self.rank_at(name)
 
     def of_rank(self, rank: int) -> Self:
         """Return the config of one rank for all layers, with the scaling of r."""

@@ -438,6 +438,11 @@ def _answer_on_rows(
     calls = [call.on(i, name, rows, own) for i, name in enumerate(names)]
     results = [heads[each.name].answer(each) for each in calls]
     parts = [cast("ModelOutput", each.base.outputs) for each in calls]
+    idle = [p for n in heads.keys() - {*names} for p in heads[n].parameters() if p.requires_grad]
+    for key, value in results[0].items() if idle and torch.is_grad_enabled() else ():
+        if isinstance(value, Tensor) and value.is_floating_point() and key not in parts[0]:
+            # gives the heads without rows a gradient of zeros, which DDP would wait for
+            results[0][key] = value + torch.cat([p.flatten()[:0].to(value) for p in idle]).sum()
     outputs = cast("ModelOutput", call.base.outputs)
     one = joined(results, parts, rows, outputs) if rows.together else None
     if one is not None:

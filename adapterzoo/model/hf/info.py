@@ -91,11 +91,15 @@ class ModelInfo:
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
         self.dtype: torch.dtype = model.dtype
-        own = model.config
-        self.config: Mapping[str, Any] = {**_as_dict(own), **_as_dict(text_config(own))}
         layers = split_experts(self.model_type).values()
         self.split_experts = frozenset(name for names in layers for name in names)
         self.renamed = renamer(model)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The fields of its config and of that of its text model."""
+        own = self._model.config
+        return {**_as_dict(own), **_as_dict(text_config(own))}
 
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
