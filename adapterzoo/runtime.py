@@ -305,13 +305,10 @@ class ActiveState(threading.local):
 
     def _held(self) -> Held | None:
         """Return the state of the innermost block."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._noted()
-        block = self.default.block.get()
-        return None if block is None else block.held
-
-    def _noted(self) -> Held | None:
-        """Return the same in compiled code, which cannot read the context variable."""
+        if not torch.compiler.is_dynamo_compiling():
+            block = self.default.block.get()
+            return None if block is None else block.held
+        # compiled code cannot read the context variable
         if not self.default.by_tasks:
             return self.noted
         if self.owner is not None:

@@ -109,20 +109,26 @@ def test_each_replica_has_the_tasks_of_its_rows(configs):
         same(gradients(model, parallel, task_ids=torch.tensor(IDS)), expected)
 
 
-@pytest.mark.parametrize("method", sorted(ADAPTER_CONFIG_MAP))
-def test_adapters_without_rows_get_gradients_of_zero(method):
+@pytest.mark.parametrize(
+    ("method", "head"), [*((name, "tags") for name in sorted(ADAPTER_CONFIG_MAP)), ("lora", None)]
+)
+def test_adapters_and_heads_without_rows_get_gradients_of_zero(method, head):
     """DistributedDataParallel waits for all parameters that are trained."""
     # its default rank is more than the model's width
     model = made({"a": "lora[r=4]", "b": "miss[r=4]" if method == "miss" else method}, layers=1)
+    for name in "ab" if head is None else ():
+        model.add_tagging_head(name, num_labels=3)
     expected = {}
     for setup in (MultiTask("a", "b"), "a"):
         model.train_adapter(setup)
-        model.active_head = "tags"
+        if head is not None:
+            model.active_head = head
         model.eval()
         tasks = {} if setup == "a" else {"task_ids": [0] * len(IDS)}
         expected[str(setup)] = gradients(model, model, **tasks)
     found, alone = expected.values()
     idle = {name: found.pop(name) for name in found.keys() - alone.keys()}
-    assert idle
+    assert any(name.startswith("heads.b.") for name in idle) == (head is None)
+    assert any(not name.startswith("heads.") for name in idle)
     assert not any(gradient.any() for gradient in idle.values())
     same(found, alone)

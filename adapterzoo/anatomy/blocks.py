@@ -9,6 +9,7 @@ ignored: a wrong part would be worse than none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import Counter
@@ -327,11 +328,7 @@ def _slices(layout: str, site: Site, inner: int, branch: Branch) -> Mapping[Role
         inner: width of attention's output, or of the inside of the feed-forward part.
         branch: the block.
     """
-    d_out = site.d_out
-
-    def setting(*names: str) -> int:
-        return branch.setting(site.path, *names)
-
+    d_out, setting = site.d_out, functools.partial(branch.setting, site.path)
     heads = setting("num_attention_heads", "num_heads", "n_head", "n_heads")
     if layout == "falcon" and setting("new_decoder_architecture"):
         groups, size = setting("num_kv_heads"), inner // heads
@@ -501,6 +498,7 @@ def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Place
     """Return the norms whose names show their place, and the names of numbered norms."""
     placed: list[_Placed] = []
     numbered: list[str] = []
+    places: dict[str, NormPosition] = {"pre": "pre", "post": "branch"}
     for name in names:
         special = [place for pattern, place in row.norms.items() if re.fullmatch(pattern, name)]
         if special:
@@ -511,18 +509,13 @@ def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Place
             numbered.append(name)
             continue
         found = [(name, place, kind) for names, place, kind in NORM_PLACES if names.search(name)]
-        placed += found[:1] or _by_owner(name, parts)
+        # in a sub-layer's module, or in the module around both (T5)
+        owner = parent(name)
+        own = [part for part in parts if part.root and owner in (parent(part.root), part.root)]
+        if own and owner and not INNER_NORM.search(leaf(name)):
+            found.append((name, places.get(leaf(name).partition("_")[0], "at"), own[0].kind))
+        placed += found[:1]
     return _resolved(placed, parts), numbered
-
-
-def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
-    """Return the place of a norm in a sub-layer's module, or in the module around both (T5)."""
-    owner = parent(name)
-    own = [part for part in parts if part.root and owner in (parent(part.root), part.root)]
-    if not own or not owner or INNER_NORM.search(leaf(name)):
-        return []
-    places: dict[str, NormPosition] = {"pre": "pre", "post": "branch"}
-    return [(name, places.get(leaf(name).partition("_")[0], "at"), own[0].kind)]
 
 
 def _resolved(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
@@ -563,19 +556,14 @@ def _assign(
         for part in parts:
             part.norms.setdefault("pre", alone)
         return
+    kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
     for owner in dict.fromkeys(map(parent, numbered)):
         beside = sorted(name for name in numbered if parent(name) == owner)
         below = [part for part in parts if not owner or part.out.startswith(f"{owner}.")]
-        for name, part in zip(beside, _in_order(below), strict=False):
+        by_kind = len(below) <= len(kinds)
+        below.sort(key=lambda part: kinds.index(part.kind) if by_kind else part.place)
+        for name, part in zip(beside, below, strict=False):
             part.norms.setdefault("at", name)
-
-
-def _in_order(parts: list[_Part]) -> list[_Part]:
-    """Return the sub-layers in order: attention, cross-attention, feed-forward."""
-    kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
-    if len(parts) > len(kinds):
-        return sorted(parts, key=lambda part: part.place)
-    return sorted(parts, key=lambda part: kinds.index(part.kind))
 
 
 def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part]:

@@ -60,7 +60,12 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
             sites, parts = (tuple(marked(s, uses) for s in of) for of in (block.sites, block.parts))
             blocks.append(dataclasses.replace(block, sites=sites, parts=parts))
     inside = {layer for block in blocks for site in block.sites for layer in _covered(site)}
-    outside = tuple(marked(site, uses) for site in _outside(tree, inside))
+    outside: list[Site] = []
+    for layer in layers_of(Branch(tree, ""), Row()):
+        is_head = re.search(r"(^|\.)(lm_head|embed_out)$", layer.path) is not None
+        role: Role = "embedding" if layer.kind == "embedding" else "lm_head" if is_head else "other"
+        if layer.path not in inside:
+            outside.append(marked(dataclasses.replace(layer, role=role), uses))
     listed = inside | {site.path for site in outside}
     others = (
         _site(path, "norm" if is_norm(module) else "layer", module, blocks)
@@ -75,7 +80,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     encoders = nn.TransformerEncoder, nn.TransformerEncoderLayer
     return Anatomy(
         tuple(blocks),
-        outside,
+        tuple(outside),
         reason="" if blocks else "a convolutional network: " * convolutional + _NO_BLOCK,
         attentions=attentions,
         unreachable=unreachable,
@@ -175,19 +180,6 @@ def _planted(block: Block, path: str, layer: int) -> Block:
         ),
         languages=joined(path, block.languages) if block.languages else "",
     )
-
-
-def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
-    """Yield embeddings, language model heads and other layers outside of blocks."""
-    for layer in layers_of(Branch(tree, ""), Row()):
-        if layer.path in inside:
-            continue
-        role: Role = "other"
-        if layer.kind == "embedding":
-            role = "embedding"
-        elif re.search(r"(^|\.)lm_head$|(^|\.)embed_out$", layer.path):
-            role = "lm_head"
-        yield dataclasses.replace(layer, role=role)
 
 
 # convolutions; torch's recurrent layers, which compute with a list of their weights, taken once;

@@ -196,7 +196,12 @@ def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
     Returns:
         The site, or None; and the reason if it is None.
     """
-    first = _first_block(tree, blocks)
+    stacks = _readers(tree, blocks) or [block.stack for block in blocks]
+    own = input_embeddings_of(tree.modules[""])
+    table = next((path for path, module in tree.modules.items() if module is own), "")
+    # the first of equally near ones: stages of a pyramid, or an encoder before its decoder
+    stack = max(stacks, key=lambda s: (nearness(s, table), -s.count(".")), default=None)
+    first = next((b for b in blocks if b.stack == stack), None)
     if first is None:
         return None, "it has no blocks"
     path = tree.children(first.stack)[0]
@@ -211,20 +216,6 @@ def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
         return None, f"input and output of {first.path!r} differ in width"
     site = Site(f"{path}.{NAME}", "other", -1, first.stack, "entry", width, width)
     return site, ""
-
-
-def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
-    """Return the first block of the stack that the embeddings feed."""
-    stacks = _readers(tree, blocks) or [block.stack for block in blocks]
-    own = input_embeddings_of(tree.modules[""])
-    embedding = next((path for path, module in tree.modules.items() if module is own), "")
-
-    def near(stack: str) -> tuple[int, int]:
-        return nearness(stack, embedding), -stack.count(".")
-
-    # the first of equally near ones: stages of a pyramid, or an encoder before its decoder
-    stack = max(stacks, key=near, default=None)
-    return next((b for b in blocks if b.stack == stack), None)
 
 
 def _width_read(block: Block) -> int:
@@ -280,8 +271,14 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
             whole = joined(block.path, path)
             if _LINEAR.search(type(module).__name__):
                 linear.append(whole)
-            # a block of parallel lists holds other blocks' modules too
-            if not _takes_prefix(block, whole, module):
+            # a block of parallel lists holds other blocks' modules too, and Inkling 2 mixes the
+            # outputs of earlier blocks in an attention that projects nothing
+            if not any(below(s.path, whole) for s in (*block.sites, *block.parts)):
+                continue
+            # a module with adapters has a subclass of its class
+            cls: Any = type(module)
+            is_known = any(c.__name__ in INLINE for c in cls.__mro__)
+            if not is_known and (vars(module).get("config") is None or is_inline(cls)):
                 continue
             made = _attention(tree, block, whole, module)
             if isinstance(made, str):
@@ -295,21 +292,6 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...]
             missing = f"{left.path!r}: its attention computes scores by itself"
         found += own
     return tuple(found), missing
-
-
-def _takes_prefix(block: Block, path: str, module: nn.Module) -> bool:
-    """Return whether a module is an attention of the block that can take a prefix."""
-    # Inkling 2 mixes the outputs of earlier blocks in an attention that projects nothing
-    if not any(below(s.path, path) for s in (*block.sites, *block.parts)):
-        return False
-    cls = cast("Any", type(module))
-    return _is_known(cls) or (vars(module).get("config") is not None and not is_inline(cls))
-
-
-@functools.cache
-def _is_known(cls: Any) -> bool:
-    # a module with adapters has a subclass of its class
-    return any(c.__name__ in INLINE for c in cls.__mro__)
 
 
 @functools.cache

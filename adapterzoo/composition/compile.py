@@ -334,8 +334,7 @@ class Fused:
             ]
             return cast("Tensor", adapters[self.fusion](z, outputs)[0])
 
-        fused: Tensor = adapters[self.last_adapters[-1]](x, base, update)
-        return fused
+        return cast("Tensor", adapters[self.last_adapters[-1]](x, base, update))
 
     @staticmethod
     def _output_of(
@@ -352,8 +351,7 @@ class Fused:
             return recorded[-1]
 
         def recording(x: Tensor, base: BaseLayer) -> Tensor:
-            adapted: Tensor = adapter(x, base, record)
-            return adapted
+            return cast("Tensor", adapter(x, base, record))
 
         evaluate(chain, [recording if a is adapter else a for a in adapters], x, base)
         return recorded[-1]
@@ -517,8 +515,7 @@ class Copies:
 
     def run(self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: Rows = None) -> Tensor:
         """Return the output for a layer with one argument; see `call`."""
-        output: Tensor = self.call(adapters, base, (x,), {}, rows)
-        return output
+        return cast("Tensor", self.call(adapters, base, (x,), {}, rows))
 
 
 def _joined(parts: list[Any], layout: RowLayout) -> Any:
@@ -802,8 +799,7 @@ class _Site:
         return Fused(tuple(chains), tuple(last_adapters), fusion, acts_on)
 
     def _acts_on(self, part: int | Tree) -> str:
-        acts_on: str = (self._adapter(part) if isinstance(part, int) else part).acts_on
-        return acts_on
+        return str((self._adapter(part) if isinstance(part, int) else part).acts_on)
 
     def _acts_on_all(self, steps: Sequence[Chain | None]) -> str:
         parts = [part for step in steps for part in step or ()]

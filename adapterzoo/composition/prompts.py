@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -210,8 +210,7 @@ class Joined:
 
     def later_positions(self, given: Tensor) -> Tensor:
         """Return positions `[…, rows or 1, new]` of later tokens, shifted by the added ones."""
-        later: Tensor = given + self._shift[:, -given.shape[-1] :]
-        return later
+        return cast("Tensor", given + self._shift[:, -given.shape[-1] :])
 
     def places_of(self, numbers: Tensor) -> Tensor:
         """Return the new indices `[rows, …]` of the model's own tokens from their old ones.
@@ -243,7 +242,10 @@ class Joined:
         Returns:
             None if the layer has already been called with another input.
         """
-        if self._x is None and self._fits(x):
+        rows, is_module = self._places.shape[0], self.prompts.joins == "embeddings"
+        # whether the input holds the rows' tokens; unchecked at an embedding module
+        fits = x.dim() > 1 and x.shape[0] == rows and x.shape[1] >= self.length
+        if self._x is None and (is_module or fits):
             self._x = x
         if x is not self._x:
             return None
@@ -263,13 +265,7 @@ class Joined:
         steps = torch.arange(found.length, device=self._device)
         at: Tensor = self._start + behind + self._of_rows(offsets) + steps  # [rows or 1, length]
         at = at.clamp(max=self.length - 1)
-        return at.expand(self._places.shape[0], found.length)  # [rows, length]
-
-    def _fits(self, x: Tensor) -> bool:
-        """Return whether the input holds the rows' tokens; unchecked at an embedding module."""
-        if self.prompts.joins == "embeddings":
-            return True
-        return x.dim() > 1 and x.shape[0] == self._places.shape[0] and x.shape[1] >= self.length
+        return at.expand(rows, found.length)  # [rows, length]
 
     def entered(self, embeds: Tensor, key: SharedKey, prompt: Tensor) -> Tensor:
         """Return embeddings `[rows, length, d]` with the tokens of an adapter in their places."""

@@ -256,29 +256,8 @@ class RowMap:
             CompositionError: the number of rows does not fit.
             StateError: the model has not repeated its input.
         """
-        layout = self._layouts.get(count)
-        if layout is None:
-            layout = RowLayout.of(self._index(count))
-            # others outlive the call and must not keep its tensors
-            if self.entered:
-                self._layouts[count] = layout
-        return layout
-
-    def layout_of(self, x: Tensor) -> RowLayout:
-        """Return the layout of a layer's input.
-
-        Raises:
-            CompositionError: the number of rows does not fit, or the first dimension is tokens.
-        """
-        is_length = self.tokens is None or x.shape[0] in self.tokens
-        if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
-            raise CompositionError(
-                f"rows of a batch: an adapted layer got {list(x.shape)}, tokens before rows. "
-                f"Activate one adapter for all rows, or add adapters of blocks, such as 'seq_bn'."
-            )
-        return self.layout(x.shape[0])
-
-    def _index(self, count: int) -> tuple[int, ...]:
+        if (known := self._layouts.get(count)) is not None:
+            return known
         if self.repeats > 1:
             raise StateError(
                 "Parallel: only the whole model repeats the batch, and a part was called alone. "
@@ -295,7 +274,25 @@ class RowMap:
                 f"rows of a batch: an adapted layer got {count} rows, and the composition has "
                 f"{len(self.index)}. Give the model as many, or activate one adapter for all rows."
             )
-        return tuple(part for part in self.index for _ in range(times))
+        layout = RowLayout.of(tuple(part for part in self.index for _ in range(times)))
+        # others outlive the call and must not keep its tensors
+        if self.entered:
+            self._layouts[count] = layout
+        return layout
+
+    def layout_of(self, x: Tensor) -> RowLayout:
+        """Return the layout of a layer's input.
+
+        Raises:
+            CompositionError: the number of rows does not fit, or the first dimension is tokens.
+        """
+        is_length = self.tokens is None or x.shape[0] in self.tokens
+        if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
+            raise CompositionError(
+                f"rows of a batch: an adapted layer got {list(x.shape)}, tokens before rows. "
+                f"Activate one adapter for all rows, or add adapters of blocks, such as 'seq_bn'."
+            )
+        return self.layout(x.shape[0])
 
     def take(self, part: int, t: Tensor) -> Tensor:
         """Return the rows of a part from a tensor `[rows, …]`."""

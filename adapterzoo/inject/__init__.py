@@ -321,10 +321,8 @@ def _parts_with_base(
 
     first = adapters[0]
     if not isinstance(first, ExpertAdapters):
-        yield (
-            tuple(adapters),
-            base_of(layer, shown("weight"), originals.get("bias"), kept=originals),
-        )
+        base = base_of(layer, shown("weight"), originals.get("bias"), kept=originals)
+        yield tuple(adapters), base
         return
     for parameter in first._modules:
         weight = shown(parameter)

@@ -191,7 +191,7 @@ class Adapted(nn.Module):
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         for reader in plan.captures.get(link.path, ()):
             active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
-        forward = super().forward
+        forward: Callable[..., Any] = super().forward
         if site is None:
             return forward(*args, **kwargs)
         step, adapters = acting(self, site)
@@ -199,7 +199,8 @@ class Adapted(nn.Module):
             return step.call(adapters, forward, args, kwargs, plan.rows)
         if not (args or kwargs):
             # a module that only reads its parameters, such as Swin's table of positions
-            forward, args = functools.partial(_without_input, forward), (_NO_INPUT,)
+            plain = forward
+            forward, args = lambda _: plain(), (_NO_INPUT,)
         residual = active.call.captures.pop(link.path, None)
         if residual is not None:
             also = active.call.captures.pop(f"+{link.path}", None)
@@ -412,10 +413,6 @@ def _adapted_class(
         made = meta(cls.__name__, bases, members | asked(cls) | own.members(cls))
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
-
-
-def _without_input(forward: Callable[[], Any], x: Tensor) -> Any:
-    return forward()
 
 
 def _plainly(layer: Adapted, *args: Any, **kwargs: Any) -> Any:

@@ -337,7 +337,7 @@ class AdaptedAttention(Adapted):
         """Return a `config` attribute for modules that look up their function by its name."""
         if is_inline(plain):  # type: ignore[arg-type]
             return {"_is_inline": True}
-        return {"config": property(_read_config, _write_config)}
+        return {"config": property(_read_config, lambda self, c: vars(self).update(config=c))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with the prefix before its keys and values."""
@@ -370,10 +370,6 @@ class AdaptedAttention(Adapted):
 def _read_config(self: AdaptedAttention) -> Any:
     config, running = vars(self)["config"], self._link.active.call.prefixes
     return _Config(config) if running and running[-1][0] is self else config
-
-
-def _write_config(self: AdaptedAttention, value: Any) -> None:
-    vars(self)["config"] = value
 
 
 def _attend(

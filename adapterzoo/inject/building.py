@@ -61,7 +61,11 @@ def build(
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
     """
-    device, dtype = at or device_of(layer), _dtype(layer, model_dtype)
+    device = at or device_of(layer)
+    # bitsandbytes casts the bias to its compute dtype at the first forward
+    plain = own_parameters(layer, with_quantized=False)
+    wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
+    dtype = next(wide, model_dtype)
     built = [p.config.build(p.site, device, dtype) for p in placements]
     for placement, adapter in zip(placements, built, strict=True):
         if isinstance(adapter, CopyAdapter):
@@ -240,10 +244,3 @@ def device_of(layer: nn.Module) -> torch.device:
         first = next(own_parameters(layer), None)
         device = torch.get_default_device() if first is None else first.device
     return torch.device(device)
-
-
-def _dtype(layer: nn.Module, model_dtype: torch.dtype) -> torch.dtype:
-    # bitsandbytes casts the bias to its compute dtype at the first forward
-    plain = own_parameters(layer, with_quantized=False)
-    wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
-    return next(wide, model_dtype)

@@ -563,8 +563,7 @@ class FourBit(Packing):
         from bitsandbytes import functional
 
         data, state = _in_first_order(weight)
-        plain: Tensor = functional.dequantize_4bit(data, state)
-        return plain
+        return cast("Tensor", functional.dequantize_4bit(data, state))
 
     def count(self, weight: Any) -> int:
         """Return d_out · d_in."""
@@ -590,8 +589,7 @@ class EightBit(Packing):
 
         # the first forward moves the scales from the weight to the layer
         scales = cast("Any", layer).state.SCB if weight.SCB is None else weight.SCB  # [d_out]
-        plain: Tensor = functional.int8_vectorwise_dequant(weight.data, scales)
-        return plain
+        return cast("Tensor", functional.int8_vectorwise_dequant(weight.data, scales))
 
 
 # by package and class of a weight, or a base of its class

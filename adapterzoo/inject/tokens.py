@@ -230,10 +230,8 @@ class AdaptedEmbeddings(Adapted):
             return super(Adapted, self).forward(*args, **kwargs)
         # the first argument is what layers are told apart by: one that is there
         kwargs = dict(sorted(kwargs.items(), key=lambda item: not isinstance(item[1], Tensor)))
-        plain = super(Adapted, self).forward
-        base = LayerCall(
-            self, functools.partial(_own, plain, joined), args, kwargs, None, active.call
-        )
+        plain = functools.partial(_own, super(Adapted, self).forward, joined)
+        base = LayerCall(self, plain, args, kwargs, None, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
         return base.pack(evaluate(*acting(self, site), x, base, plan.rows))
 

@@ -96,21 +96,6 @@ def bottleneck(
     return out
 
 
-def _gelu(du: Tensor, h: Tensor) -> Tensor:
-    return _ATEN.gelu_backward(du, h)  # type: ignore[no-any-return]
-
-
-def _silu(du: Tensor, h: Tensor) -> Tensor:
-    # torch's own is not differentiable
-    if torch.is_grad_enabled():
-        return _sigmoid_weighted(du, h, 1.0)
-    return _ATEN.silu_backward(du, h)  # type: ignore[no-any-return]
-
-
-def _gelu_10(du: Tensor, h: Tensor) -> Tensor:
-    return _gelu(du * (F.gelu(h).abs() <= 10), h)
-
-
 def _mish(du: Tensor, h: Tensor) -> Tensor:
     # torch's own is not differentiable
     t = torch.tanh(F.softplus(h))
@@ -127,12 +112,6 @@ def _laplace(du: Tensor, h: Tensor) -> Tensor:
     return du * torch.exp(-torch.square((h - 0.707107) / width)) / (width * math.sqrt(math.pi))
 
 
-def _sqrtsoftplus(du: Tensor, h: Tensor) -> Tensor:
-    # torch's constants: above 20, softplus is linear
-    inner: Tensor = _ATEN.softplus_backward(du, h, 1.0, 20.0)
-    return 0.5 * inner / F.softplus(h).sqrt()
-
-
 # other names of a formula; some of their functions round differently
 SYNONYMS = {
     "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -141,8 +120,8 @@ SYNONYMS = {
 }  # fmt: skip
 # dh from du and h, u = φ(h), by formula; all are differentiable again
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": _gelu,
-    "gelu_10": _gelu_10,
+    "gelu": lambda du, h: _ATEN.gelu_backward(du, h),
+    "gelu_10": lambda du, h: _ATEN.gelu_backward(du * (F.gelu(h).abs() <= 10), h),
     "gelu_tanh": lambda du, h: _ATEN.gelu_backward(du, h, approximate="tanh"),
     "hardswish": lambda du, h: _ATEN.hardswish_backward(du, h),
     "laplace": _laplace,
@@ -154,8 +133,14 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu2": lambda du, h: 2.0 * du * F.relu(h),
     "relu6": lambda du, h: _ATEN.hardtanh_backward(du, h, 0.0, 6.0),
     "sigmoid": lambda du, h: _ATEN.sigmoid_backward(du, torch.sigmoid(h)),
-    "silu": _silu,
-    "sqrtsoftplus": _sqrtsoftplus,
+    # torch's own is not differentiable
+    "silu": lambda du, h: (
+        _sigmoid_weighted(du, h, 1.0) if torch.is_grad_enabled() else _ATEN.silu_backward(du, h)
+    ),
+    # torch's constants: above 20, softplus is linear
+    "sqrtsoftplus": lambda du, h: (
+        0.5 * _ATEN.softplus_backward(du, h, 1.0, 20.0) / F.softplus(h).sqrt()
+    ),
     "tanh": lambda du, h: _ATEN.tanh_backward(du, torch.tanh(h)),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import gcd
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -225,8 +226,7 @@ def by_pairs(factor: Tensor, i: int) -> Tensor:
     parts = parts.movedim((-2, -4, -5), (-5, -4, -3))
     own = torch.eye(n, device=factor.device, dtype=factor.dtype).view(n, 1, n, 1)
     whole = parts.unsqueeze(-2) * own  # [*experts, chunks, 2, 2, n, half, n, half]
-    found: Tensor = whole.flatten(-5, -3).flatten(-2)
-    return found
+    return cast("Tensor", whole.flatten(-5, -3).flatten(-2))
 
 
 def from_pairs(whole: Tensor, b: int) -> Tensor:
@@ -238,8 +238,7 @@ def from_pairs(whole: Tensor, b: int) -> Tensor:
     own = parts.diagonal(dim1=-4, dim2=-2)  # [*experts, chunks, 2, 2, half, half, n]
     blocks = own.movedim((-1, -4, -3, -5), (-5, -4, -3, -2))
     # [*experts, chunks, n, 2, half, 2, half] until here
-    found: Tensor = blocks.flatten(-2).flatten(-3, -2).flatten(-4, -3)
-    return found
+    return cast("Tensor", blocks.flatten(-2).flatten(-3, -2).flatten(-4, -3))
 
 
 def widened(chunks: Tensor, narrowest: int = _NARROWEST) -> Tensor:

@@ -113,8 +113,7 @@ def grouped_shrink(
     if training and dropout:
         in_triton = ops.takes_triton("grouped_shrink", x, a)
         noise = dropout_seed(x) if in_triton else dropout_bits(x, dropout)
-    t: Tensor = _shrink(x, a, dropout, noise, groups.host)
-    return t
+    return _shrink(x, a, dropout, noise, groups.host)
 
 
 def grouped_expand(
@@ -139,8 +138,7 @@ def grouped_expand(
         groups.check(y, len(b))
         return grouped_expand_torch(y, t, b, scaling, groups)
     scales = groups.scales(tuple(scaling), torch.device("cpu"), torch.float64)
-    out: Tensor = _expand(y, t, b, scales, groups.host)
-    return out
+    return _expand(y, t, b, scales, groups.host)
 
 
 class Groups:

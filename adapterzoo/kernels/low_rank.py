@@ -99,8 +99,7 @@ def shrink(x: Tensor, a: Tensor, dropout: float = 0.0, training: bool = False) -
     if drops:
         in_triton = ops.takes_triton("shrink", x, a)
         noise = dropout_seed(x) if in_triton else dropout_bits(x, dropout)
-    t: Tensor = _shrink(x, a, dropout, noise)
-    return t
+    return _shrink(x, a, dropout, noise)
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -118,8 +117,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     if ops.is_reference() or (y.dtype is t.dtype is b.dtype and ops.is_plain(y)):
         update = linear(t, b.to(t.dtype))  # [*batch, d_out]
         return torch.add(y, update.to(y.dtype), alpha=scaling)
-    out: Tensor = _expand(y, t, b, scaling)
-    return out
+    return _expand(y, t, b, scaling)
 
 
 def dropout_threshold(p: float) -> int:

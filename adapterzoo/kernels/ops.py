@@ -273,7 +273,7 @@ def product(
     prepare: Prepare | None = None,
     narrows: tuple[int, ...] = (),
     width: Callable[[Tensor], int] = lambda factor: factor.shape[-1],
-) -> tuple[Operator, Operator]:
+) -> tuple[Callable[..., Tensor], Operator]:
     """Define an operator that multiplies x by a factor, and the operator of its backward.
 
     Each of the two gradients needs the other operand. The backward gets the gradient, all arguments
