@@ -564,7 +564,9 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             UnknownNameError: nothing is registered for its kind.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"config={values!r} is not a dict of fields. Write {_example(cls)}.")
+            kind = cls._kind() or next(iter(cls.kinds or ()), None)
+            hint = f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
+            raise ConfigError(f"config={values!r} is not a dict of fields. Write {hint}.")
         fields = dict(values)
         given = fields.pop(cls.kind_field, None) if cls.kind_field else None
         own = cls._kind()
@@ -747,11 +749,6 @@ def _read(path: str | os.PathLike[str]) -> Any:
     # as saved beside an adapter
     inner = document.get("config") if isinstance(document, dict) else None
     return inner if isinstance(inner, dict) else document
-
-
-def _example(cls: type[Config]) -> str:
-    kind = cls._kind() or next(iter(cls.kinds or ()), None)
-    return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
 
 
 def _values(config: Config) -> dict[str, Any]:

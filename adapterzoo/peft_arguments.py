@@ -71,10 +71,6 @@ class PeftArgument:
     part_class: str = ""
     check: object | None = None
 
-    def asks_for_nothing(self, value: object) -> bool:
-        """Return whether a value of a field without a counterpart has no effect in PEFT."""
-        return value == self.default or not (value or self.default)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftArguments:
@@ -217,7 +213,9 @@ def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any
         return _options(cls, name, value, argument.parts)
     if isinstance(value, (str, bool)) and value in (argument.values or {}):
         return (argument.values or {})[value]
-    if argument.ours is None and argument.asks_for_nothing(value):
+    # the default, or any other value that is false, has no effect in PEFT
+    is_off = value == argument.default or not (value or argument.default)
+    if argument.ours is None and is_off:
         return None
     if argument.ours is not None and argument.values is None:
         return argument.default if value is None else value

@@ -12,9 +12,9 @@ from adapterzoo.errors import names_call
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from .adapters import AdaptersMethods
-from .peft.methods import MEMBERS
+from .peft.methods import PeftMethods
 
-for _name, _member in {**vars(AdaptersMethods), **MEMBERS}.items():
+for _name, _member in {**vars(AdaptersMethods), **vars(PeftMethods)}.items():
     if not _name.startswith("_"):
         _method = names_call(_member) if inspect.isfunction(_member) else _member
         setattr(AdapterModelMixin, _name, _method)

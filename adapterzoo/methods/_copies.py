@@ -384,9 +384,12 @@ class TokenRows(Copy):
         In an output layer, return the logits `[*batch, vocab]` of features `x` `[*batch, d]`.
         """
         y, plain = base(x), base.original(x)
-        return (self._scored if x.is_floating_point() else self._embedded)(x, y, plain, base)
-
-    def _embedded(self, x: Tensor, y: Tensor, plain: Tensor, base: BaseLayer) -> Tensor:
+        if x.is_floating_point():
+            bias = None if base.bias is None else base.bias[self.tokens]  # [tokens]
+            own = linear(x, self.rows.to(x.dtype), bias).to(y.dtype)  # [*batch, tokens]
+            if y is not plain:
+                own = own + (y - plain).index_select(-1, self.tokens)
+            return y.index_copy(-1, self.tokens, own)
         ids = x.to(self.tokens.dtype).contiguous()
         at = torch.searchsorted(self.tokens, ids).clamp(max=len(self.tokens) - 1)  # [*batch]
         padding = base.padding_idx
@@ -400,13 +403,6 @@ class TokenRows(Copy):
         own = own.to(y.dtype)  # [*batch, d]
         listed = (self.tokens[at] == ids).unsqueeze(-1)  # [*batch, 1]
         return torch.where(listed, own if y is plain else y + (own - plain), y)
-
-    def _scored(self, x: Tensor, y: Tensor, plain: Tensor, base: BaseLayer) -> Tensor:
-        bias = None if base.bias is None else base.bias[self.tokens]  # [tokens]
-        own = linear(x, self.rows.to(x.dtype), bias).to(y.dtype)  # [*batch, tokens]
-        if y is not plain:
-            own = own + (y - plain).index_select(-1, self.tokens)
-        return y.index_copy(-1, self.tokens, own)
 
     def in_slot(self, slot: Self) -> Mapping[str, Tensor]:
         """Return the rows for a slot of the same tokens.

@@ -144,9 +144,8 @@ class TargetedConfig(AdapterConfig):
         by_role = self._roles() if self.target_modules is None else ()
         if not (self.target_modules or self.target_parameters or by_role):
             raise ConfigError(
-                f"{self._name}: nothing is left to adapt, by target_modules, attn_matrices, "
-                f"selfattn_lora, intermediate_lora or output_lora. Write "
-                f"target_modules='all-linear'."
+                f"{self._name}: nothing is left to adapt, by target_modules, attn_matrices or the "
+                f"fields in …_lora. Write target_modules='all-linear'."
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:
@@ -392,11 +391,12 @@ def check_size(
     if asked in legal:
         return
     near = sorted(sorted(legal, key=lambda size: abs(size - asked))[:2])
-    none = otherwise or f"exclude_modules=[{site.path!r}]"
+    hint = otherwise or f"exclude_modules=[{site.path!r}]"
+    if near:
+        hint = f"{name}={near[-1]}{rest}"
     raise ConfigError(
         f"{type(config).__name__}({name}={asked}) at {site.path!r}: not legal for d_in={site.d_in} "
-        f"and d_out={site.d_out}; near it are {near}. Write "
-        f"{f'{name}={near[-1]}{rest}' if near else none}."
+        f"and d_out={site.d_out}; near it are {near}. Write {hint}."
     )
 
 

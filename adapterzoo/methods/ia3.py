@@ -187,6 +187,10 @@ IA3Config.adapter_class = IA3
 
 # --- in the peers' files ---
 
+_FIXED = {
+    "composition_mode": "scale", "use_dora": False, "use_gating": False,
+    "vera_b": None, "vera_d": None,
+}  # fmt: skip
 _ARGUMENTS = PeftArguments(
     class_name="IA3Config",
     fields={
@@ -206,27 +210,6 @@ _ARGUMENTS = PeftArguments(
 )
 
 
-def _adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """Return how AdapterHub spells (IA)³: as LoRA with one vector that scales the output."""
-    return AdapterHubSpelling(
-        config=config,
-        architecture=("lora",),
-        fixed={
-            "composition_mode": "scale", "use_dora": False, "use_gating": False,
-            "vera_b": None, "vera_d": None,
-        },
-        implied={"convention": "adapterhub"},
-        # LoRAConfig(composition_mode="scale") names the layers whose outputs are scaled
-        as_another={"convention": "adapterhub", "init_weights": "ia3"},
-        fields=FLAGS
-        | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
-        containers=(Container("loras", "layer", read=_read, write=_write),),
-        feed_forward=FEED_FORWARD,
-        place=place,
-        as_flags=as_flags,
-    )  # fmt: skip
-
-
 def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     vectors, rest = dict(tensors), {}
     if vectors["lora_B"].dim() > 1:
@@ -237,25 +220,6 @@ def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
 
 def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     return {"lora_B": tensors["ia3_l"].unsqueeze(-1)}
-
-
-def _peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """Return PEFT's spelling of (IA)³: ℓ `[d_out, 1]` for outputs, `[1, d_in]` for inputs.
-
-    PEFT has no alpha: it becomes a part of ℓ.
-    """
-    return PeftSpelling(
-        config=config,
-        peft_type="IA3",
-        arguments=_ARGUMENTS,
-        tensors={"ia3_l": ("ia3_l",)},
-        subsets={"feedforward_modules": _scales_input},
-        read=_from_peft,
-        unsayable=_unsayable,
-        write=lambda part: _join([part], lambda: None),
-        join=_join,
-        write_layers=lambda layers, _said: [{"init_ia3_weights": True} for _ in layers],
-    )
 
 
 def _scales_input(tensors: Tensors) -> bool:
@@ -299,4 +263,32 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     return {"ia3_l": vector.unsqueeze(0 if inputs[0] else 1)}
 
 
-spelled(_adapterhub, _peft)(IA3Config)
+# AdapterHub: LoRA with one vector that scales the output; PEFT: ℓ `[d_out, 1]` for outputs and
+# `[1, d_in]` for inputs, of which alpha becomes a part
+spelled(
+    lambda config: AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed=_FIXED,
+        implied={"convention": "adapterhub"},
+        # LoRAConfig(composition_mode="scale") names the layers whose outputs are scaled
+        as_another={"convention": "adapterhub", "init_weights": "ia3"},
+        fields=FLAGS | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
+        containers=(Container("loras", "layer", read=_read, write=_write),),
+        feed_forward=FEED_FORWARD,
+        place=place,
+        as_flags=as_flags,
+    ),
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="IA3",
+        arguments=_ARGUMENTS,
+        tensors={"ia3_l": ("ia3_l",)},
+        subsets={"feedforward_modules": _scales_input},
+        read=_from_peft,
+        unsayable=_unsayable,
+        write=lambda part: _join([part], lambda: None),
+        join=_join,
+        write_layers=lambda layers, _said: [{"init_ia3_weights": True} for _ in layers],
+    ),
+)(IA3Config)

@@ -14,7 +14,7 @@ import warnings
 from typing import ClassVar
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.config import AdapterConfig, Layers, Placement, field, method_config
+from adapterzoo.config import Layers, Placement, field, method_config
 from adapterzoo.errors import SiteError, listing
 from adapterzoo.patterns import Excluded, Modules, matches
 from adapterzoo.peft_arguments import PeftArguments
@@ -80,9 +80,9 @@ class LNTuningConfig(ConfigWithCopies, CopyConfig):
         return [Placement(site, self, "norm") for site in found]
 
 
-def _peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """Return how PEFT spells LN tuning: a copy of each norm."""
-    return PeftSpelling(
+# PEFT has a copy of each norm
+spelled(
+    lambda config: PeftSpelling(
         config=config,
         peft_type="LN_TUNING",
         arguments=PeftArguments(
@@ -99,6 +99,4 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
         },
         of_norms=True,
     )
-
-
-spelled(_peft)(LNTuningConfig)
+)(LNTuningConfig)

@@ -37,8 +37,9 @@ class ListedTokens(TokenIds):
         return not isinstance(value, Mapping) and super().fits(value)
 
 
-def _peft(config: type[AdapterConfig]) -> PeftSpelling:
-    return PeftSpelling(
+@architectures.register("trainable_tokens")
+@spelled(
+    lambda config: PeftSpelling(
         config=config,
         peft_type="TRAINABLE_TOKENS",
         rows_field="token_indices",
@@ -53,10 +54,7 @@ def _peft(config: type[AdapterConfig]) -> PeftSpelling:
             },
         ),
     )
-
-
-@architectures.register("trainable_tokens")
-@spelled(_peft)
+)
 @config_class
 class TrainableTokensConfig(AdapterConfig):
     """Config of trainable tokens.

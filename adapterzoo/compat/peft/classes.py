@@ -16,7 +16,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the classes
 from adapterzoo.errors import FieldError, listing, names_call
 from adapterzoo.formats import files
 from adapterzoo.formats.peft.reading import CONFIG, checked
-from adapterzoo.peft_arguments import COMMON, TASK_TYPES, PeftArgument, classes_of_peft
+from adapterzoo.peft_arguments import COMMON, TASK_TYPES, classes_of_peft
 from adapterzoo.spelling import peft_readable
 
 TaskType = StrEnum("TaskType", {name: name for name in TASK_TYPES})  # type: ignore[misc]
@@ -171,24 +171,18 @@ def field_classes() -> dict[str, type[Any]]:
             name = argument.part_class or "".join(word.capitalize() for word in field.split("_"))
             choices = {value: value for value in argument.values or ()}
             if argument.parts is not None:
-                found[name] = _options_class(name, argument.parts)
+                fresh = {
+                    key: functools.partial(copy.deepcopy, part.default)
+                    for key, part in argument.parts.items()
+                }
+                found[name] = dataclasses.make_dataclass(
+                    name,
+                    [(k, Any, dataclasses.field(default_factory=f)) for k, f in fresh.items()],
+                    namespace={"__doc__": f"PEFT's `{name}`.", "__module__": "adapterzoo.peft"},
+                )
             elif choices and all(isinstance(v, str) and v.isupper() for v in choices):
                 found[name] = cast("Any", StrEnum)(name, choices)
     return found
-
-
-def _options_class(name: str, parts: Mapping[str, PeftArgument]) -> type[Any]:
-    """Return a dataclass of the fields, with PEFT's defaults."""
-    fields = [
-        (
-            key,
-            Any,
-            dataclasses.field(default_factory=functools.partial(copy.deepcopy, part.default)),
-        )
-        for key, part in parts.items()
-    ]
-    namespace = {"__doc__": f"PEFT's `{name}`.", "__module__": "adapterzoo.peft"}
-    return dataclasses.make_dataclass(name, fields, namespace=namespace)
 
 
 # --- PEFT's classes without instances here ---

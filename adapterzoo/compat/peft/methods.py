@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import formats
-from adapterzoo.anatomy import Site
 from adapterzoo.compat.adapters import AdaptersMethods
 from adapterzoo.composition import Stack
 from adapterzoo.config import FLAG, AdapterConfig
@@ -24,7 +23,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateErro
 from adapterzoo.formats import fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.checkpoint import from_plain
-from adapterzoo.formats.peft.reading import exactly, task_of
+from adapterzoo.formats.peft.reading import task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model import (
     AdapterModelMixin,
@@ -52,11 +51,10 @@ from adapterzoo.model.state import (
     parameters_of,
 )
 from adapterzoo.names import one_of
-from adapterzoo.patterns import Targets, is_named
+from adapterzoo.patterns import ALL_LINEAR, Targets, exactly, is_named
 from adapterzoo.peft_arguments import (
     COMMON,
     TASK_TYPES,
-    PeftArguments,
     also_named,
     class_of,
     classes_of_peft,
@@ -67,7 +65,6 @@ from adapterzoo.spelling import PeftSpelling, peft_spellings
 
 # --- config objects of PEFT as configs here; PEFT itself is never imported ---
 
-_ALL_LINEAR = "all-linear"
 # names of heads that PEFT adds to `modules_to_save` by itself, whether the model has them or not
 _SAVED = {
     "SEQ_CLS": ("classifier", "score"),
@@ -114,7 +111,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
         )
     fields = {name: value for name, value in values.items() if name in own}
     given = fields.get("target_modules")
-    if given == _ALL_LINEAR:
+    if given == ALL_LINEAR:
         linear = (
             s
             for s in model.anatomy
@@ -133,7 +130,14 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
     found = cast("AdapterConfig", cast("Any", spelling.config)(**made))
     targets = [found.to_dict().get(name) for name in ("target_modules", "target_parameters")]
     if "target_modules" in found.field_names() and not any(targets):
-        found = _whole_layers(model, arguments, found)
+        below = found.below(base_prefix(model), model.anatomy)
+        sites = [placement.site for placement in below.placements(model.anatomy)]
+        # fused layers are adapted whole
+        if any(site.output_slice is not None for site in sites):
+            layers: dict[str, Any] = {"target_modules": names_of(model, sites)}
+            for name, among in arguments.subsets.items():
+                layers[name] = names_of(model, (site for site in sites if among(below, site)))
+            found = found.replace(**layers)
     if stacks:
         found = _in_stacks(model, found, stacks, numbers)
     is_frozen = values.get("inference_mode", False)
@@ -182,20 +186,6 @@ def _in_stacks(model: AdaptedModel, config: AdapterConfig, stacks: Any, numbers:
     return config.replace(target_modules=names_of(model, kept))
 
 
-def _whole_layers(
-    model: AdaptedModel, arguments: PeftArguments, config: AdapterConfig
-) -> AdapterConfig:
-    """Return a config that names its layers, if it would adapt parts of fused ones."""
-    own = config.below(base_prefix(model), model.anatomy)
-    sites: list[Site] = [placement.site for placement in own.placements(model.anatomy)]
-    if not any(site.output_slice is not None for site in sites):
-        return config
-    fields: dict[str, Any] = {"target_modules": names_of(model, sites)}
-    for name, among in arguments.subsets.items():
-        fields[name] = names_of(model, (site for site in sites if among(own, site)))
-    return config.replace(**fields)
-
-
 # --- Names of experts' layers in PEFT's config objects, where transformers 5 has parameters ---
 
 
@@ -229,7 +219,7 @@ def with_experts(
         elif len(layers) > 1:
             doubled[rf".*\.{re.escape(parameter)}"] = len(layers)
     taken = {layer for layers in former.values() for layer in layers}
-    start = "" if targets == _ALL_LINEAR else prefix
+    start = "" if targets == ALL_LINEAR else prefix
     kept = _without(model, fields["target_modules"], taken, start)
     given = fields.get("target_parameters") or ()
     return {
@@ -262,7 +252,7 @@ def _named(
     every = {layer: parameter for parameter, layers in former.items() for layer in layers}
     if not every or not targets:
         return set(), []
-    if targets == _ALL_LINEAR:
+    if targets == ALL_LINEAR:
         return {*every}, [*former]
     if not isinstance(targets, str):
         ends = {str(target).rpartition(".")[2] for target in targets}
@@ -386,12 +376,50 @@ DEFAULT = "default"
 """PEFT's name of an adapter without one."""
 
 
+_mixin: Any = AdapterModelMixin
+_own_add = _mixin.add_adapter
+
+
 class PeftMethods:
-    """The methods, in one place."""
+    """PEFT's methods, and methods of the model that take PEFT's arguments too."""
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    @functools.wraps(_own_add)
+    def add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+        """With the config first, as in transformers, the adapter is active and trained."""
+        if "peft_config" in kwargs:
+            given = kwargs.pop("peft_config")
+            kwargs["config"] = one_of(config=kwargs.get("config"), peft_config=given)
+        first = kwargs.pop("adapter_config", None)
+        if args and is_peft(args[0]):
+            first, args = one_of(adapter_config=first, config=args[0]), args[1:]
+        if first is not None:
+            given = kwargs.pop("adapter_name", None)
+            name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
+            args = name, first, *args[1:]
+        if is_peft(kwargs.get("config", args[1] if len(args) > 1 else None)):
+            call = inspect.signature(_own_add).bind(self, *args, **kwargs)
+            _add_from_peft(**call.arguments)
+        else:
+            _own_add(self, *args, **kwargs)
+        if first is not None:
+            training.train_alone(self, name, unfreezes=not first.inference_mode)
+
+    delete_adapter = also_named(adapter_names="adapter_name")(_mixin.delete_adapter)
+    merge_adapter = also_named(adapter_names="name")(_mixin.merge_adapter)
+
+    @functools.wraps(AdaptersMethods.supports_adapter)
+    def supports_adapter(self: Any, type_or_config: Any) -> bool:
+        """Accept configs of PEFT too."""
+        if is_peft(type_or_config):
+            try:
+                type_or_config = from_peft(self, type_or_config)[0]
+            except (ConfigError, SiteError):
+                return False
+        return AdaptersMethods.supports_adapter(self, type_or_config)
 
     @property
     def active_adapter(self) -> str | list[str] | None:
@@ -534,41 +562,6 @@ class PeftMethods:
         hotswap.enable_slots(self, target_rank, check_compiled)
 
 
-def _refuse_merged(model: AdaptedModel) -> None:
-    if merged := model._adapter_state.merged:
-        raise StateError(f"{listing(merged)} is merged. Write unmerge_adapter() first.")
-
-
-# --- the model's own methods, with PEFT's arguments ---
-
-
-_mixin: Any = AdapterModelMixin
-_own_add: Any = _mixin.add_adapter
-_own_supports: Any = AdaptersMethods.supports_adapter
-
-
-@functools.wraps(_own_add)
-def _add_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-    # with the config first, as in transformers, the adapter is trained and active afterwards
-    if "peft_config" in kwargs:
-        given = kwargs.pop("peft_config")
-        kwargs["config"] = one_of(config=kwargs.get("config"), peft_config=given)
-    first = kwargs.pop("adapter_config", None)
-    if args and is_peft(args[0]):
-        first, args = one_of(adapter_config=first, config=args[0]), args[1:]
-    if first is not None:
-        given = kwargs.pop("adapter_name", None)
-        name = one_of(adapter_name=given, name=args[0] if args else None) or DEFAULT
-        args = name, first, *args[1:]
-    if is_peft(kwargs.get("config", args[1] if len(args) > 1 else None)):
-        call = inspect.signature(_own_add).bind(self, *args, **kwargs)
-        _add_from_peft(**call.arguments)
-    else:
-        _own_add(self, *args, **kwargs)
-    if first is not None:
-        training.train_alone(self, name, unfreezes=not first.inference_mode)
-
-
 def _add_from_peft(
     self: Any, adapter_name: str, config: Any, set_active: bool = False, **given: Any
 ) -> None:
@@ -583,22 +576,6 @@ def _add_from_peft(
             parameter.requires_grad_(False)
 
 
-@functools.wraps(_own_supports)
-def _supports_adapter(self: Any, type_or_config: Any) -> bool:
-    if is_peft(type_or_config):
-        try:
-            type_or_config = from_peft(self, type_or_config)[0]
-        except (ConfigError, SiteError):
-            return False
-    supports: bool = _own_supports(self, type_or_config)
-    return supports
-
-
-MEMBERS = {
-    **vars(PeftMethods),
-    "add_adapter": _add_adapter,
-    "delete_adapter": also_named(adapter_names="adapter_name")(_mixin.delete_adapter),
-    "merge_adapter": also_named(adapter_names="name")(_mixin.merge_adapter),
-    "supports_adapter": _supports_adapter,
-}
-"""What models get: PEFT's methods, and methods that also take PEFT's arguments."""
+def _refuse_merged(model: AdaptedModel) -> None:
+    if merged := model._adapter_state.merged:
+        raise StateError(f"{listing(merged)} is merged. Write unmerge_adapter() first.")

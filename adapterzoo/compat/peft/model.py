@@ -280,7 +280,8 @@ class PeftModel:
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
         """The adapters' names to configs of PEFT, as files have them; changes have no effect."""
-        return {name: self._peft_config_of(name) for name in self.adapters_config}
+        own = cast("Any", self)
+        return {name: from_values(encoded(own, name)[0], {}) for name in self.adapters_config}
 
     @property
     def active_peft_config(self) -> PeftConfig:
@@ -289,10 +290,8 @@ class PeftModel:
         Raises:
             StateError: not exactly one is active.
         """
-        return self._peft_config_of(one_name(cast("Any", self), None))
-
-    def _peft_config_of(self, name: str) -> PeftConfig:
-        return from_values(encoded(cast("Any", self), name)[0], {})
+        own = cast("Any", self)
+        return from_values(encoded(own, one_name(own, None))[0], {})
 
     def get_base_model(self) -> Self:
         """Return the model itself: it is not wrapped."""
@@ -348,12 +347,12 @@ def as_peft(model: Any) -> Any:
     if not isinstance(model, AdapterModelMixin):
         init(model)
     if not isinstance(model, PeftModel):
-        set_class(cast("Any", model), _class_of(type(model)))
+        set_class(cast("Any", model), _class_of(cast("Any", type(model))))
     return model
 
 
 @functools.cache
-def _class_of(cls: type[Any]) -> type[Any]:
+def _class_of(cls: Any) -> type[Any]:
     """Return the class with the methods of `PeftModel`; it keeps its name."""
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (PeftModel, cls), members)
@@ -372,7 +371,8 @@ def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 
 def _again(*made_from: Any) -> Any:
     """Return an empty model with the mixin, for copies and pickles."""
-    cls: Any = _class_of(type(blank(*made_from)))
+    made: Any = type(blank(*made_from))
+    cls: Any = _class_of(made)
     return cls.__new__(cls)
 
 
@@ -519,7 +519,7 @@ def load_peft_weights(
     Raises:
         CheckpointError: there is no such file.
     """
-    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
+    tensors = files.tensors_in(hub.resolve(model_id, **kwargs), format_of_peft.FILES)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 
 
@@ -676,7 +676,11 @@ class AutoPeftModel:
         load = cls._class(values, path)
         at = {} if found.base.revision is None else {"revision": found.base.revision}
         model = load.from_pretrained(found.base.name, **{**kwargs, **at})
-        _make_room(model, found.path)
+        if (found.path / "tokenizer_config.json").is_file():
+            # the adapter's tokenizer may have more tokens than the base model
+            tokens = len(transformers.AutoTokenizer.from_pretrained(found.path))
+            if tokens > model.get_input_embeddings().weight.shape[0]:
+                model.resize_token_embeddings(tokens)
         given = {"dtype": model.dtype} if {"dtype", "torch_dtype"} & kwargs.keys() else {}
         return PeftModel.from_pretrained(model, found.path, adapter_name, is_trainable, **given)
 
@@ -707,15 +711,6 @@ class AutoPeftModel:
                 f"{_CLASSES[0].__name__}."
             )
         return found
-
-
-def _make_room(model: Any, folder: Path) -> None:
-    """Add rows to the table of tokens if an adapter's tokenizer has more of them."""
-    if not (folder / "tokenizer_config.json").is_file():
-        return
-    tokens = len(transformers.AutoTokenizer.from_pretrained(folder))
-    if tokens > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(tokens)
 
 
 class AutoPeftModelForCausalLM(AutoPeftModel):

@@ -167,6 +167,7 @@ def _unused_options(fields: Mapping[str, Any]) -> str | None:
 
 
 _TENSORS = {"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",)}
+_MAGNITUDE = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 # VeLoRA's, which only the backward pass of PEFT reads
 _UNREAD = {"velora_embed": ("lora_velora_embed",)}
 # PEFT's files of these hold the trained factors; `pissa_niter_…` draws random numbers
@@ -372,6 +373,14 @@ def _read_start(layer: PeftLayer) -> Tensors:
     return layer.tensors | {"start.lora_A": a.to(like), "start.lora_B": b.to(like)}
 
 
+# what PEFT's AdaLoRA does not read, and what only its training reads
+_INERT_IN_ADALORA = frozenset(
+    ("alpha_pattern", "beta1", "beta2", "deltaT", "init_lora_weights", "lora_bias",
+     "orth_reg_weight", "r", "rank_pattern", "target_r", "tfinal", "tinit", "total_step",
+     "use_dora", "use_rslora")
+)  # fmt: skip
+
+
 def _read_adalora_fields(layer: PeftLayer, fields: Fields) -> Fields:
     """Return our config fields at a layer; its tensor gives the rank that training has left."""
     r, alpha = layer.tensors["lora_A"].shape[0], fields["alpha"]
@@ -412,21 +421,19 @@ def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -
     if None in slices or len(set(rows)) < len(rows):
         raise only_native(f"at {site.path!r} {len(parts)} adapters with magnitudes share rows")
     joined = _join(parts, weight)
-    if len(rows) < len(joined["m"]):
-        joined["m"] = _with_norms(joined["m"], torch.tensor(rows), site, weight())
-    return joined
-
-
-def _with_norms(m: Tensor, covered: Tensor, site: Site, weight: Tensor | None) -> Tensor:
+    m = joined["m"]
+    if len(rows) == len(m):
+        return joined
     # a part of a sharded weight has no norm of its own
-    plain = type(weight) in (Tensor, torch.nn.Parameter)
-    if weight is None or not plain or weight.dim() != 2 or not weight.is_floating_point():
+    w = weight()
+    plain = type(w) in (Tensor, torch.nn.Parameter)
+    if w is None or not plain or w.dim() != 2 or not w.is_floating_point():
         why = "only some rows are adapted, and the others have no norm (quantized or sharded)"
         raise only_native(f"at {site.path!r} {why}")
-    rows = weight.detach().to(m).T if site.transposed else weight.detach().to(m)  # [d_out, d_in]
-    whole: Tensor = torch.linalg.vector_norm(rows, dim=1)  # [d_out]
-    whole[covered] = m[covered]
-    return whole
+    w = w.detach().to(m)
+    norms = torch.linalg.vector_norm(w.T if site.transposed else w, dim=1)  # [d_out]
+    norms[rows] = m[rows]
+    return {**joined, "m": norms}
 
 
 _VERA_ARGUMENTS = PeftArguments(
@@ -448,8 +455,6 @@ _VERA_ARGUMENTS = PeftArguments(
         ),
     },
 )
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def _read_vera(
@@ -500,7 +505,8 @@ def _write_vera(
     sites = [placement.site for placement in config.placements(anatomy)]
     again = _projections(_key(config), config["r"], sites)
     # whatever the dtype of the layers, to which both libraries round
-    drawn = (tuple(t.to(dtype) for t in again) for dtype in (torch.float32, *_HALF))
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    drawn = (tuple(t.to(dtype) for t in again) for dtype in dtypes)
     pair = tensors["lora_A"].cpu(), tensors["lora_B"].cpu()
     if not any(
         all(torch.equal(t.to(own.dtype), own) for t, own in zip(each, pair, strict=True))
@@ -549,66 +555,12 @@ def _peft_lora(config: type[AdapterConfig]) -> PeftSpelling:
     )
 
 
-def _peft_dora(config: type[AdapterConfig]) -> PeftSpelling:
-    magnitudes = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
-    return replace(
-        _peft_lora(config),
-        fixed={"use_dora": True, "lora_bias": False},
-        arguments=_ARGUMENTS,
-        tensors={**_TENSORS, "m": magnitudes, **_UNREAD},
-        of_parameters=False,
-        wide=("m",),
-        unsayable=_unsayable_dora,
-        join=_join_dora,
-    )
-
-
-def _peft_adalora(config: type[AdapterConfig]) -> PeftSpelling:
-    return PeftSpelling(
-        config=config,
-        peft_type="ADALORA",
-        becomes="a LoRA adapter that computes the same; its ranks are no longer trained",
-        tensors={"lora_A": ("lora_A",), "lora_B": ("lora_B",), "lora_E": ("lora_E",)},
-        fields={
-            "init_r": ours(12, "r", RANK),
-            "lora_alpha": ours(8.0, "alpha", FACTOR),
-            "lora_dropout": ours(0.0, "dropout", Share()),
-        },
-        # what PEFT's AdaLoRA does not read, and what only its training reads
-        inert=frozenset(
-            ("alpha_pattern", "beta1", "beta2", "deltaT", "init_lora_weights", "lora_bias",
-             "orth_reg_weight", "r", "rank_pattern", "target_r", "tfinal", "tinit", "total_step",
-             "use_dora", "use_rslora")
-        ),
-        read_fields=_read_adalora_fields,
-        read=_read_adalora,
-    )  # fmt: skip
-
-
 def _unsayable_vera(placement: Placement) -> str | None:
     if placement.config["convention"] != "paper":
         return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
     if (parameter := placement.site.parameter) is not None:
         return f"an adapter at the parameter {parameter!r}"
     return None
-
-
-def _peft_vera(config: type[AdapterConfig]) -> PeftSpelling:
-    return PeftSpelling(
-        config=config,
-        peft_type="VERA",
-        beside=frozenset({"bias"}),
-        arguments=_VERA_ARGUMENTS,
-        tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
-        shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
-        read_model=_read_vera,
-        unsayable=_unsayable_vera,
-        write_layers=lambda layers, said: [
-            {**fields, "projection_prng_key": _key(layer.parts[0].placement.config)}
-            for layer, fields in zip(layers, said, strict=True)
-        ],
-        write_model=_write_vera,
-    )
 
 
 # --- AdapterHub: one architecture, told apart by fields ---
@@ -619,6 +571,9 @@ _ADAPTERHUB_FIELDS = _targets.FLAGS | same(
 )
 # the fields that every LoRA has, and VeRA has not
 _FIXED = {"composition_mode": "add", "vera_b": None, "vera_d": None}
+# files of MTL-LoRA cannot hold a dense matrix Λ
+_DIAGONAL = {"task_specific_matrix_type": "singular_values"}
+_VERA_FIXED = {"composition_mode": "add", "use_gating": False}
 _VERA_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
 
 
@@ -683,6 +638,7 @@ def _write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
 _MAGNITUDES = Container(
     "loras", "layer", names={"m.weight": "m"}, read=_read_magnitudes, write=_write_magnitudes
 )
+_PROJECTIONS = Container("shared_parameters", "model")
 
 
 def _adapterhub_lora(config: type[AdapterConfig]) -> AdapterHubSpelling:
@@ -701,8 +657,59 @@ def _adapterhub_lora(config: type[AdapterConfig]) -> AdapterHubSpelling:
     )
 
 
-def _adapterhub_dora(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    return replace(
+def _adapterhub_vera(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """Return how AdapterHub spells VeRA, with A and B once for all layers."""
+    return AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed={**_VERA_FIXED, "use_dora": False},
+        constants={"init_weights": "vera"},
+        required=("vera_d", "vera_b"),
+        implied={"convention": "adapterhub"},
+        fields=_targets.FLAGS
+        | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
+        omitted=("projection_prng_key",),
+        containers=(Container("loras", "layer", names=_VERA_NAMES), _PROJECTIONS),
+        fused="adapters cannot run VeRA in a fused layer",
+        feed_forward=_targets.FEED_FORWARD,
+        place=_targets.place,
+        as_flags=_targets.as_flags,
+    )
+
+
+# --- the methods ---
+
+spelled(
+    _peft_lora,
+    lambda config: PeftSpelling(
+        config=config,
+        peft_type="ADALORA",
+        becomes="a LoRA adapter that computes the same; its ranks are no longer trained",
+        tensors={"lora_A": ("lora_A",), "lora_B": ("lora_B",), "lora_E": ("lora_E",)},
+        fields={
+            "init_r": ours(12, "r", RANK),
+            "lora_alpha": ours(8.0, "alpha", FACTOR),
+            "lora_dropout": ours(0.0, "dropout", Share()),
+        },
+        inert=_INERT_IN_ADALORA,
+        read_fields=_read_adalora_fields,
+        read=_read_adalora,
+    ),
+    _adapterhub_lora,
+)(LoRAConfig)
+
+spelled(
+    lambda config: replace(
+        _peft_lora(config),
+        fixed={"use_dora": True, "lora_bias": False},
+        arguments=_ARGUMENTS,
+        tensors={**_TENSORS, "m": _MAGNITUDE, **_UNREAD},
+        of_parameters=False,
+        wide=("m",),
+        unsayable=_unsayable_dora,
+        join=_join_dora,
+    ),
+    lambda config: replace(
         _adapterhub_lora(config),
         fixed={**_FIXED, "use_dora": True, "use_gating": False},
         fields=_ADAPTERHUB_FIELDS,
@@ -711,58 +718,44 @@ def _adapterhub_dora(config: type[AdapterConfig]) -> AdapterHubSpelling:
         containers=(_MAGNITUDES,),
         fused="adapters cannot run DoRA in a fused layer",
         unsayable=_unsayable_dora_in_adapterhub,
-    )
+    ),
+)(DoRAConfig)
 
-
-def _adapterhub_mtl_lora(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    # its files cannot hold a dense matrix Λ
-    matrix = {"task_specific_matrix_type": "singular_values"}
-    return replace(
+spelled(
+    lambda config: replace(
         _adapterhub_lora(config),
         architecture=("mtl_lora",),
-        fixed={**_FIXED, "use_dora": False, "use_gating": False, **matrix},
+        fixed={**_FIXED, **_DIAGONAL, "use_dora": False, "use_gating": False},
         fields=_ADAPTERHUB_FIELDS | same("n_up_projection", "weights_sharpness"),
         omitted=(),
         fused="adapters cannot run MTL-LoRA in a fused layer",
-    )
+    ),
+)(MTLLoRAConfig)
 
-
-def _adapterhub_vera(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """Return how AdapterHub spells VeRA, with A and B once for all layers."""
-    return AdapterHubSpelling(
+spelled(
+    lambda config: PeftSpelling(
         config=config,
-        architecture=("lora",),
-        fixed={"composition_mode": "add", "use_gating": False, "use_dora": False},
-        constants={"init_weights": "vera"},
-        required=("vera_d", "vera_b"),
-        implied={"convention": "adapterhub"},
-        fields=_targets.FLAGS
-        | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
-        omitted=("projection_prng_key",),
-        containers=(
-            Container("loras", "layer", names=_VERA_NAMES),
-            Container("shared_parameters", "model"),
-        ),
-        fused="adapters cannot run VeRA in a fused layer",
-        feed_forward=_targets.FEED_FORWARD,
-        place=_targets.place,
-        as_flags=_targets.as_flags,
-    )
+        peft_type="VERA",
+        beside=frozenset({"bias"}),
+        arguments=_VERA_ARGUMENTS,
+        tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
+        shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
+        read_model=_read_vera,
+        unsayable=_unsayable_vera,
+        write_layers=lambda layers, said: [
+            {**fields, "projection_prng_key": _key(layer.parts[0].placement.config)}
+            for layer, fields in zip(layers, said, strict=True)
+        ],
+        write_model=_write_vera,
+    ),
+    _adapterhub_vera,
+)(VeraConfig)
 
-
-def _adapterhub_dvora(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    vera = _adapterhub_vera(config)
-    own = replace(_MAGNITUDES, names={**_MAGNITUDES.names, **_VERA_NAMES})
-    return replace(
-        vera,
-        fixed={**vera.fixed, "use_dora": True},
-        containers=(own, *vera.containers[1:]),
+spelled(
+    lambda config: replace(
+        _adapterhub_vera(config),
+        fixed={**_VERA_FIXED, "use_dora": True},
+        containers=(replace(_MAGNITUDES, names={**_MAGNITUDES.names, **_VERA_NAMES}), _PROJECTIONS),
         fused="adapters cannot run DVoRA in a fused layer",
-    )
-
-
-spelled(_peft_lora, _peft_adalora, _adapterhub_lora)(LoRAConfig)
-spelled(_peft_dora, _adapterhub_dora)(DoRAConfig)
-spelled(_adapterhub_mtl_lora)(MTLLoRAConfig)
-spelled(_peft_vera, _adapterhub_vera)(VeraConfig)
-spelled(_adapterhub_dvora)(DvoRAConfig)
+    ),
+)(DvoRAConfig)

@@ -46,8 +46,6 @@ from adapterzoo.spelling import spelled
 
 from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft
 
-_OTHER = {"inputs": "embeddings", "embeddings": "inputs"}
-
 
 @spelled(prompt_adapterhub, prompt_peft, p_tuning, cpt)
 @method_config("prompt_tuning")
@@ -104,7 +102,8 @@ class PromptTuningConfig(ConfigWithCopies):
         tokens, joins = anatomy.tokens, self.joins or usual_joins(anatomy.tokens)
         site = token_site(tokens, joins)
         if tokens is None or site is None:
-            other, why = _OTHER[joins], why_no_token_site(tokens, joins)
+            other: Joins = "embeddings" if joins == "inputs" else "inputs"
+            why = why_no_token_site(tokens, joins)
             if anatomy.reason:
                 why = f"has no transformer blocks: {anatomy.reason}"
             use = f"joins={other!r}" if token_site(tokens, other) else "LoRAConfig()"
@@ -126,7 +125,12 @@ class PromptTuningConfig(ConfigWithCopies):
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
         """Take the embeddings of the text."""
         if self.prompt_init == "from_string":
-            cast("Prompt", shared).start_from(embedded(self.prompt_init_text or ""))
+            rows = embedded(self.prompt_init_text or "")  # [any, d]
+            prompt = cast("Prompt", shared).prompt_embedding
+            # repeated if they are fewer than P
+            steps = torch.arange(len(prompt), device=rows.device) % len(rows)
+            with torch.no_grad():
+                prompt.copy_(rows[steps])
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PromptTuning:
         """Return the adapter that inserts the rows."""
@@ -153,12 +157,6 @@ class Prompt(Contained):
         fresh = uniform(0.5, generator(config.init_weights_seed, "prompt"))
         dtype = DTYPES[config.dtype] if config.dtype else dtype
         self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
-
-    def start_from(self, rows: Tensor) -> None:
-        """Copy rows `[any, d]` into E, repeated if they are fewer than P."""
-        with torch.no_grad():
-            steps = torch.arange(len(self.prompt_embedding), device=rows.device) % len(rows)
-            self.prompt_embedding.copy_(rows[steps])
 
 
 class PromptTuning(PromptAdapter):

@@ -227,7 +227,9 @@ class OFT(Rotating):
             `[*experts, 1, number, b, b]`: one factor of a butterfly.
         """
         wide = self.oft_R.to(compute_dtype(dtype))
-        return self._all(recomputed(self._series, wide) if self.terms else cayley(self._skew(wide)))
+        if not self.terms:
+            return self._all(cayley(self._skew(wide)))
+        return self._all(recomputed(lambda v: cayley_neumann(self._skew(v), self.terms), wide))
 
     def folded(self, dropout: float, dtype: torch.dtype) -> Tensor:
         """Return the rotations of the blocks, folded where that is faster."""
@@ -236,10 +238,6 @@ class OFT(Rotating):
             return folded(without(Q, dropped(Q, dropout)) if dropout else Q)
         S = self._all(self._skew(self.oft_R.to(compute_dtype(dtype))))
         return cayley_fold(S, dropped(S, dropout) if dropout else None)
-
-    def _series(self, vectors: Tensor) -> Tensor:
-        """Return Q `[*experts, number or 1, b, b]`, a Neumann series."""
-        return cayley_neumann(self._skew(vectors), self.terms)
 
     def _skew(self, vectors: Tensor) -> Tensor:
         """Return S `[*experts, number or 1, b, b]`."""

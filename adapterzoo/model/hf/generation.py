@@ -50,12 +50,16 @@ class GeneratesWithAdapters:
             UnknownNameError: an adapter is unknown.
         """
         model: Any = self
-        given = _given(model, args, kwargs)
+        # the arguments by name, the prompt by its own
+        names = positions_of(GenerationMixin.generate)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if (prompt := given.pop("inputs", None)) is not None:
+            given = {model.main_input_name: prompt, **given}
         context = model._active.call
         if context.generation is not None and _option(model, given, "is_assistant"):
             # drafts of a sequence, whose prompt is known
             return cast("Any", super()).generate(*args, **kwargs)
-        if batches.starts(model, adapter_names, task_ids):
+        if adapter_names is not None or task_ids is not None or model._active.plan.divides_batch:
             # how many sequences are computed for each row of the prompt
             names = ("num_beams", "num_return_sequences")
             copies = max(_option(model, kwargs, name) or 1 for name in names)
@@ -162,14 +166,6 @@ def counting(cls: Any) -> None:
         return plain(self, *args, **kwargs)
 
     cls.prepare_inputs_for_generation = prepare_inputs_for_generation
-
-
-def _given(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` by name, the prompt by its own."""
-    names = positions_of(GenerationMixin.generate)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    prompt = given.pop("inputs", None)
-    return given if prompt is None else {model.main_input_name: prompt, **given}
 
 
 def _record(model: Any, given: Mapping[str, Any]) -> Generation:
