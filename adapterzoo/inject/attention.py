@@ -435,7 +435,12 @@ def _bias(
         `[rows or 1, heads, queries, length + keys]`.
     """
     length = prefix.keys.shape[2]
-    owner = None if prefix.distances is None else _bias_owner(module)
+    if prefix.distances is None:
+        return pad(bias, (length, 0))
+    # of the modules that could compute the bias of the stack, the one that does
+    has_one, stacks = getattr(module, RELATIVE_BIAS, None), module._link.active.call.stacks
+    inside = stacks[-1].module.modules() if has_one is None else [module]
+    owner = next((m for m in inside if getattr(m, RELATIVE_BIAS, False)), None)
     if owner is None:
         return pad(bias, (length, 0))
     past = module._link.active.call.stack.cached
@@ -460,12 +465,3 @@ def _bias(
     own = own.transpose(0, 1).to(bias)  # [rows or 1, heads, queries, length]
     rows = max(own.shape[0], bias.shape[0])
     return torch.cat([t.expand(rows, -1, -1, -1) for t in (own, bias)], -1)
-
-
-def _bias_owner(module: Any) -> Any:
-    """Return the module that computes the stack's relative position bias; None if none does."""
-    has_one = getattr(module, RELATIVE_BIAS, None)
-    if has_one is None or has_one:
-        return module if has_one else None
-    inside = module._link.active.call.stacks[-1].module.modules()
-    return next((m for m in inside if getattr(m, RELATIVE_BIAS, False)), None)
