@@ -422,12 +422,10 @@ class AdaptedLanguages(Adapted):
             lang_ids: number of each row's language.
             hidden_states: the stream, `[rows, tokens, d_model]`.
         """
-        link = self._link
-        active = link.active
+        active, plan, site = self._planned()
         plain = functools.partial(super().lang_adapter, lang_ids)  # type: ignore[misc]
-        site = active.plan.sites.get(link.path)
         if site is None:
             return cast("Tensor", plain(hidden_states))
-        residual = active.call.captures.pop(link.path, None)
+        residual = active.call.captures.pop(self._link.path, None)
         base = LayerCall(self, plain, (hidden_states,), {}, residual, active.call)
-        return evaluate(*acting(self, site), hidden_states, base, active.plan.rows)
+        return evaluate(*acting(self, site), hidden_states, base, plan.rows)

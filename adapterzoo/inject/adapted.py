@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import unwrapped
 from adapterzoo.composition.compile import Copies, SiteStep, Step, evaluate, fold
 from adapterzoo.contracts import Contained, SharedModules, WeightAdapter, compute_dtype
-from adapterzoo.runtime import ActiveState
+from adapterzoo.runtime import ActiveState, Plan
 
 from .layers import ExpertAdapters, LayerCall, changed, is_quantized, matrix, own, stores_transposed
 
@@ -227,6 +227,12 @@ class Adapted(nn.Module):
         """
         return {}
 
+    def _planned(self) -> tuple[ActiveState, Plan, SiteStep | None]:
+        """Return what is active, its plan, and what the plan evaluates here."""
+        active = self._link.active
+        plan = active.plan
+        return active, plan, plan.sites.get(self._link.path)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: loading creates the subclass again."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
@@ -423,9 +429,7 @@ def _plainly(layer: Adapted, *args: Any, **kwargs: Any) -> Any:
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     """Return a parameter that a module reads, with the change of active adapters; or None."""
     plain = own(layer, parameter)
-    link = layer._link
-    active = link.active
-    site = active.plan.sites.get(link.path)
+    active, _, site = layer._planned()
     if site is None or plain is None:
         return plain
     if parameter not in layer._read and (layer in active.call.running or is_quantized(layer)):

@@ -340,10 +340,7 @@ class AdaptedAttention(Adapted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with the prefix before its keys and values."""
-        link = self._link
-        active = link.active
-        plan = active.plan
-        site = plan.sites.get(link.path)
+        active, plan, site = self._planned()
         if site is None:
             return super().forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))

@@ -220,10 +220,8 @@ class AdaptedEmbeddings(Adapted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the model's own tokens, and add the tokens of adapters."""
-        link = self._link
-        active = link.active
-        plan, joined = active.plan, active.call.joined
-        site = plan.sites.get(link.path)
+        active, plan, site = self._planned()
+        joined = active.call.joined
         if joined is None or site is None or joined.prompts.joins != "embeddings":
             return super().forward(*args, **kwargs)
         if not joined.adds:
@@ -269,10 +267,7 @@ class AdaptedPositions(Adapted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward on the position numbers of the active adapters."""
-        link = self._link
-        active = link.active
-        plan = active.plan
-        site = plan.sites.get(link.path)
+        active, plan, site = self._planned()
         plain = super(Adapted, self).forward
         if site is None:
             return plain(*args, **kwargs)
