@@ -51,6 +51,8 @@ class LayerCall(BaseLayer):
         kept: the untouched values of parameters that hold merged ones.
     """
 
+    # the layer alone
+    is_original = True
     # made at each layer in each call: what few calls set is a default of the class
     shown: Tensor | None = None
     shown_bias: Tensor | None = None
@@ -129,11 +131,6 @@ class LayerCall(BaseLayer):
         if "bias" not in layer._parameters and is_parametrized(layer, "bias"):
             return layer.bias  # type: ignore[return-value]
         return own(layer, "bias")
-
-    @property
-    def is_original(self) -> bool:
-        """True: the layer alone."""
-        return True
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
