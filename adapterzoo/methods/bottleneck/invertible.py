@@ -61,10 +61,10 @@ class NiceBlock(nn.Module):
         half, factor = d // 2, config.inv_adapter_reduction_factor or 1
         width = int(half // factor)
         if d % 2 or not width:
+            hint = "inv_adapter=None" if d % 2 else "inv_adapter_reduction_factor=2"
             raise ConfigError(
                 f"{type(config).__name__}(inv_adapter_reduction_factor={factor!r}): the layers "
-                f"would have {half / factor:g} features, of a half of {d / 2:g}. Write "
-                f"{'inv_adapter=None' if d % 2 else 'inv_adapter_reduction_factor=2'}."
+                f"would have {half / factor:g} features, of a half of {d / 2:g}. Write {hint}."
             )
         dtype = DTYPES[config.dtype] if config.dtype else dtype
         self.activation = activation(config.non_linearity)
