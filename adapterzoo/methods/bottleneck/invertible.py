@@ -33,7 +33,7 @@ from torch.nn.functional import linear
 from adapterzoo.activations import activation
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError
-from adapterzoo.methods._init import DTYPES, generator, normal
+from adapterzoo.methods._init import dtype_named, generator, normal
 from adapterzoo.methods._parts import Affine, affine
 
 
@@ -66,7 +66,7 @@ class NiceBlock(nn.Module):
                 f"{type(config).__name__}(inv_adapter_reduction_factor={factor!r}): the layers "
                 f"would have {half / factor:g} features, of a half of {d / 2:g}. Write {hint}."
             )
-        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        dtype = dtype_named(config.dtype, dtype)
         self.activation = activation(config.non_linearity)
         for name in ("F", "G"):
             fill = normal(0.02, generator(config.init_weights_seed, f"invertible/{name}"))
