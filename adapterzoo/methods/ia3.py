@@ -254,8 +254,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
             f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
             f"one vector. Write {argument('format', 'native')}."
         )
-    d_out = whole_width(site)
-    vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else d_out)
+    vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else whole_width(site))
     for part in parts:
         mine = slice(None) if inputs[0] else rows_of(part.placement.site)
         vector[mine] *= part.tensors["ia3_l"] * cast("IA3Config", part.placement.config).alpha

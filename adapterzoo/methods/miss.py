@@ -234,11 +234,10 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
         CheckpointError: the parts differ in r, or are of the form "bat".
     """
     site = parts[0].placement.site
-    d_out = whole_width(site)
     blocks = [part.tensors["miss_block"] for part in parts]
     if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
         raise only_native(f"the adapters at {site.path!r} differ in r, or have init_weights='bat'")
-    joined = blocks[0].new_zeros(blocks[0].shape[0], d_out)
+    joined = blocks[0].new_zeros(blocks[0].shape[0], whole_width(site))
     for part, block in zip(parts, blocks, strict=True):
         mine = rows_of(part.placement.site)
         # those of several adapters at one column add up
