@@ -519,7 +519,7 @@ def load_peft_weights(
     Raises:
         CheckpointError: there is no such file.
     """
-    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
+    tensors = files.tensors_in(hub.resolve(model_id, **kwargs), format_of_peft.FILES)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 
 
