@@ -159,9 +159,7 @@ def counting(cls: Any) -> None:
         generation = self._active.call.generation
         if generation is not None:
             ids = args[0] if args else next(iter(kwargs.values()))
-            name = "attention_mask"
-            if self.config.is_encoder_decoder:
-                name = "decoder_attention_mask"
+            name = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             generation.step(ids.shape[1], kwargs.get(name))
         return plain(self, *args, **kwargs)
 
