@@ -229,7 +229,7 @@ def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callabl
     """
     for file in _files(path, hub):
         if file.endswith(".safetensors"):
-            opened = safetensors.safe_open(file, framework="pt", device="cpu")
+            opened: Any = safetensors.safe_open(file, framework="pt", device="cpu")
             yield from ((key, functools.partial(_read, opened, key)) for key in [*opened.keys()])
         else:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
