@@ -74,8 +74,7 @@ class GeneratesWithAdapters:
                 return self.generate(*args, **kwargs)
         check_generation(model, kwargs)
         assistant = _option(model, given, "assistant_model")
-        drafting = [model] if assistant is None else [model, assistant]
-        drafting = [each for each in drafting if isinstance(each, GeneratesWithAdapters)]
+        drafting = [each for each in (model, assistant) if isinstance(each, GeneratesWithAdapters)]
         for each in drafting:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():
