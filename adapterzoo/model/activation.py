@@ -18,6 +18,7 @@ from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     Composition,
+    Split,
     fusion_key,
     fusions_of,
     parse,
@@ -26,7 +27,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.composition.compile import SiteStep, compile_site
 from adapterzoo.composition.prompts import Prompts, prompts_of
-from adapterzoo.composition.rows import ActiveHeads, has_tokens, parse_heads, parts_of
+from adapterzoo.composition.rows import ActiveHeads, parse_heads, parts_of
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
@@ -112,7 +113,7 @@ def make_plan(
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
     refuse_merged_part(setup, state.merged)
-    divides = len(parts) > 1 or has_tokens(setup)
+    divides = len(parts) > 1 or any(isinstance(node, Split) for node in setup.nodes())
     for name in acting if divides else ():
         for path, placements in state.records[name].places.items():
             if any(p.site.is_routed for p in placements):
