@@ -626,7 +626,7 @@ def _of_base(
 
     Args:
         model: with adapters.
-        config: the config of the user.
+        config: of the user.
         own: the same without names that only the head has.
         head: the modules of the head by path.
 
