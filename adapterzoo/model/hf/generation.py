@@ -74,7 +74,9 @@ class GeneratesWithAdapters:
                 return self.generate(*args, **kwargs)
         check_generation(model, kwargs)
         assistant = _option(model, given, "assistant_model")
-        drafting = [each for each in (model, assistant) if isinstance(each, GeneratesWithAdapters)]
+        drafting: list[Any] = [
+            each for each in (model, assistant) if isinstance(each, GeneratesWithAdapters)
+        ]
         for each in drafting:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():

@@ -245,7 +245,7 @@ def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
     if Path(path).suffix == ".safetensors":
         return [path] if Path(path).is_file() else []
 
-    find = functools.partial(
+    find: Callable[[str], str | None] = functools.partial(
         cached_file, path, _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False, **hub,
     )  # fmt: skip
