@@ -346,7 +346,14 @@ class StackCall:
                 raise StateError(unreadable(mask, rows, tokens))
             real = found
         real = real.to(x.device)
-        self._check(real)
+        # once in each call
+        if not stack.is_checked and has_values(real):
+            stack.is_checked = True
+            if empty := (~real.any(1)).nonzero().flatten().tolist():
+                raise StateError(
+                    f"attention_mask={list(real.shape)} is 0 at every token of rows "
+                    f"{listing(empty)}, and an active adapter counts tokens. Leave these rows out."
+                )
         return real
 
     def _whole_mask(self, rows: int, tokens: int) -> Tensor | None:
@@ -355,18 +362,6 @@ class StackCall:
         masks = (stack.mask, None if stack.generation is None else stack.generation.mask)
         fitting = (m for m in masks if isinstance(m, Tensor) and m.shape == (rows, tokens))
         return next((m != 0 for m in fitting), None)
-
-    def _check(self, real: Tensor) -> None:
-        """Raise if a row has no real token; checks once per call."""
-        stack = self._stack
-        if stack.is_checked or not has_values(real):
-            return
-        stack.is_checked = True
-        if empty := (~real.any(1)).nonzero().flatten().tolist():
-            raise StateError(
-                f"attention_mask={list(real.shape)} is 0 at every token of rows {listing(empty)}, "
-                f"and an active adapter counts real tokens. Leave these rows out."
-            )
 
     def added(self, key: object, x: Tensor) -> Tensor | None:
         """Return the places `[rows, length]` of the tokens that an adapter adds.

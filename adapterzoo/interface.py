@@ -157,11 +157,9 @@ class AdapterModelInterface:
             for name, role in projections.items()
             if attention is not None and name is not None
         }
-        return {
-            **found,
-            self.layer_intermediate_proj: "mlp_in",
-            self.layer_output_proj: "mlp_out",
-        }
+        found[self.layer_intermediate_proj] = "mlp_in"
+        found[self.layer_output_proj] = "mlp_out"
+        return found
 
     def check_names(self, base_model: nn.Module) -> None:
         """Check that a base model has the modules that the interface names.

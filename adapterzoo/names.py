@@ -41,7 +41,12 @@ def check_name(name: object, other: str | None = None) -> str:
     """
     if not isinstance(name, str):
         raise ConfigError(f"a name is a string, not {name!r}. Write 'my_task'.")
-    why = _as_expression(name)
+    why = ""
+    try:
+        with warnings.catch_warnings(action="error"):
+            re.compile(f".{name}.")
+    except (re.error, FutureWarning) as error:
+        why = f"transformers reads it inside regular expressions, where it is not one: {error}"
     if len(name) > _LENGTH or len(name.encode(errors="replace")) > _BYTES:
         why = f"it is longer than {_LENGTH} characters or {_BYTES} bytes"
     elif not _LEGAL.fullmatch(name):
@@ -51,27 +56,13 @@ def check_name(name: object, other: str | None = None) -> str:
     elif name in _TAKEN:
         why = "the container of adapters and heads has an attribute of this name"
     if why:
-        legal = _legal(name)
+        # a legal name that is like this one
+        legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
+        legal = legal.encode()[:_BYTES].decode(errors="ignore")
+        legal = f"{legal}_task" if legal in _TAKEN else legal
         advice = repr(legal) if other is None else argument(other, legal, "load_adapter")
         raise ConfigError(f"the name {name!r} cannot be used: {why}. Write {advice}.")
     return name
-
-
-def _as_expression(name: str) -> str:
-    """Return what is wrong with a name inside a regular expression; empty if nothing is."""
-    try:
-        with warnings.catch_warnings(action="error"):
-            re.compile(f".{name}.")
-    except (re.error, FutureWarning) as error:
-        return f"transformers reads it inside regular expressions, where it is not one: {error}"
-    return ""
-
-
-def _legal(name: str) -> str:
-    """Return a legal name that is like another one."""
-    legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
-    legal = legal.encode()[:_BYTES].decode(errors="ignore")
-    return f"{legal}_task" if legal in _TAKEN else legal
 
 
 def one_of(**given: Any) -> Any:

@@ -181,15 +181,7 @@ class AdapterTrainer(Trainer):
         Raises:
             StateError: the base model is not frozen, or no active adapter is trained.
         """
-        self._check_ready()
-        is_new, optimizer = self.optimizer is None, super().create_optimizer(*args, **kwargs)
-        if is_new and self._rates is not None:
-            set_rates(cast("nn.Module", self.model), optimizer, *self._rates)
-        return optimizer
-
-    def _check_ready(self) -> None:
-        model = self._adapted
-        call = f"{type(self).__name__}.train()"
+        model, call = self._adapted, f"{type(self).__name__}.train()"
         active = () if model.active_adapters is None else model.active_adapters.flatten()
         fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
         if not any(p.requires_grad for p in own_parameters_of(model, active, fusions)):
@@ -198,6 +190,10 @@ class AdapterTrainer(Trainer):
             raise StateError(
                 f"{call}: the base model is not frozen. {_hint(model)} To train all, write Trainer."
             )
+        is_new, optimizer = self.optimizer is None, super().create_optimizer(*args, **kwargs)
+        if is_new and self._rates is not None:
+            set_rates(cast("nn.Module", self.model), optimizer, *self._rates)
+        return optimizer
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         given = self.data_collator

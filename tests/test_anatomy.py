@@ -335,8 +335,7 @@ def fused_layers(name):
         block = anatomy.blocks[0]
         inputs = {"input_ids": torch.randint(3, 99, (2, 6))}
     for site in block.sites:
-        if parts := anatomy.parts(site.path)[:4]:
-            parts = tuple(p for p in parts if p.layer == block.layer)
+        if parts := tuple(p for p in block.parts if p.path == site.path)[:4]:
             behind = "attention_out" if site.role == "qkv" else "mlp_out"
             out = block.named(behind)[0].path
             yield model, inputs, site, parts, out
@@ -556,7 +555,8 @@ def test_weights_that_torch_reads_without_a_call_are_no_linears():
     stored = {s.parameter: s.role for s in anatomy.blocks[0].sites if s.parameter}
     assert stored == {"in_proj_weight": "qkv", "out_proj.weight": "attention_out"}
     assert [s.path for s in anatomy.linears()] == ["layers.0.fc1", "layers.0.fc2"]
-    assert [p.output_slice for p in anatomy.parts("layers.0.attn")] == [
+    parts = [p for p in anatomy.blocks[0].parts if p.path == "layers.0.attn"]
+    assert [p.output_slice for p in parts] == [
         OutputSlice(1, 24, 8 * i, 8 * i + 8) for i in range(3)
     ]
 

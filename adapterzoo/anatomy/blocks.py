@@ -71,11 +71,15 @@ def read_block(branch: Branch, stack: str) -> Block:
     )
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
     samples = any(site.path.endswith(".sampling_offsets") for site in sites)
+    # the stream is as wide as most output projections
+    outs = ("attention_out", "mlp_out")
+    widths = Counter(s.d_out for s in sites if s.role in outs and s.kind == "linear")
+    widths.update(s.d_out for s in sites if s.role == "mlp_out" and s.kind == "experts")
     block = Block(
         path="",
         layer=-1,
         stack=stack,
-        d_model=_d_model(sites),
+        d_model=widths.most_common(1)[0][0] if widths else 0,
         sites=sites,
         parts=parts,
         sublayers=(),
@@ -246,15 +250,6 @@ def _way_out(
         root = parent(root)
 
 
-def _d_model(sites: tuple[Site, ...]) -> int:
-    """Return the width of the residual stream: that of most output projections."""
-    widths = Counter(
-        s.d_out for s in sites if s.role in ("attention_out", "mlp_out") and s.kind == "linear"
-    )
-    widths.update(s.d_out for s in sites if s.role == "mlp_out" and s.kind == "experts")
-    return widths.most_common(1)[0][0] if widths else 0
-
-
 def experts_transposed(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a module stores its experts' weights as `[experts, d_in, d_out]`.
 
@@ -295,10 +290,8 @@ def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> I
     if not named and site.role == "qkv":
         stored = site.parameter or site.path
         named = [name for pattern, name in FUSED if pattern.search(stored)]
-        around = parent(site.path)
-        if named == ["q, k, v"] and any(
-            s.role == "query" and parent(s.path) == around for s in sites
-        ):
+        queries = [s for s in sites if s.role == "query" and parent(s.path) == parent(site.path)]
+        if queries and named == ["q, k, v"]:
             named = ["k, v"]
     if not named and site.role == "mlp_in" and site.d_out == 2 * inner:
         named = ["gate, in"]

@@ -318,11 +318,8 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site |
     value_width = number(module, "v_head_dim")
     if value_width is None:
         value_width = width
-    if (
-        key is not None
-        and not key.d_out % width
-        and (key.output_slice is None or value_width == width)
-    ):
+    is_whole = key is not None and key.output_slice is None
+    if key is not None and not key.d_out % width and (is_whole or value_width == width):
         heads = key.d_out // width
     elif value_width != width:
         # keys and values come from a latent state and have as many heads as the queries

@@ -235,9 +235,6 @@ class Row:
 
 
 _FIRST = "[tokens, rows, d_model]"
-_STABLE = Row(post_norm="!do_stable_layer_norm")
-_POST = Row(post_norm=True)
-_SHARED_KV = Row(absent=frozenset({"key", "value"}))
 _BRANCH_NORMS = Row(
     norms={"layernorm_before": ("branch", "attention"), "layernorm_after": ("branch", "mlp")}
 )
@@ -280,12 +277,15 @@ _XMOD_NORMS: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = {
 
 # architectures that share a row
 _SHARED: tuple[tuple[Row, tuple[str, ...]], ...] = (
-    (_POST, (
+    (Row(post_norm=True), (
         "data2vec-audio", "maskformer", "openai-gpt", "pp_doclayout_v3",
         "SeamlessM4Tv2TextToUnitDecoderLayer", "sew", "speecht5",
     )),
-    (_STABLE, ("hubert", "unispeech", "unispeech-sat", "wav2vec2")),
+    (Row(post_norm="!do_stable_layer_norm"), ("hubert", "unispeech", "unispeech-sat", "wav2vec2")),
     (_HYPER, ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text")),
+    (Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"), (
+        "SeamlessM4TConformerAdapterLayer", "SeamlessM4Tv2ConformerAdapterLayer",
+    )),
     (_QUERIES, (
         "EdgeTamVideoTwoWayAttentionBlock", "GroundingDinoDecoderLayer",
         "MMGroundingDinoDecoderLayer", "Sam2TwoWayAttentionBlock", "Sam2VideoTwoWayAttentionBlock",
@@ -326,7 +326,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "gemma3n_text": Row(
         absent=frozenset({"key", "value"}), states="several residual streams (AltUp)"
     ),
-    "gemma4_text": _SHARED_KV,
+    "gemma4_text": Row(absent=frozenset({"key", "value"})),
     "gpt_bigcode": Row(layouts={r"attn\.c_attn": "q, k, v by multi_query"}),
     "gpt_oss": Row(layouts={r"mlp\.experts": "gate, in by turns"}),
     "HiggsAudioV2DecoderLayer": Row(
@@ -426,12 +426,6 @@ ARCHITECTURES: Mapping[str, Row] = {
             r"feed_forward\.receptance": "mlp_gate",
         },
         outs={r"feed_forward\.value": "feed_forward"},
-    ),
-    "SeamlessM4TConformerAdapterLayer": Row(
-        mixed=_ATTENTION, note="attention reads a convolution of the stream"
-    ),
-    "SeamlessM4Tv2ConformerAdapterLayer": Row(
-        mixed=_ATTENTION, note="attention reads a convolution of the stream"
     ),
     "SwiftFormerStage": Row(
         absent=frozenset({"value"}), states="a feature map [rows, d_model, height, width]"

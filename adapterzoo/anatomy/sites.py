@@ -340,10 +340,6 @@ class Anatomy:
         sites = {s.name if s.parameter else f"{s.path}.weight": s for s in self}
         return sites | {s.name: s for s in self.parameters}
 
-    def parts(self, path: str) -> tuple[Site, ...]:
-        """Return the parts of the fused layer at a path; empty if the layer is not fused."""
-        return tuple(part for block in self.blocks for part in block.parts if part.path == path)
-
     def select(
         self, *roles: Role, cross: bool | None = False, layers: Iterable[int] | None = None
     ) -> tuple[Site, ...]:
@@ -382,9 +378,9 @@ class Anatomy:
         missing = [role for role in roles if not any(site.role == role for site in chosen)]
         if missing:
             known = {site.role for block in blocks for site in (*block.sites, *block.parts)}
+            reason = f": {self.reason}" if self.reason else ""
             raise SiteError(
-                f"{call}: no layer with the role {missing[0]!r}"
-                f"{': ' * bool(self.reason)}{self.reason}. "
+                f"{call}: no layer with the role {missing[0]!r}{reason}. "
                 f"Roles that are there: {', '.join(sorted(known)) or 'none'}. Write one of these."
             )
         return tuple(chosen)

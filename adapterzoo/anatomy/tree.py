@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -42,12 +43,8 @@ def below(path: str, root: str) -> bool:
 
 def common(one: str, other: str) -> str:
     """Return the path of the nearest module that holds both."""
-    shared: list[str] = []
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return ".".join(shared)
+    names = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(name for name, _ in takewhile(lambda pair: pair[0] == pair[1], names))
 
 
 def nearness(one: str, other: str) -> int:
@@ -70,9 +67,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while not WRAPPED.isdisjoint(module._modules):
         if _FSDP1 in module._modules:
             raise StateError(
-                "FullyShardedDataParallel wraps a part of the model, and its parameters are empty "
-                "or pieces of others. Write fully_shard(model) instead, and with Trainer "
-                "fsdp_config={'version': 2}."
+                "FullyShardedDataParallel wraps a part of the model and holds pieces of weights. "
+                "Write fully_shard(model), or with Trainer fsdp_config={'version': 2}."
             )
         module = next(m for n, m in module._modules.items() if m is not None and n in WRAPPED)
     return module

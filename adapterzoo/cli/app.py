@@ -470,14 +470,6 @@ def merge_command(
 # --- the Hub ---
 
 
-def _metric(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError as error:
-        raise click.UsageError(f"--metric {text!r} is not NAME=NUMBER.") from error
-
-
 @command("push", example="adapterzoo push runs/reviews user/reviews --metric accuracy=0.91")
 @click.argument("path")
 @click.argument("repo")
@@ -506,7 +498,13 @@ def push_command(
     Everything goes into one commit. The token is that of `hf auth login` or HF_TOKEN; there is no
     option for it, because other users could read it in the list of processes.
     """
-    results = dict(_metric(metric) for metric in metrics)
+    results = {}
+    for metric in metrics:
+        name, _, value = metric.partition("=")
+        try:
+            results[name] = float(value)
+        except ValueError as error:
+            raise click.UsageError(f"--metric {metric!r} is not NAME=NUMBER.") from error
 
     from adapterzoo import hub
 
@@ -562,13 +560,7 @@ def doctor_command(as_json: bool) -> None:
     found = examine()
     if as_json:
         print_json(found)
-    else:
-        _print_health(found)
-    if found["problems"]:
-        click.get_current_context().exit(1)
-
-
-def _print_health(found: dict[str, Any]) -> None:
+        sys.exit(bool(found["problems"]))
     versions = {name: version or "not installed" for name, version in found["versions"].items()}
     broken = {name: f"cannot be imported ({why})" for name, why in found["peers"].items() if why}
     print_facts({name: broken.get(name, version) for name, version in versions.items()})
@@ -582,5 +574,6 @@ def _print_health(found: dict[str, Any]) -> None:
     click.echo()
     for problem in found["problems"]:
         click.echo(f"problem: {problem}")
-    if not found["problems"]:
-        click.echo("No problem found.")
+    if found["problems"]:
+        sys.exit(1)
+    click.echo("No problem found.")

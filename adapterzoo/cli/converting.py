@@ -110,25 +110,49 @@ def convert_method(
         text: on which outputs are compared; None: random inputs.
 
     Raises:
-        CheckpointError: it does not fit the base model, the format cannot express the result, or
-            the folder cannot be written.
+        CheckpointError: it does not fit the base model, it has a head of a method that only PEFT
+            has, the format cannot express the result, or the folder cannot be written.
         StateError: the adapter is more than a change of weights.
     """
     refuse_to_replace(Path(folder), checkpoint.format)
     base = base_of(checkpoint, model)
     here = {spelling.peft_type for spelling in peft_readable()}
+    certificate: Certificate
     if checkpoint.format == "peft" and checkpoint.method not in here:
-        size = Size(rank, energy)
-        return _convert_foreign(checkpoint, folder, base, to, name, with_head, size, text)
-    found = fitted(checkpoint, base, name)
-    inputs = None if text is None else _inputs(found.model, base, text)
-    certificate: Certificate = found.model.convert_adapter(
-        found.name, to, rank, energy, new_name=found.name, overwrite_ok=True, inputs=inputs
+        # PEFT itself computes the changes of a method that only it has, without heads
+        trained = checkpoint.metadata.get("modules_to_save")
+        if trained and with_head:
+            raise CheckpointError(
+                f"{checkpoint.path!r} has {listing(trained)}, which only {checkpoint.method} could "
+                f"load. Write {argument('with_head', False)} to leave it out."
+            )
+        config = load(AutoConfig, base)
+        # the class for the task in PEFT's config, or that of the base model
+        task = TASKS.get(str(checkpoint.metadata.get("task_type")), {})
+        cls = [*classes_for(task, config.model_type), *(config.architectures or ("AutoModel",))][0]
+        plain = load(getattr(transformers, cls), base, dtype=checkpoint.dtype).eval()
+        adapted = init(copy.deepcopy(plain)).eval()
+        inputs = random_inputs(adapted) if text is None else _inputs(adapted, base, text)
+        found = changes_by_peft(
+            plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
+        )
+        changes, inside = found.changes, base_prefix(adapted)
+        if trained:
+            changes = {key: value for key, value in changes.items() if key.startswith(inside)}
+        name = name or checkpoint.name or Path(checkpoint.path).name
+        changed = found._replace(changes=changes)
+        certificate = add_changes(adapted, name, changed, to, Size(rank, energy))
+        with_head = False
+    else:
+        own = fitted(checkpoint, base, name)
+        adapted, name = own.model, own.name
+        compared = None if text is None else _inputs(adapted, base, text)
+        certificate = adapted.convert_adapter(
+            name, to, rank, energy, new_name=name, overwrite_ok=True, inputs=compared
+        )
+    adapted.save_adapter(
+        folder, name, with_head=with_head, meta_dict=checkpoint.meta, format=checkpoint.format
     )
-    found.model.save_adapter(
-        folder, found.name, with_head=with_head, meta_dict=checkpoint.meta,
-        format=checkpoint.format,
-    )  # fmt: skip
     return certificate
 
 
@@ -138,49 +162,6 @@ def _inputs(model: Any, base: str, text: str) -> dict[str, Any]:
     if model.config.is_encoder_decoder:
         found["decoder_input_ids"] = found["input_ids"]
     return found
-
-
-def _convert_foreign(
-    checkpoint: CheckpointFolder,
-    folder: str,
-    base: str,
-    to: str,
-    name: str | None,
-    with_head: bool,
-    size: Size,
-    text: str | None,
-) -> Certificate:
-    """Convert an adapter of a method that only PEFT has.
-
-    Raises:
-        CheckpointError: PEFT cannot load it, or it has a head, which is not converted.
-    """
-    trained = checkpoint.metadata.get("modules_to_save")
-    if trained and with_head:
-        raise CheckpointError(
-            f"{checkpoint.path!r} has {listing(trained)}, which only {checkpoint.method} could "
-            f"load. Write {argument('with_head', False)} to leave it out."
-        )
-    config = load(AutoConfig, base)
-    # the class for the task in PEFT's config, or that of the base model
-    task = TASKS.get(str(checkpoint.metadata.get("task_type")), {})
-    cls = [*classes_for(task, config.model_type), *(config.architectures or ("AutoModel",))][0]
-    plain = load(getattr(transformers, cls), base, dtype=checkpoint.dtype).eval()
-    model = init(copy.deepcopy(plain)).eval()
-    inputs = random_inputs(model) if text is None else _inputs(model, base, text)
-    found = changes_by_peft(
-        plain, checkpoint.folder, str(checkpoint.method), inputs, text is not None
-    )
-    changes, inside = found.changes, base_prefix(model)
-    if trained:
-        # without the heads
-        changes = {key: value for key, value in changes.items() if key.startswith(inside)}
-    name = name or checkpoint.name or Path(checkpoint.path).name
-    certificate = add_changes(model, name, found._replace(changes=changes), to, size)
-    model.save_adapter(
-        folder, name, with_head=False, meta_dict=checkpoint.meta, format=checkpoint.format
-    )
-    return certificate
 
 
 def merge(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
-from adapterzoo.hub.requests import settings
 from adapterzoo.kernels import ops
 
 _OWN = "adapterzoo"
@@ -26,8 +27,18 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def examine() -> dict[str, Any]:
     """Collect all facts, as JSON types."""
-    required = [requirement.name for requirement in _required()]
+    required = {requirement.name: requirement for requirement in _required()}
     versions = {name: _version(name) for name in (*required, *_OPTIONAL, *_PEERS)}
+    problems = []
+    for name, requirement in required.items():
+        version = versions[name]
+        if version is None:
+            problems.append(f"{name} is not installed. Write pip install {requirement}.")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            problems.append(
+                f"{name} {version} is installed, and {requirement.specifier} is needed. Write "
+                f"pip install '{name}{requirement.specifier}'."
+            )
     devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     devices += ["mps"] if torch.backends.mps.is_available() else []
     return {
@@ -35,7 +46,7 @@ def examine() -> dict[str, Any]:
         "peers": {name: _obstacle(name) for name in _PEERS if versions[name] is not None},
         "devices": [_device(torch.device(name)) for name in devices],
         "hub": hub_settings(),
-        "problems": _problems(),
+        "problems": problems,
     }
 
 
@@ -56,27 +67,20 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _problems() -> list[str]:
-    found = []
-    for requirement in _required():
-        version = _version(requirement.name)
-        if version is None:
-            found.append(f"{requirement.name} is not installed. Write pip install {requirement}.")
-        elif not requirement.specifier.contains(version, prereleases=True):
-            found.append(
-                f"{requirement.name} {version} is installed, and {requirement.specifier} is "
-                f"needed. Write pip install '{requirement.name}{requirement.specifier}'."
-            )
-    return found
-
-
 def hub_settings() -> dict[str, Any]:
     """Return the settings of the Hub, and the state of its cache."""
-    found = settings()
-    cache = Path(found["cache"])
+    has_token = False
+    # a token may belong to another user
+    with contextlib.suppress(PermissionError):
+        has_token = get_token() is not None
+    cache = Path(constants.HF_HUB_CACHE)
     # unlike Path.exists, os.access does not raise if a parent is not accessible
     there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
-    return found | {
+    return {
+        "endpoint": constants.ENDPOINT,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": has_token,
+        "cache": str(cache),
         "cache exists": there == cache and cache.is_dir(),
         "cache writable": os.access(there, os.W_OK | os.X_OK),
         "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",

@@ -44,20 +44,15 @@ def facts_of(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
     }
     if checkpoint.format == "peft":
         facts["config"] = {k: v for k, v in checkpoint.metadata.items() if v not in (None, {}, [])}
-    return facts | _compared(checkpoint, model) if model is not None else facts
-
-
-def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
-    """Return the facts that need a model."""
+    if model is None:
+        return facts
     found = on_fitted(checkpoint, model, lambda found: found, "compared")
     checkpoint = replace(checkpoint, head=found.stored.metadata.get("head"))
     config = found.stored.metadata.get("config")
-    facts: dict[str, Any] = {
-        "compared_with": model,
-        "model_type": found.model.config.model_type,
-        "head": checkpoint.head_type,
-        "labels": checkpoint.labels,
-    }
+    facts["compared_with"] = model
+    facts["model_type"] = found.model.config.model_type
+    facts["head"] = checkpoint.head_type
+    facts["labels"] = checkpoint.labels
     if checkpoint.kind == "adapter" and config is not None:
         facts["method"] = config["architecture"]
         facts["config"] = config

@@ -163,20 +163,16 @@ class Node:
         kind = type(self).__name__
         given = f"{kind}({', '.join(map(repr, self.children))})"
         legal = (str, Node, type(None)) if self.takes_none else (str, Node)
-        if not self.children or any(not isinstance(child, legal) for child in self.children):
-            raise CompositionError(
-                f"{given}: children are names of adapters and compositions, at least one. "
-                f"Write {EXAMPLES[kind]}."
-            )
         inside = [child for child in self.children if isinstance(child, Node)]
-        for inner in (node for child in inside for node in child.nodes()):
-            name = type(inner).__name__
-            refused, reason = REFUSED.get(kind, ((), ""))
-            if name in refused:
-                raise CompositionError(
-                    f"{given}: a {kind} cannot contain a {name}: it {reason}. "
-                    f"Write {EXAMPLES[kind]}."
-                )
+        names = [type(node).__name__ for child in inside for node in child.nodes()]
+        refused, reason = REFUSED.get(kind, ((), ""))
+        if not self.children or any(not isinstance(child, legal) for child in self.children):
+            why = "children are names of adapters and compositions, at least one"
+        elif wrong := [name for name in names if name in refused]:
+            why = f"a {kind} cannot contain a {wrong[0]}: it {reason}"
+        else:
+            return
+        raise CompositionError(f"{given}: {why}. Write {EXAMPLES[kind]}.")
 
 
 Composition: TypeAlias = Node
@@ -480,11 +476,8 @@ def _without(child: Child, removed: Collection[str], fusions: Collection[str]) -
         return child
     made = child.with_children(left)
     # weights with another sum were given with normalize_weights=False
-    if (
-        isinstance(child, Average)
-        and isinstance(made, Average)
-        and math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
-    ):
+    total = sum(child.weights) if isinstance(child, Average) else 0.0
+    if isinstance(made, Average) and math.isclose(total, 1.0, rel_tol=1e-9):
         scale = 1.0 / (sum(made.weights) or 1.0)
         weights = [w * scale for w in made.weights]
         return Average(*made.children, weights=weights, normalize_weights=False)

@@ -551,9 +551,8 @@ def inverse_of(
         return y
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
-            f"{step!r} has no inverse, which a language modeling head needs. Activate invertible "
-            f"adapters in a Stack, or write add_adapter_fusion(…, "
-            f"AdapterFusionConfig(entry='first'))."
+            f"{step!r} has no inverse, which a language modeling head needs. Activate a Stack of "
+            f"invertible ones, or write add_adapter_fusion(…, AdapterFusionConfig(entry='first'))."
         )
     layout = rows.layout(y.shape[0])
     views = parts_of_call(layout, rows, y, base)
@@ -766,9 +765,8 @@ class _Site:
         if free and other is not None:
             first, adapter = next(iter(free.items()))
             raise CompositionError(
-                f"{setup!r}: {first!r} is for the model without its language adapters, {other!r} "
-                f"for the one with them. Write BatchSplit({first!r}, {other!r}, …), or add "
-                f"{other!r} with {adapter.joining}."
+                f"{setup!r}: {first!r} is for a model without its language adapters, {other!r} is "
+                f"not. Write BatchSplit({first!r}, {other!r}, …), or add it with {adapter.joining}."
             )
 
     def _refuse_unmixable(self, setup: Node) -> None:

@@ -17,18 +17,13 @@ from torch import Tensor
 from adapterzoo.errors import BatchError, CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups, on_device
 
-from . import BatchSplit, Child, MultiTask, Node, Parallel, Split, Stack
+from . import BatchSplit, Child, MultiTask, Node, Parallel, Stack
 
 
 def has_rows(node: Child) -> bool:
     """Return whether the composition divides the rows of the batch."""
     dividing = BatchSplit, MultiTask, Parallel
     return isinstance(node, Node) and any(isinstance(each, dividing) for each in node.nodes())
-
-
-def has_tokens(node: Child) -> bool:
-    """Return whether the composition divides the tokens of the sequence."""
-    return isinstance(node, Node) and any(isinstance(each, Split) for each in node.nodes())
 
 
 def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
@@ -253,7 +248,7 @@ class RowMap:
             count: its rows.
 
         Raises:
-            CompositionError: the number of rows does not fit.
+            BatchError: the number of rows does not fit.
             StateError: the model has not repeated its input.
         """
         if (known := self._layouts.get(count)) is not None:

@@ -227,7 +227,7 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
 
 def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
     try:
-        values = parse_json(text)
+        values = json.loads(text, parse_constant=_number, parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not JSON ({error}). {hint}.") from error
     if not isinstance(values, dict):
@@ -260,25 +260,18 @@ def fields_of(file: Path) -> dict[str, Any]:
         return {}
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; NaN and infinities, which Python accepts, are errors.
+def _number(text: str) -> float:
+    """Parse a number; NaN and infinities, which Python accepts, cannot be written back.
 
-    So is 1e999, which would become an infinity that cannot be written back.
+    So is 1e999, which would become an infinity.
 
     Raises:
-        ValueError: it is not JSON.
-        RecursionError: it is nested too deeply.
+        ConfigError: it is none of JSON.
     """
-    return json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
-
-
-def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _refuse_number(text)
-
-
-def _refuse_number(text: str) -> float:
-    raise ConfigError(f"{text[:60]} is not a number of JSON")
+    if not math.isfinite(number):
+        raise ConfigError(f"{text[:60]} is not a number of JSON")
+    return number
 
 
 def tensors_in(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -327,7 +320,17 @@ def read_tensor(file: Path) -> Tensor:
 
 def _unpickled(file: Path) -> Any:
     with _regular(file):
-        _refuse_compressed(file)
+        # torch.save never compresses, and a compressed file can expand a thousandfold in memory
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as opened:
+                entries = opened.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise CheckpointError(f"{str(file)!r} is compressed. {AGAIN}.")
+            # entries may overlap, each as large as the file
+            if sum(entry.file_size for entry in entries) > file.stat().st_size:
+                raise CheckpointError(
+                    f"{str(file)!r} is damaged: its entries share bytes. {AGAIN}."
+                )
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -410,16 +413,3 @@ def _is_plain(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     return not (value.is_meta or value.is_quantized or value.is_complex())
-
-
-def _refuse_compressed(file: Path) -> None:
-    # torch.save never compresses, and a compressed file can expand a thousandfold in memory
-    if not zipfile.is_zipfile(file):
-        return
-    with zipfile.ZipFile(file) as opened:
-        entries = opened.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError(f"{str(file)!r} is compressed. {AGAIN}.")
-    # entries may overlap, each as large as the file
-    if sum(entry.file_size for entry in entries) > file.stat().st_size:
-        raise CheckpointError(f"{str(file)!r} is damaged: its entries share bytes. {AGAIN}.")

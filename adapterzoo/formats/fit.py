@@ -11,7 +11,7 @@ import itertools
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -233,13 +233,17 @@ def is_other_base(kept: object, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether a sample was taken from weights other than these.
 
     Args:
-        kept: a sample, as read from a file; nothing is compared if it is not one.
+        kept: a sample, as read from a file; what is damaged in it is left out.
         tensors: of the base model by key, unquantized and on this process.
     """
     kinds: tuple[list[_Pair], list[_Pair]] = [], []
-    for key, shape, values in _read(kept):
-        if key in tensors and list(tensors[key].shape) == shape:
-            kinds[len(shape) > 1].append((values, _values(tensors[key])))
+    for key, entry in kept.items() if isinstance(kept, Mapping) else ():
+        # files of other authors may hold anything
+        with contextlib.suppress(TypeError, ValueError, struct.error):
+            shape, digits = entry
+            values = struct.unpack(_FORMAT, bytes.fromhex(digits))
+            if key in tensors and list(tensors[key].shape) == list(shape):
+                kinds[len(shape) > 1].append((values, _values(tensors[key])))
     vectors, matrices = kinds
     unit = max(_unit(a for a, _ in vectors), _unit(b for _, b in vectors))
     numbers = (pair for a, b in vectors for pair in zip(a, b, strict=True))
@@ -252,15 +256,6 @@ def is_other_base(kept: object, tensors: Mapping[str, Tensor]) -> bool:
         if (total := sum(x * x for x in (*a, *b))) > 0
     ]
     return bool(shares) and sum(shares) / len(shares) > _OTHER
-
-
-def _read(kept: object) -> Iterator[tuple[str, list[int], tuple[float, ...]]]:
-    """Yield key, shape and values of each tensor of a sample; what is damaged is left out."""
-    for key, entry in kept.items() if isinstance(kept, Mapping) else ():
-        # files of other authors may hold anything
-        with contextlib.suppress(TypeError, ValueError, struct.error):
-            shape, digits = entry
-            yield key, list(shape), struct.unpack(_FORMAT, bytes.fromhex(digits))
 
 
 def _values(tensor: Tensor) -> tuple[float, ...]:

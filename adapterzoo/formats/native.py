@@ -84,7 +84,20 @@ def load(folder: Path, kind: str) -> Checkpoint:
             f"{str(file)!r} has version {version!r} of the format, and this release reads "
             f"{VERSION}. Write pip install -U adapterzoo."
         )
-    metadata = _as_written(file, metadata, tensors)
+    expected = metadata.pop(_HASH, None)
+    if expected != fingerprint(metadata, tensors):
+        raise CheckpointError(
+            f"{str(file)!r} is not what was written, with another SHA-256 than {short(expected)}; "
+            f"nothing has been loaded. {files.AGAIN}."
+        )
+    copy = folder / f"{kind}_config.json"
+    shown = files.read_json(copy) if copy.exists() else metadata
+    wrong = [k for k in {**shown, **metadata} if _text(shown.get(k)) != _text(metadata.get(k))]
+    if wrong:
+        raise CheckpointError(
+            f"{str(copy)!r} has another {listing(wrong)} than {file.name}; nothing has been "
+            f"loaded. Delete {copy.name}, or copy the checkpoint again."
+        )
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
     return Checkpoint(metadata, adapter, head)
@@ -102,27 +115,6 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{str(file)!r} is not a file of adapterzoo. Write one that it saved."
         )
     return metadata, files.read_safetensors(file)
-
-
-def _as_written(
-    file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Return the metadata, after checking their hash and comparing them with the JSON copy."""
-    expected = metadata.pop(_HASH, None)
-    copy = file.with_name(f"{file.stem}_config.json")
-    if expected != fingerprint(metadata, tensors):
-        raise CheckpointError(
-            f"{str(file)!r} is not what was written, with another SHA-256 than {short(expected)}; "
-            f"nothing has been loaded. {files.AGAIN}."
-        )
-    read = files.read_json(copy) if copy.exists() else metadata
-    wrong = [k for k in {**read, **metadata} if _text(read.get(k)) != _text(metadata.get(k))]
-    if wrong:
-        raise CheckpointError(
-            f"{str(copy)!r} has another {listing(wrong)} than {file.name}; nothing has been "
-            f"loaded. Delete {copy.name}, or copy the checkpoint again."
-        )
-    return metadata
 
 
 def _text(value: object) -> str:

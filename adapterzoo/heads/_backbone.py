@@ -40,7 +40,11 @@ def pool(hidden: Tensor, mask: Tensor | None, pooling: Pooling) -> Tensor:
     if pooling == "mean":
         return _mean(hidden, mask)
     if pooling in ("last", "eos"):
-        return _last(hidden, mask)
+        if mask is None:
+            return hidden[:, -1]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        last = (positions * mask.to(hidden.device, torch.bool)).argmax(dim=1)  # [batch]
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
     return hidden[:, 0]
 
 
@@ -53,14 +57,6 @@ def _mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
     # where, not a product: padding may hold inf or nan
     total = torch.where(kept, wide, 0.0).sum(dim=1)
     return (total / kept.sum(dim=1).clamp(min=1)).to(hidden.dtype)
-
-
-def _last(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return hidden[:, -1]
-    positions = torch.arange(hidden.shape[1], device=hidden.device)
-    last = (positions * mask.to(hidden.device, torch.bool)).argmax(dim=1)  # [batch]
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

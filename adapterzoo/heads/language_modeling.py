@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -348,6 +348,7 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
     width = static.backbone.embedding_size or static.backbone.hidden_size
     if out is not None and static.shape(out)[1] != width:
         raise InexpressibleError(f"{out} takes {static.shape(out)[1]} features, not {width}")
+    is_cohere = str(config.get("model_type")).startswith("cohere")
     fields: dict[str, Any] = {
         "vocab_size": None if rows == static.backbone.vocab_size else rows,
         "layers": 1 if dense is None else 2,
@@ -355,7 +356,9 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
         "layer_norm": norm is not None,
         "bias": f"{places[out]}.bias" in keys.values(),
         "added_bias": added,
-        **_logit_fields(config),
+        "logit_scale": config.get("logit_scale" if is_cohere else "lm_head_multiplier"),
+        "logit_divisor": config.get("logits_scaling"),
+        "logit_softcap": next((config[name] for name in _SOFTCAPS if config.get(name)), None),
     }
     if out is None and not config.get("tie_word_embeddings"):
         # the config of the whole model ties it, that of its text part does not
@@ -371,13 +374,3 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
             if "norm_eps" not in config and dense != "vocab_transform":
                 raise InexpressibleError(f"its config has no eps of {norm}")
     return fields, keys
-
-
-def _logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a head config for the factors of the logits."""
-    cohere = str(config.get("model_type")).startswith("cohere")
-    return {
-        "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),
-        "logit_divisor": config.get("logits_scaling"),
-        "logit_softcap": next((config[name] for name in _SOFTCAPS if config.get(name)), None),
-    }

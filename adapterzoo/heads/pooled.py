@@ -7,7 +7,6 @@ Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 from torch import Tensor
@@ -76,7 +75,10 @@ class PooledConfig(LayersConfig):
             if dense.startswith("classification_head."):
                 pooling = "eos"
             elif dense.startswith("sequence_summary."):
-                pooling = _summary_pooling(static.config)
+                kind = str(static.config.get("summary_type"))
+                if kind not in _SUMMARIES:
+                    raise InexpressibleError(f"its config has summary_type={kind!r}")
+                pooling = _SUMMARIES[kind]
         elif (named := cls.pooling_of(static)) is not None:
             pooling = named
         elif out == "score":
@@ -149,18 +151,6 @@ def is_multilabel(static: Static) -> bool:
     return static.config.get("problem_type") == "multi_label_classification"
 
 
-def _summary_pooling(config: Mapping[str, Any]) -> str:
-    """Return the pooling for the `summary_type` of a transformers config.
-
-    Raises:
-        InexpressibleError: no head type here has it.
-    """
-    kind = str(config.get("summary_type"))
-    if kind not in _SUMMARIES:
-        raise InexpressibleError(f"its config has summary_type={kind!r}")
-    return _SUMMARIES[kind]
-
-
 @head_types.register("classification")
 @config_class
 class ClassificationConfig(PooledConfig):
@@ -228,21 +218,14 @@ def add_classification_head(
     """
 
 
-# the pooling before the single layer, by type of model
-_POOLING: Mapping[str, str] = {
-    model_type: pooling
-    for pooling, model_types in (
-        ("cls", "deit vit vit_msn pvt"),
-        ("mean", "ijepa levit"),
-        (
-            "pooler",
-            (
-                "beit convnext convnextv2 data2vec-vision focalnet mobilevit mobilevitv2 regnet "
-                "resnet swin swinv2"
-            ),
-        ),
-    )
-    for model_type in model_types.split()
+# pooling before the single layer → types of models
+_POOLED = {
+    "cls": "deit pvt vit vit_msn",
+    "mean": "ijepa levit",
+    "pooler": (
+        "beit convnext convnextv2 data2vec-vision focalnet mobilevit mobilevitv2 regnet resnet "
+        "swin swinv2"
+    ),
 }
 
 
@@ -275,9 +258,10 @@ class ImageClassificationConfig(PooledConfig):
             InexpressibleError: it is unknown.
         """
         model_type = str(static.config.get("model_type"))
-        if model_type not in _POOLING:
+        found = next((p for p, types in _POOLED.items() if model_type in types.split()), None)
+        if found is None:
             raise InexpressibleError(f"the pooling of a {model_type} is unknown")
-        return _POOLING[model_type]
+        return found
 
     @classmethod
     def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
@@ -12,7 +12,7 @@ from huggingface_hub import constants, snapshot_download
 from adapterzoo.errors import HubError, listing, names_call
 from adapterzoo.formats.setup_files import SETUP
 
-from .names import RepoRef, is_complete, is_public_name, known_files, locate
+from .names import KNOWN_FILES, RepoRef, is_complete, is_public_name, locate
 from .old_ids import is_old_id, repository_of
 from .requests import asking
 
@@ -99,7 +99,7 @@ def resolve_setup(
     ref = locate(adapter_setup_name_or_path, source)
     if isinstance(ref, Path):
         return ref
-    files = [SETUP, *known_files(), *(f"*/{name}" for name in known_files())]
+    files = [SETUP, *KNOWN_FILES, *(f"*/{name}" for name in KNOWN_FILES)]
     return _download(
         ref, files, revision=revision, cache_dir=cache_dir, token=token,
         local_files_only=local_files_only, force_download=force_download,
@@ -112,8 +112,8 @@ def _adapter(ref: RepoRef, options: dict[str, Any]) -> Path:
     Raises:
         HubError: it cannot be downloaded, or has no adapter.
     """
-    folder = _download(ref, known_files(), **options)
-    there = [name for name in known_files() if (folder / name).is_file()]
+    folder = _download(ref, KNOWN_FILES, **options)
+    there = [name for name in KNOWN_FILES if (folder / name).is_file()]
     if not is_complete(there):
         raise HubError(
             f"'{ref.repo_id}/{ref.subfolder}' has no complete adapter: its files are "
@@ -127,7 +127,7 @@ def _download(ref: RepoRef, names: list[str], **options: Any) -> Path:
     with asking(repr(ref.repo_id), options["token"]):
         folder = snapshot_download(
             ref.repo_id,
-            allow_patterns=[ref.path(name) for name in names],
+            allow_patterns=[str(PurePosixPath(ref.subfolder, name)) for name in names],
             etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
             library_name="adapterzoo",
             **options,

@@ -33,6 +33,8 @@ _WEIGHTS = {
 }
 _PAIRS = [pair for pairs in _WEIGHTS.values() for pair in pairs]
 _CONFIGS = (*_WEIGHTS, "adapter_interface.json")
+# every name that a file of an adapter may have
+KNOWN_FILES = [*(name for pair in _PAIRS for name in pair), *_CONFIGS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,6 @@ class RepoRef:
 
     repo_id: str
     subfolder: str = ""
-
-    def path(self, name: str) -> str:
-        """Return the path in the repository of a file of this folder."""
-        return f"{self.subfolder}/{name}" if self.subfolder else name
 
 
 def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | RepoRef:
@@ -118,8 +116,3 @@ def is_complete(names: Iterable[str]) -> bool:
         for config, pairs in _WEIGHTS.items()
     ]
     return any(w for _, w, _ in parts) and all(c == w or native for c, w, native in parts)
-
-
-def known_files() -> list[str]:
-    """Return every name that a file of an adapter may have."""
-    return [*(name for pair in _PAIRS for name in pair), *_CONFIGS]

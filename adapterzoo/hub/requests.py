@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from adapterzoo.errors import AdapterZooError, HubError
@@ -49,17 +48,3 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
             reason = reason.replace(secret.strip(), "<token>")
     # not from the failure, which may show a token
     raise HubError(f"{target}: {_SECRET.sub('<token>', reason)}") from None
-
-
-def settings() -> dict[str, Any]:
-    """Return the endpoint, whether it may be asked, whether a token is stored, and the cache."""
-    has_token = False
-    # a token may belong to another user
-    with contextlib.suppress(PermissionError):
-        has_token = get_token() is not None
-    return {
-        "endpoint": constants.ENDPOINT,
-        "offline": bool(constants.HF_HUB_OFFLINE),
-        "token": has_token,
-        "cache": str(constants.HF_HUB_CACHE),
-    }

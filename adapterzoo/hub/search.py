@@ -164,12 +164,19 @@ def adapter_info(
 def _info(model: ModelInfo, document: dict[str, Any] | None) -> AdapterInfo:
     tags = tuple(model.tags or ())
     card: Any = model.card_data or {}
+    # the tags have both "base_model:adapter:x" and "base_model:x"
+    tagged = [tag for tag in _tagged(tags, "base_model:") if ":" not in tag]
+    parts = [(model.config or {}).get(key) for key in ("adapters", "adapter_transformers")]
+    configured = [part.get("model_name") for part in parts if isinstance(part, Mapping)]
+    fields = document or {}
+    written = [fields.get("model_name"), fields.get("base_model_name_or_path")]
+    names = [*tagged, *_several(card.get("base_model")), *configured, *written]
     library = next((name for name, tag in LIBRARIES.items() if tag in tags), None)
     if library is None and model.library_name in LIBRARIES:
         library = model.library_name
     return AdapterInfo(
         adapter_id=model.id,
-        model_name=_base_model(model, card, document or {}),
+        model_name=next((name for name in names if isinstance(name, str) and name), None),
         task=model.pipeline_tag,
         username=model.id.partition("/")[0] if "/" in model.id else None,
         library=library,
@@ -184,18 +191,6 @@ def _info(model: ModelInfo, document: dict[str, Any] | None) -> AdapterInfo:
         files=tuple(file.rfilename for file in model.siblings or ()),
         adapter_config=document,
     )
-
-
-def _base_model(
-    model: ModelInfo, card: Mapping[str, Any], document: Mapping[str, Any]
-) -> str | None:
-    # the tags have both "base_model:adapter:x" and "base_model:x"
-    tagged = [tag for tag in _tagged(model.tags or (), "base_model:") if ":" not in tag]
-    parts = [(model.config or {}).get(key) for key in ("adapters", "adapter_transformers")]
-    configured = [part.get("model_name") for part in parts if isinstance(part, Mapping)]
-    written = [document.get("model_name"), document.get("base_model_name_or_path")]
-    names = [*tagged, *_several(card.get("base_model")), *configured, *written]
-    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _tagged(tags: Any, prefix: str) -> tuple[str, ...]:

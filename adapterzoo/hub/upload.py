@@ -30,12 +30,11 @@ from adapterzoo.formats.files import json_bytes, read_json
 from adapterzoo.formats.setup_files import SETUP
 from adapterzoo.heads import STATIC, head_types
 
-from .names import ADAPTER_CONFIG, CARD, is_public_name, known_files, wanted
+from .names import ADAPTER_CONFIG, CARD, KNOWN_FILES, is_public_name, wanted
 from .requests import asking
 
 # the base model's name in native and AdapterHub configs, and in PEFT's
 BASE_NAMES = ("model_name", "base_model_name_or_path")
-_INSTALL = "pip install adapterzoo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +104,21 @@ def push(
 
     Raises:
         CheckpointError: the folder holds no adapter, or a damaged one.
-        ConfigError: the card cannot be written.
+        ConfigError: a field of the card is a text instead of a list, or the base model is not a
+            name of the Hub.
         HubError: offline mode, or the Hub refuses; nothing has changed there.
     """
     folder = Path(folder)
     text = text or CardText()
-    _check_card(text)
+    for name in ("datasets", "tags", "metrics"):
+        # a text is a sequence of letters
+        if isinstance(value := getattr(text, name), str):
+            raise ConfigError(f"{name}={value!r} is one text. Write {name}=[{value!r}].")
+    if text.base_model is not None and not is_public_name(text.base_model):
+        raise ConfigError(
+            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
+            f"'google-bert/bert-base-uncased', or leave it out."
+        )
     branch = None if create_pr else revision
     contents = _contents(folder, repo_id, branch, text)
     api = HfApi(token=token, library_name="adapterzoo")
@@ -122,7 +130,7 @@ def push(
         if branch is not None:
             api.create_branch(made, branch=branch, exist_ok=True)
         there = {*api.list_repo_files(made, revision=revision)}
-        owned = {*known_files(), SETUP}
+        owned = {*KNOWN_FILES, SETUP}
         if SETUP in contents:
             owned |= {
                 path for path in there if path.count("/") == 1 and path.split("/")[1] in owned
@@ -145,6 +153,8 @@ def push(
 
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
     """Return the files of an adapter by name, or those of a composition with its parts, and a card.
+
+    Every other name of the base model in them is replaced.
 
     Raises:
         CheckpointError: the folder or a part holds no adapter, or a damaged one.
@@ -172,62 +182,23 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
         # another process may save to the folder during the upload
         with files.one_save(inner):
             contents = {name: (inner / name).read_bytes() for name in names}
-        contents = _with_base_name(inner, contents, text.base_model)
+        for file in [name for name in contents if name.endswith("_config.json")]:
+            document = read_json(inner / file)
+            base = base_name(document, text.base_model)
+            others = [key for key in BASE_NAMES if key in document and document[key] != base]
+            if others and document.get("format") == native.FORMAT:
+                # the native tensor file holds the name too, and a digest
+                stem = file.removesuffix("_config.json")
+                stored = native.load(inner, stem)
+                renamed = {**stored.metadata, **dict.fromkeys(others, base)}
+                contents |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
+            elif others:
+                contents[file] = json_bytes(document | dict.fromkeys(others, base))
         found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
     return found
 
 
-def _with_base_name(
-    folder: Path, contents: Mapping[str, bytes], given: str | None
-) -> dict[str, bytes]:
-    """Replace every other name of the base model in the files of an adapter.
-
-    Args:
-        folder: of the files; configs and native checkpoints are read again.
-        contents: names to contents.
-        given: as for `base_name`.
-
-    Raises:
-        CheckpointError: a config, or a checkpoint of the native format, is damaged.
-    """
-    named = dict(contents)
-    for file in [name for name in contents if name.endswith("_config.json")]:
-        document = read_json(folder / file)
-        base = base_name(document, given)
-        others = [key for key in BASE_NAMES if key in document and document[key] != base]
-        if not others:
-            continue
-        if document.get("format") != native.FORMAT:
-            named[file] = json_bytes(document | dict.fromkeys(others, base))
-            continue
-        # the native tensor file holds the name too, and a digest
-        stem = file.removesuffix("_config.json")
-        stored = native.load(folder, stem)
-        renamed = {**stored.metadata, **dict.fromkeys(others, base)}
-        named |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
-    return named
-
-
 # --- the model card ---
-
-
-def _check_card(text: CardText) -> None:
-    """Check what would be written wrongly.
-
-    Raises:
-        ConfigError: a field is a text instead of a list, or the base model is not a Hub name.
-    """
-    for field_name in ("datasets", "tags", "metrics"):
-        # a text is a sequence of letters
-        if isinstance(value := getattr(text, field_name), str):
-            raise ConfigError(
-                f"{field_name}={value!r} is one text. Write {field_name}=[{value!r}]."
-            )
-    if text.base_model is not None and not is_public_name(text.base_model):
-        raise ConfigError(
-            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
-            f"'google-bert/bert-base-uncased', or leave it out."
-        )
 
 
 def adapter_card(
@@ -256,6 +227,12 @@ def adapter_card(
     language = text.language
     if language is not None and not isinstance(language, str):
         language = list(language)
+    # the type of a head, or the `task_type` of PEFT
+    task = head_type or document.get("task_type")
+    known = (head for head in head_types.values() if task in (head.head_type, head.peft_task))
+    pipeline_tag = next((head.pipeline_tag for head in known if task is not None), None)
+    if task == "FEATURE_EXTRACTION":
+        pipeline_tag = "feature-extraction"
     data = ModelCardData(
         base_model=base,
         datasets=list(text.datasets) or None,
@@ -263,7 +240,7 @@ def adapter_card(
         library_name="adapterzoo",
         license=text.license,
         metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
-        pipeline_tag=_pipeline_tag(head_type or document.get("task_type")),
+        pipeline_tag=pipeline_tag,
         tags=list(
             dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
                            *text.tags])
@@ -271,18 +248,39 @@ def adapter_card(
         base_model_relation="adapter" if base else None,
     )  # fmt: skip
     name = setup or document.get("name") or repo_id.rpartition("/")[2]
-    trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
+    datasets = " and ".join(
+        f"[{each}](https://huggingface.co/datasets/{each})" if is_public_name(each) else _cell(each)
+        for each in text.datasets
+    )
+    trained = f", trained on {datasets}" if datasets else ""
+    model = "a base model that its author does not name"
+    if base is not None:
+        model = f"[{base}](https://huggingface.co/{base})"
+    elif model_type:
+        model = f"a model of type `{model_type}`"
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
     # PEFT's config has the base model's name too, perhaps as a local path
     outer = {key: value for key, value in document.items() if key not in BASE_NAMES}
     config = inner if isinstance(inner, Mapping) else outer
+    given = json.dumps(base) if base else "base_model"
+    code = (
+        "from adapterzoo import AutoAdapterModel\n"
+        f"model = AutoAdapterModel.from_pretrained({given})"
+    )
+    if isinstance(head, Mapping) and (static := head.get(STATIC)):
+        code = (
+            "import adapterzoo, transformers\n"
+            f"model = adapterzoo.init(transformers.{static}.from_pretrained({given}))"
+        )
+    where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
+    load = "load_adapter_setup" if setup else "load_adapter"
     parts = [
         f"# `{name}`",
-        f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
+        f"An adapter for {model}{kind}{trained}. Made with adapterzoo.",
         "## How to load it",
-        f"```\n{_INSTALL}\n```",
-        f"```python\n{load_code(repo_id, base, head, revision, '_setup' if setup else '')}\n```",
+        "```\npip install adapterzoo\n```",
+        f"```python\n{code}\nmodel.{load}({where}, set_active=True)\n```",
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
     ]
@@ -310,52 +308,5 @@ def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
     return given or (written if is_public_name(written) else None)
 
 
-def load_code(
-    repo_id: str,
-    base: str | None,
-    head: Mapping[str, Any] | None,
-    revision: str | None,
-    what: str = "",
-) -> str:
-    """Return the lines that load an adapter from the Hub.
-
-    Args:
-        repo_id: the adapter's repository.
-        base: name of the base model; None: unknown.
-        head: description of the head.
-        revision: the branch; None: the default one.
-        what: "_setup" for a composition.
-    """
-    name = json.dumps(base) if base else "base_model"
-    where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
-    imports = "from adapterzoo import AutoAdapterModel"
-    model = f"AutoAdapterModel.from_pretrained({name})"
-    if isinstance(head, Mapping) and (static := head.get(STATIC)):
-        imports = "import adapterzoo, transformers"
-        model = f"adapterzoo.init(transformers.{static}.from_pretrained({name}))"
-    return f"{imports}\nmodel = {model}\nmodel.load_adapter{what}({where}, set_active=True)"
-
-
-def _model(base: str | None, document: Mapping[str, Any]) -> str:
-    if base is not None:
-        return f"[{base}](https://huggingface.co/{base})"
-    kind = document.get("model_type")
-    return f"a model of type `{kind}`" if kind else "a base model that its author does not name"
-
-
-def _dataset(name: str) -> str:
-    if is_public_name(name):
-        return f"[{name}](https://huggingface.co/datasets/{name})"
-    return _cell(name)
-
-
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def _pipeline_tag(task: object) -> str | None:
-    """Return the Hub's name for a type of head, or for a `task_type` of PEFT."""
-    if task == "FEATURE_EXTRACTION":
-        return "feature-extraction"
-    tags = (t.pipeline_tag for t in head_types.values() if task in (t.head_type, t.peft_task))
-    return None if task is None else next(tags, None)

@@ -100,9 +100,8 @@ class PrefixMode(TorchFunctionMode):
             self._start(out, given["batch1"], given["batch2"], given.get("alpha", 1))
             bias = self._prefix_scores(given["input"])
             if self._has_started and bias is not None:
-                self._keep(
-                    out, cast("Tensor", self._prefix_scores(out)) + given.get("beta", 1) * bias
-                )
+                product = cast("Tensor", self._prefix_scores(out))
+                self._keep(out, product + given.get("beta", 1) * bias)
             return out
         prefixed = next((b for a in args if (b := self._prefix_scores(a)) is not None), None)
         if prefixed is None:
@@ -348,11 +347,10 @@ class AdaptedAttention(Adapted):
         if site is None:
             return super().forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
-        step, adapters = acting(self, site)
-        base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
         forward = super(Adapted, self).forward
+        base = LayerCall(self, forward, args, kwargs, context=active.call)
+        prefix = prefix_of(*acting(self, site), x, base, plan.rows)
         if self._is_inline:
-            prefix = prefix_of(step, adapters, x, base, plan.rows)
             return with_prefix(plain_class(self), prefix, forward, args, kwargs)
         implementation = vars(self)["config"]._attn_implementation
         if implementation not in _SUPPORTED:
@@ -360,7 +358,7 @@ class AdaptedAttention(Adapted):
                 f"attn_implementation={implementation!r} does not accept a mask that shows a "
                 f"prefix. Write model.set_attn_implementation('sdpa')."
             )
-        active.call.prefixes.append((self, prefix_of(step, adapters, x, base, plan.rows)))
+        active.call.prefixes.append((self, prefix))
         try:
             return forward(*args, **kwargs)
         finally:
@@ -447,9 +445,8 @@ def _bias(
                 "rows of a batch: their prefixes have different lengths, which shift distances. "
                 "Call the model with the rows of one prefix at a time."
             )
-        return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
-            bias
-        )
+        joint: Tensor = owner.compute_bias(queries, length + keys, bias.device, past)
+        return joint.to(bias)
     # from the last of so many tokens, all others are behind: column d is that of distance d
     farthest = length + keys
     by_distance = owner.compute_bias(1, farthest + 1, bias.device, farthest)[0, :, 0].flip(-1)

@@ -199,25 +199,6 @@ def dots(kept: Tensor, dy: Tensor, bias: Tensor | None) -> Tensor:
     return ((kept if bias is None else kept - bias) * dy).sum(0)
 
 
-def saved_by(ctx: Any) -> tuple[Any, ...]:
-    """Return the saved tensors of a node that keeps its own output.
-
-    Raises:
-        KernelError: the output was changed in place.
-    """
-    try:
-        found: tuple[Any, ...] = ctx.saved_tensors
-    except RuntimeError as error:
-        # a checkpoint runs the model's own code here, which may raise anything
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise KernelError(
-            f"compose: the output of the layer was changed in place ({error}). "
-            f"Write adapterzoo.kernels.use('reference'), or leave it out by exclude_modules."
-        ) from error
-    return found
-
-
 def _shapes_of_backward(dy: Tensor, kept: Tensor, *args: Any) -> tuple[Tensor, ...]:
     gain, bias, t, b, _, _, *needs = args
     return tuple(
@@ -240,7 +221,16 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
-        kept, gain, bias, t, b, small, columns = saved_by(ctx)
+        try:
+            kept, gain, bias, t, b, small, columns = ctx.saved_tensors
+        except RuntimeError as error:
+            # a checkpoint runs the model's own code here, which may raise anything
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise KernelError(
+                f"compose: the output of the layer was changed in place ({error}). "
+                f"Write adapterzoo.kernels.use('reference'), or leave it out by exclude_modules."
+            ) from error
         run = compose_backward if torch.is_grad_enabled() else _compose_backward
         of_y, of_gain, *rest = run(dy, kept, gain, bias, t, b, ctx.scaling, ctx.tells, *needs)
         if needs[1] and small is not None:

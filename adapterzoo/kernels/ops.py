@@ -329,14 +329,8 @@ def product(
 
     name, _, arguments = schema.partition("(")
     inner = arguments.partition(")")[0].split(", ")[added:]
-    operands = 2 + added
-    op = register(
-        schema,
-        computed(triton, forward, operands, noise, prepare),
-        shapes,
-        ProductFunction,
-        narrows,
-    )
+    run = computed(triton, forward, 2 + added, noise, prepare)
+    op = register(schema, run, shapes, ProductFunction, narrows)
     op_backward = register(
         f"{name}_backward(Tensor grad, {', '.join(inner)}, bool needs_x, bool needs_factor) "
         f"-> (Tensor, Tensor)",

@@ -18,6 +18,7 @@ from adapterzoo.anatomy.sites import TokenInput
 from adapterzoo.anatomy.tree import below
 from adapterzoo.composition import (
     Composition,
+    Split,
     fusion_key,
     fusions_of,
     parse,
@@ -26,7 +27,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.composition.compile import SiteStep, compile_site
 from adapterzoo.composition.prompts import Prompts, prompts_of
-from adapterzoo.composition.rows import ActiveHeads, has_tokens, parse_heads, parts_of
+from adapterzoo.composition.rows import ActiveHeads, parse_heads, parts_of
 from adapterzoo.contracts import (
     Adapter,
     AttentionAdapter,
@@ -112,8 +113,14 @@ def make_plan(
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
     refuse_merged_part(setup, state.merged)
-    if len(parts) > 1 or has_tokens(setup):
-        _refuse_routed(model, setup, acting)
+    divides = len(parts) > 1 or any(isinstance(node, Split) for node in setup.nodes())
+    for name in acting if divides else ():
+        for path, placements in state.records[name].places.items():
+            if any(p.site.is_routed for p in placements):
+                raise CompositionError(
+                    f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens of experts, not "
+                    "rows. Exclude such layers (exclude_modules=[…]), or activate one adapter."
+                )
     sites: dict[str, SiteStep] = {}
     entry = model.anatomy.entry
     names_of = (fuse.name for fuse in fusions_of(setup))
@@ -420,17 +427,6 @@ def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
                 f"there are no fusion layers for {fuse!r}. "
                 f"Write add_adapter_fusion({fuse!r}{again})."
             )
-
-
-def _refuse_routed(model: AdaptedModel, setup: Composition, names: Iterable[str]) -> None:
-    """Raise if the setup divides the batch and a layer does not get the batch."""
-    for name in names:
-        for path, placements in model._adapter_state.records[name].places.items():
-            if any(p.site.is_routed for p in placements):
-                raise CompositionError(
-                    f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens of experts, not "
-                    "rows. Exclude such layers (exclude_modules=[…]), or activate one adapter."
-                )
 
 
 # --- `AdapterSetup`: a context with other active adapters and heads, for one thread and task ---

@@ -283,7 +283,11 @@ def make(
     }
     for path, module in modules.items():
         inject.check_put(layers[path], path, container_of(module))
-    modules |= copies.shared_rows(by_path, modules)
+    # the paths that share a table share one module of rows
+    rows: dict[int, Adapter] = {}
+    for path, own in by_path.items():
+        if own and own[0].location == ROWS:
+            modules[path] = rows.setdefault(id(own[0].config), modules[path])
     if shared is not None:
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}
@@ -299,10 +303,15 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # no short-circuit: each module gets its key
+    parts = (part for adapter in modules.values() for part in adapter.modules())
     keys: dict[int | None, SharedKey] = {}
-    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name, keys)]
-    record = AdapterRecord(record.config, record.places, bool(reading), record.meta)
+    reads_calls = False
+    for part in parts:
+        if isinstance(part, Adapter):
+            reads_calls |= part.reads_call or part.shared_key is not None
+            if (key := part.shared_key) is not None:
+                part.shared_key = keys.setdefault(key.number, SharedKey(name, key.number))
+    record = AdapterRecord(record.config, record.places, reads_calls, record.meta)
     for path, adapter in modules.items():
         if path:
             layer = inject.place_at(backbone, path, active)
@@ -330,17 +339,6 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     if copies.tables_of(model, name) or copies.rows_of(model, name):
         copies.update_rows(model)
     copies.list_ties(model, name)
-
-
-def _reads_calls(adapter: nn.Module, name: str, keys: dict[int | None, SharedKey]) -> bool:
-    """Return whether any part uses the call or shared modules; give it the key of its number."""
-    reads = False
-    for module in adapter.modules():
-        if isinstance(module, Adapter):
-            reads |= module.reads_call or module.shared_key is not None
-            if (key := module.shared_key) is not None:
-                module.shared_key = keys.setdefault(key.number, SharedKey(name, key.number))
-    return reads
 
 
 def remove(model: AdaptedModel, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,7 +144,10 @@ def _combined(
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
     for path, adapter in record.coming.items():
         if not record.places[path]:
-            for member, own, theirs in _by_member(config, adapter, [m[path] for m in sources]):
+            is_union = config.members != (config,)
+            for number, own in adapter.named_children() if is_union else [("", adapter)]:
+                member = config.members[int(number)] if is_union else config
+                theirs = [modules[path].get_submodule(number) for modules in sources]
                 if member.averages_shared:
                     states = [other.state_dict() for other in theirs]
                     _average(own.state_dict(), states, weights, strategy)
@@ -163,18 +166,6 @@ def _combined(
                 model._adapter_state.originals.get(path, {}),
             )
     return record
-
-
-def _by_member(
-    config: AdapterConfig, made: nn.Module, others: Sequence[nn.Module]
-) -> Iterator[tuple[AdapterConfig, nn.Module, list[nn.Module]]]:
-    """Yield each config with its shared module in the result and in the other adapters."""
-    if config.members == (config,):
-        yield config, made, list(others)
-        return
-    for number, own in made.named_children():
-        theirs = [other.get_submodule(number) for other in others]
-        yield config.members[int(number)], own, theirs
 
 
 def _average(

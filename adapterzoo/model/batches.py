@@ -42,14 +42,6 @@ _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
 _KEPT_PLANS = 64
 
 
-def starts(
-    model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None = None
-) -> bool:
-    """Return whether a call has to distinguish rows, and is the outermost call that does."""
-    given = adapter_names is not None or task_ids is not None
-    return given or model._active.plan.divides_batch
-
-
 def plan_of_call(
     model: AdaptedModel,
     inputs: Mapping[str, Any],
@@ -109,7 +101,13 @@ def plan_of_call(
     # in calls that name rows, or generate, the output has as many rows
     by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
     together = adapter_names is not None or generates or by_task
-    entered = rows.enter(count, together, _lengths(model, inputs, count, copies), tasks)
+    # the lengths of sequences that cannot be mistaken for a number of rows
+    lengths = None
+    if model.config.model_type not in _TOKENS_FIRST:
+        ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
+        shapes = (t.shape for t in ids if isinstance(t, Tensor) and t.dim() > 1)
+        lengths = frozenset(shape[-1] for shape in shapes) - {count, count * copies}
+    entered = rows.enter(count, together, lengths, tasks)
     return dataclasses.replace(plan, rows=entered), rows.repeats
 
 
@@ -152,18 +150,6 @@ def _tasks(
     return tuple(found)
 
 
-def _lengths(
-    model: AdaptedModel, inputs: Mapping[str, Any], count: int, copies: int
-) -> frozenset[int] | None:
-    """Return the sequence lengths that cannot be mistaken for a number of rows."""
-    if model.config.model_type in _TOKENS_FIRST:
-        return None
-    ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
-    found = {t.shape[-1] for t in ids if isinstance(t, Tensor) and t.dim() > 1}
-    # if both are equal, assume rows before tokens
-    return frozenset(found - {count, count * copies})
-
-
 def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool) -> Plan:
     state, active = model._adapter_state, model._active
     listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
@@ -185,24 +171,23 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
         if name is not None and not isinstance(name, (str, Composition)):
             state.find(name)
     parts, index = numbered([None if name == BASE else name for name in given])
-    plan = state.plans.get(parts) or _compiled(model, parts)
-    # in compiled code, each change of the cache would recompile
-    if parts not in state.plans and not torch.compiler.is_compiling():
-        while len(state.plans) >= _KEPT_PLANS:
-            del state.plans[next(iter(state.plans))]
-        state.plans[parts] = plan
+    plan = state.plans.get(parts)
+    if plan is None:
+        for part in parts:
+            if isinstance(part, Composition) and has_rows(part):
+                raise CompositionError(
+                    f"adapter_names=…: {part!r} divides the batch. Write a name, or "
+                    "Stack('a', 'b')."
+                )
+        setup = BatchSplit(*parts, batch_sizes=1)
+        plan = make_plan(model, setup, []) if setup.flatten() else Plan()
+        # in compiled code, each change of the cache would recompile
+        if not torch.compiler.is_compiling():
+            while len(state.plans) >= _KEPT_PLANS:
+                del state.plans[next(iter(state.plans))]
+            state.plans[parts] = plan
     heads, by_part = for_rows(model, parts, one_head)
     return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True, heads=by_part))
-
-
-def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
-    for part in parts:
-        if isinstance(part, Composition) and has_rows(part):
-            raise CompositionError(
-                f"adapter_names=…: {part!r} divides the batch. Write a name, or Stack('a', 'b')."
-            )
-    setup = BatchSplit(*parts, batch_sizes=1)
-    return make_plan(model, setup, []) if setup.flatten() else Plan()
 
 
 def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:

@@ -111,9 +111,16 @@ def save_adapter(
         format: of the files.
         beside: whether the caller saves trained embeddings too; if not, there is a warning.
     """
-    if not beside:
-        _warn_of_embeddings(model, name)
     own = [module for _, module in modules_of(model, name)]
+    embeddings = model._adapter_state.embeddings
+    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS and not beside else None
+    is_trained = any(p.requires_grad for module in own for p in module.parameters())
+    if is_trained and table is not None and table.weight.requires_grad:
+        warnings.warn(
+            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
+            f"Write save_embeddings(folder, {embeddings!r}) too.",
+            stacklevel=2,
+        )
     with sharding.gathering(model, own):
         stored = checkpoint_of(model, name, with_head, meta, format)
         write(model, folder, stored, "adapter", format)
@@ -145,12 +152,12 @@ def checkpoint_of(
     if with_head:
         head_name = named.name_with(model, name)
         head = named.record_of(model, head_name, head_name != name, format == "native")
-    base = {}
-    if format == "native" and (sampled := sample_of_base(model)):
-        base[BASE] = sampled
+    weights = base_weights(model, fit.sampled_keys) if format == "native" else {}
+    # a collective call if they are sharded
+    sample = fit.base_sample(sharding.gathered(weights))
     document = {
         **provenance(model, name),
-        **base,
+        **({BASE: sample} if sample else {}),
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -158,19 +165,6 @@ def checkpoint_of(
     if embeddings is not None:
         document["embeddings"] = embeddings
     return Checkpoint(document, tensors, {} if head is None else head.tensors)
-
-
-def _warn_of_embeddings(model: AdaptedModel, name: str) -> None:
-    """Warn if named embeddings are trained with an adapter, whose file does not have them."""
-    embeddings = model._adapter_state.embeddings
-    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
-    own = (p for _, module in modules_of(model, name) for p in module.parameters())
-    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
-        warnings.warn(
-            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
-            f"Write save_embeddings(folder, {embeddings!r}) too.",
-            stacklevel=3,
-        )
 
 
 def load_adapter(
@@ -324,7 +318,12 @@ def filled(
     everywhere: set[str] = set()
     if leave_out:
         everywhere = {inject_path(p.site) for p in all_placements(config, model.anatomy)}
-        config = _leaving_out(config, leave_out)
+        members = []
+        for member in config.members:
+            listed = tuple(member.to_dict().get("leave_out", ()))
+            left_out = (*listed, *(n for n in leave_out if n not in listed))
+            members.append(member.replace(leave_out=left_out))
+        config = members[0] if len(members) == 1 else ConfigUnion(*members)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # an untrusted config may ask for more memory than there is: compare before allocating
     meta = torch.device("meta")
@@ -346,14 +345,6 @@ def filled(
             fit.fill(module, by_path.get(path, {}))
     kept = stored.metadata.get("meta")
     return dataclasses.replace(record, meta=dict(kept) if isinstance(kept, Mapping) else {})
-
-
-def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
-    """Return the config with these blocks added to its `leave_out`."""
-    if isinstance(config, ConfigUnion):
-        return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
-    own = tuple(config.to_dict().get("leave_out", ()))
-    return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
 
 
 # --- heads ---
@@ -500,11 +491,6 @@ def base_weights(
         with at_hand(module):
             found[key] = cast("Tensor", module._parameters[name])
     return {key: found[key] for key in keys}
-
-
-def sample_of_base(model: AdaptedModel) -> dict[str, Any]:
-    """Return a sample of the base model's weights; a collective call if they are sharded."""
-    return fit.base_sample(sharding.gathered(base_weights(model, fit.sampled_keys)))
 
 
 def warn_of_base(model: AdaptedModel, stored: Checkpoint, name: str) -> None:

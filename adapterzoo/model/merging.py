@@ -75,22 +75,18 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     _refuse_tied(model, (path for path in modules if path not in rows))
     copies.check_merging(model, names)
     first = _first_with(model, modules)
-    before: dict[str, dict[str, Tensor]] = {}
-    kept = dict(state.originals)
-    try:
+    # undo a partial merge, even after Ctrl-C
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, state, "originals", dict(state.originals))
         for path, own in modules.items():
-            if first[path] != path:
-                continue
-            before[path] = _copies(layer_at(backbone, path), own)
-            # values kept by an earlier merge are the originals
-            state.originals[path] = before[path] | kept.get(path, {})
-            write(model, path, names)
-    except BaseException:
-        # undo a partial merge, even after Ctrl-C
-        for path, originals in before.items():
-            _restore(layer_at(backbone, path), originals)
-        state.originals = kept
-        raise
+            if first[path] == path:
+                layer = layer_at(backbone, path)
+                values = _copies(layer, own)
+                undo.callback(_restore, layer, values)
+                # values kept by an earlier merge are the originals
+                state.originals[path] = values | state.originals.get(path, {})
+                write(model, path, names)
+        undo.pop_all()
     state.merged = names
     copies.merge(model)
     replan(model)

@@ -1187,7 +1187,7 @@ class AdapterModelMixin:
         custom = checkpointing.check_loaders(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
         for loader in custom:
-            loader.save(save_directory, setups.names_in(adapter_setup)[-1])
+            loader.save(save_directory, setups.composition_of(adapter_setup).flatten()[-1])
 
     def load_adapter_setup(
         self,
@@ -1433,9 +1433,8 @@ class AdapterModelMixin:
 
     @classmethod
     def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Activate embeddings when all tables have their values."""
+        """Activate embeddings, and complete the rows of adapters, when all have their values."""
         done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
-        tables.activate_saved(model)
         tables.after_loading(model)
         return done
 

@@ -22,16 +22,16 @@ from .heads.named import saved_names
 from .state import AdaptedModel, LoadOptions, heads_of
 
 
-def names_in(adapter_setup: object) -> list[str]:
-    """Return the names of the adapters that a user composes.
+def composition_of(adapter_setup: object) -> Composition:
+    """Return what a user composes of adapters.
 
     Raises:
-        StateError: there is none.
+        StateError: there is no adapter in it.
     """
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
         raise StateError("there is no adapter in it. Write 'a' or Stack('a', 'b').")
-    return list(setup.flatten())
+    return setup
 
 
 def save(
@@ -48,9 +48,9 @@ def save(
         UnknownNameError: an adapter, a head or a fusion is unknown.
     """
     folder, state = Path(folder), model._adapter_state
-    for name in names_in(adapter_setup):
+    setup, heads = composition_of(adapter_setup), saved_names(model)
+    for name in setup.flatten():
         state.find(name)
-    setup, heads = cast("Composition", parse(adapter_setup)), saved_names(model)
     for fuse in fusions_of(setup):
         state.find_fusion(fuse.name)
     for name in names_of(head_setup):

@@ -109,7 +109,25 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
     model._adapter_state.trains = True
     for parameter in trained:
         parameter.requires_grad_(True)
-    _train_heads(model, train_embeddings)
+    # adapters without a copy of a static head get one
+    heads, count = model._active.default.plan.heads.names, len(model._adapter_state.copies)
+    of_copies = list(copies.trained(model, model._active.default.plan.setup))
+    if len(model._adapter_state.copies) > count:
+        replan(model)
+    backbone = {id(p) for p in model._backbone.parameters()}
+    outside = [p for p in module.parameters() if id(p) not in backbone]
+    for parameter in outside if not model._has_named_heads else ():
+        parameter.requires_grad_(False)
+    for parameter in of_copies:
+        parameter.requires_grad_(True)
+    for name, head in heads_of(model).items():
+        for parameter in head.parameters():
+            if id(parameter) not in backbone:
+                parameter.requires_grad_(name in heads)
+        layer = head.output_embeddings
+        # output layers are trained only where the user asks for it
+        if layer is not None and not train_embeddings:
+            layer.requires_grad_(False)
     # holds the statistics of norms that are frozen now
     module.train()
 
@@ -120,31 +138,6 @@ def _check_heads(model: AdaptedModel, setup: Composition | None) -> None:
     missing = [o for o in owners if o is not None and o not in model._adapter_state.copies]
     if missing and copies.layers_of(model):
         refuse_if_sharded(model, "Write it before fully_shard(model).")
-
-
-def _train_heads(model: AdaptedModel, train_embeddings: bool) -> None:
-    """Train only the active heads, and their output layers only where asked for.
-
-    Adapters without a copy of a static head get one.
-    """
-    plan = model._active.default.plan
-    heads, backbone = heads_of(model), {id(p) for p in model._backbone.parameters()}
-    count = len(model._adapter_state.copies)
-    trained = list(copies.trained(model, plan.setup))
-    if len(model._adapter_state.copies) > count:
-        replan(model)
-    outside = [p for p in model.parameters() if id(p) not in backbone]
-    for parameter in outside if not model._has_named_heads else ():
-        parameter.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    for name, head in heads.items():
-        for parameter in head.parameters():
-            if id(parameter) not in backbone:
-                parameter.requires_grad_(name in plan.heads.names)
-        layer = head.output_embeddings
-        if layer is not None and not train_embeddings:
-            layer.requires_grad_(False)
 
 
 def hold_statistics(model: AdaptedModel) -> None:
@@ -307,8 +300,8 @@ def verify_replicas(model: AdaptedModel, group: Any) -> None:
             for name, own in modules.items()
             for key, tensor in named_tensors(own).items()
         }
-        for name, tensor in tables.tensors(model).items():
-            tensors[f"embedding {name}"] = tensor
+        for name, table in tables.loaded(model).items() if tables.inactive_of(model) else ():
+            tensors[f"embedding {name}"] = table.weight
         mine = {"configs": repr(configs), **digests(gathered({**tensors, **all_tensors(model)}))}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)

@@ -212,7 +212,8 @@ def initial_values(case: Case) -> None:
         first = _born(case, seeded, global_seed=1)
         _require_equal(first, _born(case, seeded, global_seed=2), "after other random draws")
         _require_equal(first, _born(case, seeded, before=seeded), "when added second")
-        drawn = {key: value for key, value in first.items() if _is_drawn(value)}
+        # most values occur once, so they are not constant or a pattern
+        drawn = {k: v for k, v in first.items() if len(v.unique()) > max(1, v.numel() // 2)}
         for (key, value), (other, compared) in itertools.combinations(drawn.items(), 2):
             require(not same_bits(value, compared), f"{key!r} and {other!r} start as equals")
         second = _born(case, config.replace(init_weights_seed=0), global_seed=1)
@@ -460,11 +461,6 @@ def _train(model: Host, name: str, x: Tensor) -> None:
     model(x).square().sum().backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
     model.eval()
-
-
-def _is_drawn(values: Tensor) -> bool:
-    """Return whether most values occur once, so that they are not constant or a pattern."""
-    return values.numel() > 1 and len(values.unique()) > values.numel() // 2
 
 
 # --- state: of the model, of files, of copies and of other adapters ---

@@ -161,7 +161,14 @@ class Host(AdapterModelMixin, nn.Module):
             self.norm = nn.LayerNorm(WIDTH) if kind != "linear" else None
         self.config = SimpleNamespace(model_type="conformance")
         self.reentrant: bool | None = None
-        _fill(self)
+        source = torch.Generator().manual_seed(20)
+        for name, parameter in self.named_parameters():
+            values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
+            values.normal_(0.0, 0.25, generator=source).clamp_(-0.9, 0.9)
+            # multiples of 1/64 below 2 have 7 significant bits: exact in every dtype
+            values = (values * 64).round() / 64
+            is_norm = "norm.weight" in name or "ln_" in name
+            parameter.data.copy_(values + 1.0 if is_norm else values)
         self.to(device=device, dtype=dtype)
         self._start_adapters()
         self.eval()
@@ -222,14 +229,3 @@ class Host(AdapterModelMixin, nn.Module):
                 return layer(x)
 
         return checkpoint(run, x, use_reentrant=bool(self.reentrant))
-
-
-@torch.no_grad()
-def _fill(model: nn.Module) -> None:
-    source = torch.Generator().manual_seed(20)
-    for name, parameter in model.named_parameters():
-        values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
-        values.normal_(0.0, 0.25, generator=source).clamp_(-0.9, 0.9)
-        # multiples of 1/64 below 2 have 7 significant bits: exact in every dtype
-        values = (values * 64).round() / 64
-        parameter.copy_(values + 1.0 if "norm.weight" in name or "ln_" in name else values)

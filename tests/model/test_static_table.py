@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoModel
 
 from adapterzoo.heads import HeadConfig, InexpressibleError, LMHead
-from adapterzoo.model.heads.forward import head_input
+from adapterzoo.model.heads.forward import BaseCall, Call
 from adapterzoo.model.hf.backbone import describe
 from adapterzoo.model.hf.task_classes import from_static, to_static
 
@@ -215,7 +215,9 @@ def test_a_static_head_and_its_named_head_give_the_same_logits(name, config):
     expected = model(**given)
     mask = None if model.config.is_encoder_decoder else inputs.get("attention_mask")
     outputs = base(**inputs, return_dict=True)
-    got = head(*head_input(base, head.pooling, outputs, mask, inputs.get("input_ids")))
+    read = {"attention_mask": mask, "input_ids": inputs.get("input_ids")}
+    call = Call(model=base, base=BaseCall(base, outputs), inputs={}, given=read, rows=None)
+    got = head(*call.features(head.pooling))
     if made.head_type == "question_answering":
         wanted = (expected.start_logits, expected.end_logits)
     else:

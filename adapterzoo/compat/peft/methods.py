@@ -23,7 +23,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, SiteError, StateErro
 from adapterzoo.formats import fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.checkpoint import from_plain
-from adapterzoo.formats.peft.reading import exactly, task_of
+from adapterzoo.formats.peft.reading import task_of
 from adapterzoo.inject.building import plain_modules
 from adapterzoo.model import (
     AdapterModelMixin,
@@ -51,7 +51,7 @@ from adapterzoo.model.state import (
     parameters_of,
 )
 from adapterzoo.names import one_of
-from adapterzoo.patterns import ALL_LINEAR, Targets, is_named
+from adapterzoo.patterns import ALL_LINEAR, Targets, exactly, is_named
 from adapterzoo.peft_arguments import (
     COMMON,
     TASK_TYPES,

@@ -347,12 +347,12 @@ def as_peft(model: Any) -> Any:
     if not isinstance(model, AdapterModelMixin):
         init(model)
     if not isinstance(model, PeftModel):
-        set_class(cast("Any", model), _class_of(type(model)))
+        set_class(cast("Any", model), _class_of(cast("Any", type(model))))
     return model
 
 
 @functools.cache
-def _class_of(cls: type[Any]) -> type[Any]:
+def _class_of(cls: Any) -> type[Any]:
     """Return the class with the methods of `PeftModel`; it keeps its name."""
     members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (PeftModel, cls), members)
@@ -371,7 +371,8 @@ def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 
 def _again(*made_from: Any) -> Any:
     """Return an empty model with the mixin, for copies and pickles."""
-    cls: Any = _class_of(type(blank(*made_from)))
+    made: Any = type(blank(*made_from))
+    cls: Any = _class_of(made)
     return cls.__new__(cls)
 
 
@@ -518,7 +519,7 @@ def load_peft_weights(
     Raises:
         CheckpointError: there is no such file.
     """
-    tensors = format_of_peft.tensors_in(hub.resolve(model_id, **kwargs))
+    tensors = files.tensors_in(hub.resolve(model_id, **kwargs), format_of_peft.FILES)
     return {key: tensor.to(device or "cpu") for key, tensor in tensors.items()}
 
 

@@ -406,8 +406,24 @@ def write_adapter(
     for member in config.members:
         check_convention(info, member)
     layout = layout_of(info)
-    own = _without_added(info, config)
-    members = [_as_flags(info, member) for member in own.values()]
+    own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).added}
+    # no file names those that adapters adds in such a model
+    more = [m for n, m in enumerate(config.members) if n not in own]
+    expected = added([*own.values()], info.anatomy)
+    if more != expected:
+        raise inexpressible(
+            f"in {info.model_type} models adapters computes it with {expected or 'nothing else'}, "
+            f"not {more or 'alone'}. Train it again with {joined([*own.values(), *expected])!r} "
+            f"for adapters"
+        )
+    members: list[AdapterConfig] = []
+    for member in own.values():
+        # the same adapter, with its places in AdapterHub's fields
+        flagged = spelling_of(member).as_flags(member, info.anatomy)
+        if flagged is None:
+            why = "AdapterHub names queries, keys, values, first and last layers only"
+            raise unsayable(member, why)
+        members.append(flagged)
     # a config that cannot be said is refused before its fields are exchanged
     written = write_config(joined(members))
     if layout.swapped:
@@ -426,19 +442,19 @@ def write_adapter(
         for container in spelling_of(member).containers if shared else ():
             if container.at == "model":
                 path = _joined_path(prefix_of(info), below_model(info, container), container.name)
-                theirs = {
+                given = {
                     f"{path}.{name}.{from_location(layout, key)}": tensor
                     for key, tensor in container.to_theirs(shared, member).items()
                 }
                 before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
-                is_same = theirs.keys() == before.keys() and all(
-                    torch.equal(tensor, before[key]) for key, tensor in theirs.items()
+                is_same = given.keys() == before.keys() and all(
+                    torch.equal(tensor, before[key]) for key, tensor in given.items()
                 )
-                if theirs and before and not is_same:
+                if given and before and not is_same:
                     raise inexpressible(
                         f"AdapterHub has one {path!r} for both methods of the union"
                     )
-                found |= theirs
+                found |= given
     return written, found
 
 
@@ -458,36 +474,8 @@ def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
         )
 
 
-def _without_added(info: ModelInfo, config: AdapterConfig) -> dict[int, AdapterConfig]:
-    """Return the members by number, without those that `adapters` adds in such a model.
-
-    Raises:
-        CheckpointError: the adapter does not do it.
-    """
-    own = {n: m for n, m in enumerate(config.members) if not spelling_of(m).added}
-    mine = [m for n, m in enumerate(config.members) if n not in own]
-    theirs = added([*own.values()], info.anatomy)
-    if mine != theirs:
-        raise inexpressible(
-            f"in {info.model_type} models adapters computes it with {theirs or 'nothing else'}, "
-            f"not {mine or 'alone'}. Train it again with {joined([*own.values(), *theirs])!r} for "
-            "adapters"
-        )
-    return own
-
-
 def _joined_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
-
-
-def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
-    """Return the same adapter, with its places in AdapterHub's fields."""
-    flagged = spelling_of(config).as_flags(config, info.anatomy)
-    if flagged is None:
-        raise unsayable(
-            config, "AdapterHub names queries, keys, values, first and last layers only"
-        )
-    return flagged
 
 
 def _swapped(config: AdapterConfig) -> AdapterConfig:
@@ -657,8 +645,24 @@ def _read_head(
     """
     name, config = metadata.get("name"), metadata.get("config")
     if config is None:
-        document, own = _read_static(info, metadata, tensors)
-        return Checkpoint({"name": name, "head": document}, {}, own)
+        # the head of a task class: for a named head translated, for such a class as it is
+        cls, labels = str(metadata.get("model_class")), metadata.get("label2id")
+        if info.named_heads:
+            labels = labels if isinstance(labels, Mapping) else None
+            head, own = info.from_static(cls, tensors, labels)
+            return Checkpoint({"name": name, "head": head}, {}, own)
+        own = {}
+        for key, tensor in tensors.items():
+            # the layer onto the vocabulary, which adapters saves with every head
+            base = None if key in info.static_head else info.tensor(key)
+            if base is None:
+                own[key] = tensor
+            elif not same_values(tensor, base):
+                raise CheckpointError(
+                    f"{key!r} differs from the model's own. Write "
+                    f"{argument('with_head', False, 'load_adapter')}."
+                )
+        return Checkpoint({"name": name, "head": {STATIC: cls}}, {}, own)
     if not isinstance(config, Mapping):
         raise CheckpointError(f"config={config!r} in head_config.json is not an object. {AGAIN}.")
     _refuse_quirks(info, config)
@@ -685,7 +689,17 @@ def write_head(
     config = metadata.get("config")
     if not isinstance(config, Mapping):
         return _task_fields(info.config.get("label2id")), dict(tensors)
-    _check_sayable(info, config)
+    hints = argument("with_head", False), argument("format", "native")
+    # adapters, with transformers 4, does not tie T5 of release 1.1 and mT5; transformers 5 ties all
+    is_apart = info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False
+    is_tied = info.config.get("tie_word_embeddings") and not is_apart
+    if is_tied and config.get("tie_word_embeddings") is False:
+        raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
+    fields = dataclasses.fields(HeadConfig.from_dict(config))
+    ours = {f.name for f in fields if "ours" in f.metadata} - {"tie_word_embeddings"}
+    if used := sorted(ours & set(config)):
+        why = f"AdapterHub's format cannot express a head with {_shown(config, used)}"
+        raise inexpressible(why, *hints)
     if config["head_type"] == STATIC:
         own = {"model_class": config["model_class"], **_task_fields(config.get("label2id"))}
         return own, {**tensors, **info.tied(metadata)}
@@ -711,65 +725,6 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
         )
 
 
-def _ties_there(info: ModelInfo) -> bool:
-    """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
-    # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
-    if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
-        return False
-    return bool(info.config.get("tie_word_embeddings"))
-
-
-def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
-    hints = argument("with_head", False), argument("format", "native")
-    known = HeadConfig.from_dict(config)
-    ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
-    if config.get("tie_word_embeddings") is False and _ties_there(info):
-        raise inexpressible(f"adapters ties the output layer of a {info.model_type}", *hints)
-    ours -= {"tie_word_embeddings"}
-    if used := sorted(ours & set(config)):
-        why = f"AdapterHub's format cannot express a head with {_shown(config, used)}"
-        raise inexpressible(why, *hints)
-
-
-def _read_static(
-    info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the head of a task class: for a named head translated, for such a class as it is."""
-    theirs = str(metadata.get("model_class"))
-    labels = metadata.get("label2id")
-    if info.named_heads:
-        return info.from_static(theirs, tensors, labels if isinstance(labels, Mapping) else None)
-    found: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        # the layer onto the vocabulary, which adapters saves with every head
-        own = None if key in info.static_head else info.tensor(key)
-        if own is None:
-            found[key] = tensor
-        elif not same_values(tensor, own):
-            raise CheckpointError(
-                f"{key!r} differs from the model's own. Write "
-                f"{argument('with_head', False, 'load_adapter')}."
-            )
-    return {STATIC: theirs}, found
-
-
-def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
-    """Return the adapters that a fusion fuses, in their order.
-
-    Raises:
-        CheckpointError: the config does not say.
-    """
-    names = metadata.get("adapter_names")
-    if names is None and isinstance(metadata.get("name"), str):
-        # adapter-transformers: the name is that of the adapters with commas between
-        names = metadata["name"].split(",")
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise CheckpointError(
-            f"{_FUSION[0]} has adapter_names={names!r}; it is a list of names. {AGAIN}."
-        )
-    return names
-
-
 def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
     """Return the fusion, in our terms.
 
@@ -780,7 +735,14 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
     metadata, held = _files_in(folder, _FUSION)
-    names = _fused_names(metadata)
+    names = metadata.get("adapter_names")
+    if names is None and isinstance(metadata.get("name"), str):
+        # adapter-transformers: the name is that of the adapters with commas between
+        names = metadata["name"].split(",")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise CheckpointError(
+            f"{_FUSION[0]} has adapter_names={names!r}; it is a list of names. {AGAIN}."
+        )
     configs = [info.adapter_config(name) for name in names]
     places = _fusion_places(info, configs)
     config = metadata.get("config")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.anatomy import Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.formats.checkpoint import Place, inexpressible
 from adapterzoo.spelling import Container
@@ -217,23 +217,33 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     Raises:
         CheckpointError: it has none.
     """
-    site, location, found = place.placement.site, place.placement.location, None
+    site, location, below = place.placement.site, place.placement.location, None
     block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
+    start = "" if block is None else f"{block.path}."
+
+    def name_of_layer(layer: Site) -> str:
+        return layout.layers.get(layer.role, layer.path.removeprefix(start))
+
     if block is not None and container.at == "sublayer":
         sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
-        found = name_of_sublayer(block, sub, layout)
+        below = layout.sublayers.get(sub.kind)
+        if below == "":
+            match = _NUMBERED.match(sub.out.removeprefix(start))
+            below = match[0] if match else None
     elif block is not None and container.at == "layer":
-        found = name_of_layer(block, site, layout) if layout.crosses or not site.cross else None
+        below = name_of_layer(site) if layout.crosses or not site.cross else None
     elif block is not None and container.at == "block":
-        found = f"{_block_path(block, layout)}.{container.below}"
+        below = container.below
     elif block is not None:
         asked = [s for s in block.sites if s.role in ("query", "qkv") and s.cross == site.cross]
         if asked:
-            module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
-            found = f"{module}.{container.below}"
-    if found is None:
+            module = name_of_layer(asked[0]).rpartition(".")[0]
+            below = f"{module}.{container.below}".removeprefix(".")
+    if block is None or below is None:
         raise inexpressible(f"AdapterHub has no name for an adapter at {place.path!r}")
-    return found
+    # the families with another path have one stack
+    path = block.path if layout.block is None else layout.block.format(block.layer)
+    return f"{path}.{below}"
 
 
 def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
@@ -255,8 +265,14 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
         return None
     if match is None:
         return None
-    stack = _find_stack(info.anatomy, inside[: match.start()])
-    blocks = [block for block in info.anatomy.blocks if block.stack == stack]
+    stacks = info.anatomy.stacks
+    if len(stacks) > 1:
+        # the one whose words the path contains
+        words = {stack: {*stack.split(".")} for stack in stacks}
+        shared = set.intersection(*words.values())
+        before = {*inside[: match.start()].split(".")}
+        stacks = tuple(s for s, own in words.items() if set() < own - shared <= before)
+    blocks = [block for block in info.anatomy.blocks if [block.stack] == [*stacks]]
     number = int(match[1])
     return (blocks[number], inside[match.end() + 1 :]) if number < len(blocks) else None
 
@@ -285,37 +301,4 @@ def find_layer(block: Block, rest: str) -> Site | None:
     in_mlp = role in ("mlp_in", "mlp_gate", "mlp_out")
     cross = None if in_mlp else CROSS.search(rest) is not None
     found = [site for site in block.sites if site.role == role and cross in (None, site.cross)]
-    return found[0] if len(found) == 1 else None
-
-
-def name_of_sublayer(block: Block, sub: SubLayer, layout: Layout) -> str | None:
-    """Return AdapterHub's path, without the prefix, of the bottleneck of a sub-layer."""
-    name = layout.sublayers.get(sub.kind)
-    if name == "":
-        match = _NUMBERED.match(sub.out.removeprefix(f"{block.path}."))
-        name = match[0] if match else None
-    return None if name is None else f"{_block_path(block, layout)}.{name}"
-
-
-def name_of_layer(block: Block, site: Site, layout: Layout) -> str:
-    """Return AdapterHub's path, without the prefix, of a linear layer."""
-    own = site.path.removeprefix(f"{block.path}.")
-    return f"{_block_path(block, layout)}.{layout.layers.get(site.role, own)}"
-
-
-def _block_path(block: Block, layout: Layout) -> str:
-    if layout.block is None:
-        return block.path
-    # the families with another path have one stack
-    return layout.block.format(block.layer)
-
-
-def _find_stack(anatomy: Anatomy, before: str) -> str | None:
-    """Return the stack of a path: the only one, or the one whose words the path contains."""
-    stacks = anatomy.stacks
-    if len(stacks) == 1:
-        return stacks[0]
-    words = {stack: set(stack.split(".")) for stack in stacks}
-    shared = set.intersection(*words.values()) if words else set()
-    found = [s for s, own in words.items() if own - shared and own - shared <= {*before.split(".")}]
     return found[0] if len(found) == 1 else None

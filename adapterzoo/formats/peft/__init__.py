@@ -17,24 +17,24 @@ from adapterzoo.formats import files
 from adapterzoo.formats.checkpoint import Checkpoint, Format, Kind, base_of, formats
 
 from .reading import CONFIG, checked, head_from, read_adapter
-from .writing import encode_adapter, head_for
+from .writing import encoded as encoded
 
 if TYPE_CHECKING:
     from adapterzoo.model.hf.info import ModelInfo
 
 _TENSORS = "adapter_model.safetensors"
-_FILES = _TENSORS, "adapter_model.bin"
+FILES = _TENSORS, "adapter_model.bin"
 
 
 def _recognizes(folder: Path, kind: Kind) -> bool:
     if kind != "adapter":
         return False
-    there = any((folder / name).is_file() for name in _FILES)
+    there = any((folder / name).is_file() for name in FILES)
     return there or "peft_type" in files.fields_of(folder / CONFIG)
 
 
 def _read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-    found = decoded(files.read_json(folder / CONFIG), tensors_in(folder), info)
+    found = decoded(files.read_json(folder / CONFIG), files.tensors_in(folder, FILES), info)
     found.metadata["meta"] = meta_in(folder)
     return found
 
@@ -58,19 +58,9 @@ formats.register("peft")(
         base=lambda folder: base_of(
             files.read_json(folder / CONFIG), "base_model_name_or_path", "revision"
         ),
-        owned=lambda kind: (*_FILES, CONFIG) if kind == "adapter" else (),
+        owned=lambda kind: (*FILES, CONFIG) if kind == "adapter" else (),
     )
 )
-
-
-def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return PEFT's config, and all tensors by PEFT's keys.
-
-    Raises:
-        CheckpointError: PEFT has no such adapter or head.
-    """
-    task, head = head_for(checkpoint, info)
-    return encode_adapter(checkpoint, head, task, info)
 
 
 def decoded(
@@ -102,12 +92,3 @@ def meta_in(folder: Path) -> dict[str, Any]:
     """
     file = folder / _TENSORS
     return (files.read_metadata(file, files.META) if file.is_file() else None) or {}
-
-
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the folder, on the CPU.
-
-    Raises:
-        CheckpointError: there are none.
-    """
-    return files.tensors_in(folder, _FILES)

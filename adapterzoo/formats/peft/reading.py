@@ -340,7 +340,6 @@ def read_adapter(
         _check_layers(peft_config, layers, info)
     rows = {path: tensor for path, (_, tensor) in extras.rows.items()}
     dtype = _to_one_dtype(spelling, layers, shared, rows, info)
-    extras.rows = {path: (ids, rows[path]) for path, (ids, _) in extras.rows.items()}
     try:
         fields, shared = spelling.read_model(
             peft_config.fields, shared, [*layers.values()], info.anatomy
@@ -362,8 +361,31 @@ def read_adapter(
         ) from error
     if spelling.becomes:
         _LOG.warning("A %s adapter of PEFT becomes %s.", spelling.peft_type, spelling.becomes)
-    read = {path: _read_layer(spelling, layer) for path, layer in layers.items()}
-    found = _keyed(config, extras, read, info.anatomy)
+    read: dict[str, Tensors] = {}
+    for path, layer in layers.items():
+        try:
+            read[path] = spelling.read(layer)
+        except (IndexError, KeyError, RuntimeError) as error:
+            shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
+            raise CheckpointError(
+                f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
+                f"{AGAIN}."
+            ) from error
+    # modules that share a table have the same rows
+    tied = {path: group for group in info.anatomy.shared_tables for path in group}
+    rows = {same: rows[path] for path in rows for same in tied.get(path, (path,))}
+    found: dict[str, Tensor] = {}
+    for place in places_of(config, info.anatomy):
+        path, kind = place.path, FIELD_AT.get(place.placement.location)
+        if kind == "modules_to_save":
+            values = {f"layer.{name}": t for name, t in extras.copies.get(path, {}).items()}
+        elif kind == "bias":
+            values = {"own": extras.biases[path]} if path in extras.biases else {}
+        elif kind == TOKENS:
+            values = {"rows": rows[path]} if path in rows else {}
+        else:
+            values = read.get(place.placement.site.name, {})
+        found |= {place.key(name): tensor for name, tensor in values.items()}
     return config, found | {shared_key(name): t for name, t in shared.items()} | lost, rest
 
 
@@ -402,17 +424,6 @@ def _check_layers(peft_config: FileConfig, layers: Layers, info: ModelInfo) -> N
             f"the file lacks {len(lacking)} of the layers of target_modules={short(names)}: "
             f"{listing(lacking)}. {AGAIN}."
         )
-
-
-def _read_layer(spelling: PeftSpelling, layer: PeftLayer) -> Tensors:
-    try:
-        return spelling.read(layer)
-    except (IndexError, KeyError, RuntimeError) as error:
-        shown = ", ".join(f"{name} {list(t.shape)}" for name, t in layer.tensors.items())
-        raise CheckpointError(
-            f"at {layer.name!r} the tensors do not fit together: {shown or 'none'} ({error}). "
-            f"{AGAIN}."
-        ) from error
 
 
 def _sorted(
@@ -647,7 +658,8 @@ def _read_extras(
         info: of the model to fill.
 
     Raises:
-        CheckpointError: the tokens in the config are not those of the rows.
+        CheckpointError: the tokens in the config are not those of the rows, or modules that share
+            a table have rows of their own.
     """
     extras, left = Extras(), dict(rest)
     can = fields_for_extras(peft_config.spelling)
@@ -678,9 +690,23 @@ def _read_extras(
         elif "bias" in can and peft_config.bias != "none" and parameter == "bias":
             extras.biases[path] = _cast(left.pop(key), path, info)
             extras.kind = "all" if peft_config.bias == "all" else ADAPTED_BIASES
-    _refuse_other_rows(extras, anatomy)
-    if extras.kind == "all":
-        extras.biases = _outside_of_task(peft_config, info, sites) | extras.biases
+    for group in anatomy.shared_tables:
+        # modules that share a table have the same rows here
+        first, *others = [path for path in group if path in extras.rows] or group[:1]
+        for path in others:
+            (ids, rows), (other_ids, other_rows) = extras.rows[first], extras.rows[path]
+            if ids != other_ids or not torch.equal(rows, other_rows):
+                raise CheckpointError(
+                    f"the file has other rows at {path!r} than at {first!r}, which share one "
+                    f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
+                )
+    if extras.kind == "all" and (task := class_in(peft_config, info)) is not None:
+        # the file's class of models may lack layers, such as a pooler
+        there = {_here(path, sites, info) for path in info.modules(task)}
+        for site in anatomy.biases:
+            bias = None if site.path in there else base_tensor(site.path, "bias", info)
+            if bias is not None:
+                extras.biases.setdefault(site.path, bias.detach())
     for path, (key, table) in tables.items():
         if path in extras.rows and _is_same(table, path, extras.rows[path][0], info):
             # a vocabulary that was resized: PEFT saves the table, whose new rows are trained
@@ -691,21 +717,6 @@ def _read_extras(
         if any(torch.equal(rest[other], rest[key]) for other in tables_of_rows):
             del left[key]
     return extras, left
-
-
-def _outside_of_task(
-    peft_config: FileConfig, info: ModelInfo, sites: Mapping[str, Site]
-) -> dict[str, Tensor]:
-    """Return the biases of layers that the file's class of models lacks, such as a pooler."""
-    if (task := class_in(peft_config, info)) is None:
-        return {}
-    there = {_here(path, sites, info) for path in info.modules(task)}
-    own = (
-        (s.path, base_tensor(s.path, "bias", info))
-        for s in info.anatomy.biases
-        if s.path not in there
-    )
-    return {path: bias.detach() for path, bias in own if bias is not None}
 
 
 def start_of_rows(spelling: PeftSpelling) -> str:
@@ -740,14 +751,6 @@ def _cast(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
     return tensor if own is None or not tensor.is_floating_point() else tensor.to(own.dtype)
 
 
-def _as(tensor: Tensor, path: str, info: ModelInfo) -> Tensor:
-    """Return a value in the dtype of its layer's weight, if that is exact."""
-    own = base_tensor(path, "weight", info)
-    if own is None or torch.promote_types(own.dtype, tensor.dtype) is not own.dtype:
-        return tensor
-    return tensor.to(own.dtype)
-
-
 def _rows(
     peft_config: FileConfig, named: str, rows: Tensor, site: Site, info: ModelInfo
 ) -> tuple[tuple[int, ...], Tensor]:
@@ -760,25 +763,12 @@ def _rows(
             f"trainable_token_indices={short(peft_config.trainable_token_indices)} does not fit "
             f"the rows {list(rows.shape)} of {named!r}. {AGAIN}."
         )
+    own = base_tensor(site.path, "weight", info)
+    # only if that is exact
+    if own is not None and torch.promote_types(own.dtype, rows.dtype) is own.dtype:
+        rows = rows.to(own.dtype)
     order = sorted(range(len(given)), key=given.__getitem__)
-    return tuple(given[i] for i in order), _as(rows[order], site.path, info)
-
-
-def _refuse_other_rows(extras: Extras, anatomy: Anatomy) -> None:
-    """Refuse rows of their own for modules that share a table; an adapter has the same in all.
-
-    Raises:
-        CheckpointError: there are some.
-    """
-    for group in anatomy.shared_tables:
-        first, *others = [path for path in group if path in extras.rows] or group[:1]
-        for path in others:
-            (ids, rows), (other_ids, other_rows) = extras.rows[first], extras.rows[path]
-            if ids != other_ids or not torch.equal(rows, other_rows):
-                raise CheckpointError(
-                    f"the file has other rows at {path!r} than at {first!r}, which share one "
-                    f"table here. Train it again with target_modules=[{group[0]!r}] in PEFT."
-                )
+    return tuple(given[i] for i in order), rows[order]
 
 
 def _is_same(table: Tensor, path: str, but: Sequence[int], info: ModelInfo) -> bool:
@@ -811,41 +801,6 @@ def _fields_of_extras(extras: Extras, spelling: PeftSpelling, anatomy: Anatomy) 
             found[TOKENS] = first if is_own and len(tokens) == 1 else tokens
     if extras.kind != "none":
         found["bias"] = extras.kind
-    return found
-
-
-def _keyed(
-    config: AdapterConfig,
-    extras: Extras,
-    layers: Mapping[str, Mapping[str, Tensor]],
-    anatomy: Anatomy,
-) -> dict[str, Tensor]:
-    """Return all tensors at layers under our keys.
-
-    Args:
-        config: of the adapter.
-        extras: what it has besides its adapters.
-        layers: `Site.name` → the tensors of its adapter.
-        anatomy: of the model.
-    """
-    tied = {path: group for group in anatomy.shared_tables for path in group}
-    rows = {
-        path: {"rows": values}
-        for given, (_, values) in extras.rows.items()
-        for path in tied.get(given, (given,))
-    }
-    found: dict[str, Tensor] = {}
-    for place in places_of(config, anatomy):
-        path, kind = place.path, FIELD_AT.get(place.placement.location)
-        if kind == "modules_to_save":
-            values = {f"layer.{name}": t for name, t in extras.copies.get(path, {}).items()}
-        elif kind == "bias":
-            values = {"own": extras.biases[path]} if path in extras.biases else {}
-        elif kind == TOKENS:
-            values = rows.get(path, {})
-        else:
-            values = dict(layers.get(place.placement.site.name, {}))
-        found |= {place.key(name): tensor for name, tensor in values.items()}
     return found
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -58,21 +58,14 @@ _IN_HEADS = """
 _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
-def encode_adapter(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
-) -> tuple[Fields, dict[str, Tensor]]:
+def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's config, and all tensors by PEFT's keys.
 
-    Args:
-        checkpoint: the adapter.
-        head: tensors of its head by key in the task class.
-        task: the class into which PEFT will load it.
-        info: of the model.
-
     Raises:
-        CheckpointError: PEFT has no such adapter, or its config has one value for a field that
-            differs between layers.
+        CheckpointError: PEFT has no such adapter or head, or its config has one value for a field
+            that differs between layers.
     """
+    task, head = head_for(checkpoint, info)
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     spelling, parts, more = _parts(config, checkpoint.adapter, info)
     modules = info.modules(task.model_class)
@@ -94,7 +87,18 @@ def encode_adapter(
         if any(key.startswith(f"{path}.") for path in head_modules)
     }
     if not spelling.has_layers:
-        _check_task(spelling, head, task)
+        # without a task, PEFT only adapts layers
+        if task.task_type is None:
+            raise inexpressible(
+                f"PEFT has {spelling.peft_type} in models of its tasks ({listing(TASKS)}), not in "
+                f"a {task.model_class}"
+            )
+        if task.task_type in _HEADED and not head:
+            hints = argument("with_head", True), argument("format", "native")
+            raise inexpressible(
+                f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head",
+                *hints,
+            )
         parts = {}
     layers = {name: _output(name, here, spelling, info) for name, here in parts.items()}
     sites = {name: layer.parts[0].placement.site for name, layer in layers.items()}
@@ -115,9 +119,7 @@ def encode_adapter(
         owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
         for parameter, tensor in layer.tensors.items():
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
-    found, also = _write_extras(
-        more, spelling, paths, modules, lambda path: _path_in_task(path, modules, info, task), info
-    )
+    found, also = _write_extras(more, spelling, paths, modules, task, info)
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})
     tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in also.items()}
     fields |= {**found, "modules_to_save": saved or None}
@@ -188,10 +190,14 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
     found: Fields = {}
     if not layers:
         return found
-    each = [*layers.values()]
-    written = spelling.write_layers(each, [_said(spelling, layer) for layer in each])
+    # every file has these fields
+    arguments = {} if spelling.arguments is None else spelling.arguments.fields
+    always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
+    configs = [layer.parts[0].placement.config.to_dict() for layer in layers.values()]
+    fields_of = {name: argument.ours for name, argument in spelling.fields.items()}
+    known = [always | {n: c[f] for n, f in fields_of.items() if f in c} for c in configs]
+    written = spelling.write_layers([*layers.values()], known)
     patterns = {base: (n, PATTERNS[n]) for n, base in spelling.patterns.items()}
-    first = next(iter(layers.values())).parts[0].placement.config.to_dict()
     for name in written[0]:
         values = {path: own[name] for path, own in zip(layers, written, strict=True)}
         said = {path: value for path, value in values.items() if value is not None}
@@ -199,7 +205,7 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
             found[name] = spelling.fields[name].default
         elif name in patterns:
             pattern, ours = patterns[name]
-            found[name] = most_common(said, first[ours])
+            found[name] = most_common(said, configs[0][ours])
             found[pattern] = by_path(said, found[name])
         elif len(distinct := {*said.values()}) > 1:
             raise inexpressible(
@@ -208,14 +214,6 @@ def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> F
         else:
             found[name] = distinct.pop()
     return found
-
-
-def _said(spelling: PeftSpelling, layer: PeftOutput) -> Fields:
-    """Return the fields of PEFT's config that ours has, and those that every file has."""
-    values = layer.parts[0].placement.config.to_dict()
-    arguments = {} if spelling.arguments is None else spelling.arguments.fields
-    always = {n: arguments[n].default for n in ("bias", "init_weights") if n in arguments}
-    return always | {n: values[a.ours] for n, a in spelling.fields.items() if a.ours in values}
 
 
 def _target_fields(
@@ -272,21 +270,6 @@ def _task_fields(
         library = getattr(getattr(transformers, task.model_class, None), "__module__", None)
         fields["auto_mapping"] = {"base_model_class": task.model_class, "parent_library": library}
     return fields
-
-
-def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
-    """Raise if PEFT would ignore the adapter: without a task, PEFT only adapts layers."""
-    if task.task_type is None:
-        raise inexpressible(
-            f"PEFT has {spelling.peft_type} in models of its tasks ({listing(TASKS)}), not in a "
-            f"{task.model_class}"
-        )
-    if task.task_type in _HEADED and not head:
-        raise inexpressible(
-            f"PEFT loads {spelling.peft_type} into a {task.model_class} only with its head",
-            argument("with_head", True),
-            argument("format", "native"),
-        )
 
 
 def _path_in_task(
@@ -377,7 +360,7 @@ def _write_extras(
     spelling: PeftSpelling,
     adapted: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
-    path_in_task: Callable[[str], str],
+    task: Task,
     info: ModelInfo,
 ) -> tuple[Fields, dict[str, Tensor]]:
     """Return PEFT's fields and its tensors without the prefix.
@@ -387,7 +370,7 @@ def _write_extras(
         spelling: of the method.
         adapted: paths of the adapted layers, here and in the task class.
         modules: of the task class.
-        path_in_task: path here → path in the task class.
+        task: the class into which PEFT will load it.
         info: of the model.
 
     Raises:
@@ -398,7 +381,8 @@ def _write_extras(
     saved: list[str] = []
     tokens: dict[int, tuple[str | None, str, list[int]]] = {}
     for place, values in places:
-        path, config = path_in_task(place.path), place.placement.config.to_dict()
+        path = _path_in_task(place.path, modules, info, task)
+        config = place.placement.config.to_dict()
         kind = FIELD_AT[place.placement.location]
         if kind not in fields_for_extras(spelling):
             raise inexpressible(
@@ -453,7 +437,20 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     if not info.named_heads:
         return Task(info.model_class, task_of(info.model_class)), dict(checkpoint.head)
     if metadata is None:
-        return _without_head(info), {}
+        # the class that generates, else the base model
+        encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
+            ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
+            # PEFT's task_type would require `input_ids`
+            (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+            ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
+            (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+            ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
+        )
+        for task, mapping in generating:
+            for cls in classes_for(mapping, info.model_type):
+                return Task(cls, task), {}
+        return Task(info.model_class, None), {}
     config = dict(metadata.get("config") or {})
     if (own := config.get("model_class")) is not None:
         return Task(own, task_of(own)), info.to_static(own, metadata, checkpoint.head)
@@ -470,20 +467,3 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
             argument("with_head", False),
         )
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
-
-
-def _without_head(info: ModelInfo) -> Task:
-    """Return the class for adapters without a head: one that generates, else the base model."""
-    encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
-        ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
-        # PEFT's task_type would require `input_ids`
-        (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
-        ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
-        (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-        ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
-    )
-    for task, mapping in generating:
-        for model_class in classes_for(mapping, info.model_type):
-            return Task(model_class, task)
-    return Task(info.model_class, None)

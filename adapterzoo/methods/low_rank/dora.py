@@ -222,7 +222,7 @@ class DoRA(Magnitudes, LowRank):
             return
         gains = [adapter.gain(base) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
-        super().combine(adapters, weights, strategy, base, [gain / c for gain in gains])
+        self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 

@@ -379,15 +379,23 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         weights: Sequence[float],
         strategy: Combination,
         base: BaseLayer,
+    ) -> None:
+        """Set A and B to the combination of those of several adapters, by any strategy."""
+        self.combine_factors(adapters, weights, strategy)
+
+    def combine_factors(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
         gains: Sequence[Tensor] | None = None,
     ) -> None:
-        """Set A and B to the combination of those of several adapters, by any strategy.
+        """Set A and B to the combination of those of several adapters.
 
         Args:
             adapters: of the same layer.
             weights: one for each.
             strategy: the strategy and its options.
-            base: the layer.
             gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
         """
         pairs = [adapter.whole_factors(adapter.lora_A) for adapter in adapters]

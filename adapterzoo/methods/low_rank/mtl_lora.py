@@ -195,7 +195,7 @@ class MTLLoRA(LowRank):
         return {"task_specific.values": start, "weights": ones}
 
     # not that of factors: all parameters are combined linearly
-    combine = Adapter.combine  # type: ignore[assignment]
+    combine = Adapter.combine
 
 
 MTLLoRAConfig.adapter_class = MTLLoRA

@@ -8,6 +8,7 @@ do not exist here, PEFT computes the changes; it is not required otherwise.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -391,22 +392,21 @@ def _drawn(
 ) -> dict[str, Tensor] | None:
     """Return random inputs, if the config has their sizes."""
     config = model.config
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=source, device="cpu")
-
+    noise = functools.partial(torch.randn, generator=source, device="cpu")
     if main == "input_ids" and table is not None:
         ids = _tokens(text_config(config), table.num_embeddings, source)  # [1, tokens]
         return {main: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
     size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
     if main == "pixel_values" and size and channels:
-        return {main: noise(channels, *(size if isinstance(size, list | tuple) else (size, size)))}
+        return {
+            main: noise(1, channels, *(size if isinstance(size, list | tuple) else (size, size)))
+        }
     bins, frames = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
     if main == "input_features" and bins and frames and config.is_encoder_decoder:
         start = torch.tensor([[config.decoder_start_token_id or 0]], device="cpu")
-        return {main: noise(bins, 2 * frames), "decoder_input_ids": start}
+        return {main: noise(1, bins, 2 * frames), "decoder_input_ids": start}
     if main == "input_values":
-        return {main: noise(_SAMPLES)}
+        return {main: noise(1, _SAMPLES)}
     return None
 
 

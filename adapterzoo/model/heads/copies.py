@@ -378,35 +378,6 @@ def rows_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     return () if record is None else record.located.get(ROWS, ())
 
 
-def shared_rows(
-    places: Mapping[str, Sequence[Placement]], modules: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the one module of rows for each of the paths that share a table.
-
-    Args:
-        places: of an adapter.
-        modules: built for each path.
-    """
-    firsts: dict[int, Any] = {}
-    return {
-        path: firsts.setdefault(id(ps[0].config), modules[path])
-        for path, ps in places.items()
-        if ps and ps[0].location == ROWS
-    }
-
-
-def _tied_outputs(model: AdaptedModel) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """Yield path, layer and embeddings of each output layer that is tied to a table."""
-    tables: dict[int, list[str]] = {}
-    for path, module in model._backbone.named_modules():
-        if isinstance(module, nn.Embedding):
-            tables.setdefault(id(module._parameters["weight"]), []).append(without_wrappers(path))
-    for path, module in cast("nn.Module", model).named_modules():
-        weight = module._parameters.get("weight")
-        if isinstance(module, nn.Linear) and (paths := tables.get(id(weight))):
-            yield without_wrappers(path), module, tuple(paths)
-
-
 def update_rows(model: AdaptedModel) -> bool:
     """Let the output layers that are tied to a table have its rows, and no others.
 
@@ -417,12 +388,17 @@ def update_rows(model: AdaptedModel) -> bool:
     state = model._adapter_state
     if not names and not state.outputs:
         return False
+    tables: dict[int, list[str]] = {}
+    for path, module in model._backbone.named_modules():
+        if isinstance(module, nn.Embedding):
+            tables.setdefault(id(module._parameters["weight"]), []).append(without_wrappers(path))
     wanted: dict[tuple[str, str], tuple[nn.Module, Any]] = {}
-    for path, layer, tables in _tied_outputs(model):
-        for name in names:
-            rows = {p: module for p, module in modules_of(model, name) if p in tables}
-            if found := [rows[p] for p in rows_of(model, name) if p in rows]:
-                wanted[path, name] = layer, found[0]
+    for path, layer in cast("nn.Module", model).named_modules():
+        tied = tables.get(id(layer._parameters.get("weight")), ())
+        for name in names if tied and isinstance(layer, nn.Linear) else ():
+            rows = dict(modules_of(model, name))
+            if found := [rows[p] for p in rows_of(model, name) if p in tied]:
+                wanted[without_wrappers(path), name] = layer, found[0]
     for path, name in state.outputs:
         if (path, name) not in wanted and name in _adapters_at(model, path):
             inject.take(_layer(model, path), name)
@@ -644,28 +620,28 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
 
 
 def _of_base(
-    model: AdaptedModel, given: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
+    model: AdaptedModel, config: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
 ) -> AdapterConfig:
     """Return a config whose `target_modules` are layers of the base model alone, in PEFT too.
 
     Args:
         model: with adapters.
-        given: the config of the user.
+        config: of the user.
         own: the same without names that only the head has.
         head: the modules of the head by path.
 
     Raises:
         SiteError: PEFT would adapt layers or parameters of the head.
     """
-    asked = given.get("target_parameters") or ()
+    asked = config.get("target_parameters") or ()
     keys = [f"{path}.{name}" for path, module in head.items() for name in module._parameters]
     theirs, field = [key for key in keys if matches(key, asked)], "target_parameters"
     names: Any = [
         f"{base_prefix(model)}{key}" for key in model.anatomy.weights() if matches(key, asked)
     ]
-    wanted, excluded = given.get("target_modules") or (), given.get("exclude_modules") or ()
+    wanted, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     layers = [path for path, module in head.items() if module._parameters and matches(path, wanted)]
-    if given.get("layers_to_transform") is not None:
+    if config.get("layers_to_transform") is not None:
         # for a layer outside of blocks PEFT needs its whole path then
         layers = [path for path in layers if path in wanted]
     if layers and not (names and theirs):
@@ -674,7 +650,7 @@ def _of_base(
         names = names_of(model, (placement.site for placement in placements))
         own = own.replace(target_modules=names)
         # PEFT does not adapt what is trained whole
-        saved = tuple(f"{p}." for p in head if matches(p, given.get("modules_to_save") or ()))
+        saved = tuple(f"{p}." for p in head if matches(p, config.get("modules_to_save") or ()))
         theirs = [p for p in layers if not matches(p, excluded) and not f"{p}.".startswith(saved)]
         field = "target_modules"
     if names and theirs:

@@ -29,7 +29,6 @@ from adapterzoo.errors import (
 from adapterzoo.heads import Pooling, PredictionHead, head_types
 from adapterzoo.inject.tokens import recorded_call
 from adapterzoo.model.batches import batch_size, repeated
-from adapterzoo.model.hf.backbone import pad_and_eos
 from adapterzoo.model.hf.task_classes import text_config
 
 from . import named
@@ -159,13 +158,54 @@ class Call:
         return lambda y: inject.leave(self.model.base_model, plan, y, self.rows)
 
     def features(self, pooling: Pooling | None) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states and their mask.
+        """Return the hidden states and the mask for a head.
+
+        The attention mask of the call is `[batch, tokens]`, or any other that the model takes, such
+        as one for each kind of layer, which `generate` makes for a static cache.
 
         Args:
-            pooling: of the head.
+            pooling: of the head; decides what it reads.
+
+        Raises:
+            StateError: the model did not compute what the head needs.
         """
-        mask, ids = (self.given[name] for name in _FEATURES)
-        return head_input(self.model, pooling, self.base(**self.inputs), mask, ids)
+        mask, input_ids = (self.given[name] for name in _FEATURES)
+        outputs = self.base(**self.inputs)
+        needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
+        if outputs.get(needed) is None:
+            raise StateError(
+                f"{type(self.model).__name__} computes no {needed}, which the head reads. "
+                f"Add a head with another pooling, such as pooling='mean'."
+            )
+        if pooling == "pooler":
+            # a CNN's has two more dimensions, of size 1
+            return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
+        hidden = cast("Tensor", outputs["last_hidden_state"])
+        if hidden.dim() == 4:
+            hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
+        if pooling not in ("mean", "last", "eos"):
+            return hidden, _fitting(self.model, mask, hidden)
+        text = text_config(self.model.config)
+        pad, eos = (getattr(text, f"{name}_token_id", None) for name in ("pad", "eos"))
+        if mask is None and input_ids is not None and pad is not None and pooling != "mean":
+            mask = input_ids != pad
+        is_one = mask is None or isinstance(mask, Tensor)
+        if pooling == "eos" and input_ids is not None and eos not in (None, []) and is_one:
+            ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
+            real = torch.ones_like(ends)
+            if isinstance(mask, Tensor):
+                real = mask.to(ends.device, torch.bool)
+            if real.shape == ends.shape:
+                ends = ends & real
+                # a truncated sequence has no end token: use its last token
+                mask = ends.where(ends.any(dim=1, keepdim=True), real)
+        fitting = _fitting(self.model, mask, hidden)
+        if mask is not None and fitting is None:
+            raise StateError(
+                f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} "
+                f"hidden states are padding. Write {argument('pooling', 'cls')}."
+            )
+        return hidden, fitting
 
     def output(self, name: str, loss: Tensor | None, values: Mapping[str, Tensor]) -> ModelOutput:
         """Return an output of a class of transformers, with the base model's outputs.
@@ -525,63 +565,6 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
     return shifted.masked_fill(shifted == -100, start if pad is None else pad)
 
 
-def head_input(
-    model: Any,
-    pooling: Pooling | None,
-    outputs: ModelOutput,
-    attention_mask: Tensor | Mapping[str, Tensor] | None,
-    input_ids: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states and the mask for a head.
-
-    Args:
-        model: that computed the outputs.
-        pooling: of the head; decides what it reads.
-        outputs: of the base model.
-        attention_mask: `[batch, tokens]`, or any other mask that the model takes, such as one for
-            each kind of layer, which `generate` makes for a static cache.
-        input_ids: the tokens of the hidden states; None if unknown.
-
-    Raises:
-        StateError: the model did not compute what the head needs.
-    """
-    needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
-    if outputs.get(needed) is None:
-        raise StateError(
-            f"{type(model).__name__} computes no {needed}, which the head reads. "
-            f"Add a head with another pooling, such as pooling='mean'."
-        )
-    if pooling == "pooler":
-        # a CNN's has two more dimensions, of size 1
-        return outputs["pooler_output"].flatten(1), None  # [batch, d_model]
-    hidden = cast("Tensor", outputs["last_hidden_state"])
-    if hidden.dim() == 4:
-        hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
-    if pooling not in ("mean", "last", "eos"):
-        return hidden, _fitting(model, attention_mask, hidden)
-    mask = attention_mask
-    pad, eos = pad_and_eos(model)
-    if mask is None and input_ids is not None and pad is not None and pooling != "mean":
-        mask = input_ids != pad
-    is_one = mask is None or isinstance(mask, Tensor)
-    if pooling == "eos" and input_ids is not None and eos and is_one:
-        ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
-        real = torch.ones_like(ends)
-        if isinstance(mask, Tensor):
-            real = mask.to(ends.device, torch.bool)
-        if real.shape == ends.shape:
-            ends = ends & real
-            # a truncated sequence has no end token: use its last token
-            mask = ends.where(ends.any(dim=1, keepdim=True), real)
-    fitting = _fitting(model, mask, hidden)
-    if mask is not None and fitting is None:
-        raise StateError(
-            f"pooling={pooling!r}: the mask does not show which of the {hidden.shape[1]} hidden "
-            f"states are padding. Write {argument('pooling', 'cls')}."
-        )
-    return hidden, fitting
-
-
 def _fitting(model: Any, mask: object, hidden: Tensor) -> Tensor | None:
     """Return the mask of the tokens that have hidden states; None if it is unknown."""
     tokens = hidden.shape[1]
@@ -620,7 +603,14 @@ def head_rows(
     elif rows is None or rows.heads not in (None, names):
         return None
     elif rows.copies > 1 and len(names) > 1 and len(names) != rows.parts:
-        rows = _copies(names, rows)
+        if len(names) != rows.copies:
+            raise CompositionError(
+                f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} "
+                f"copies of the batch. Write active_head = […] with {rows.copies} names, or 1."
+            )
+        # each head reads one copy of the batch
+        batch = len(rows.index) // rows.copies
+        rows = replace(rows, index=tuple(row // batch for row in range(len(rows.index))))
     elif rows.parts < 2 or len(names) != rows.parts:
         return None
     # a batch may lack rows of some tasks
@@ -632,17 +622,6 @@ def head_rows(
         answering = list(dict.fromkeys(answering))
         numbers = {part: answering.index(names[part]) for part in present}
     return tuple(answering), rows.renumbered([numbers.get(p, 0) for p in range(len(names))])
-
-
-def _copies(names: Sequence[str], rows: RowMap) -> RowMap:
-    """Return the rows of heads of which each reads one copy of the batch."""
-    if len(names) != rows.copies:
-        raise CompositionError(
-            f"Parallel: the heads {listing(names)} are active, and they read {rows.copies} copies "
-            f"of the batch. Write active_head = […] with {rows.copies} names, or 1."
-        )
-    batch = len(rows.index) // rows.copies
-    return replace(rows, index=tuple(row // batch for row in range(len(rows.index))))
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput) -> ModelOutput:

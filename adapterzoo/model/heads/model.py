@@ -301,7 +301,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         inputs = batches.named_inputs(self.input_names, args, kwargs)
         inputs = batches.with_batch(self.input_names, inputs)
-        if not batches.starts(self, adapter_names, task_ids):
+        if adapter_names is None and task_ids is None and not self._active.plan.divides_batch:
             return forward.forward(self, inputs, head, return_dict, 1)
         one_head = head is not None
         plan, times = batches.plan_of_call(self, inputs, adapter_names, task_ids, one_head)

@@ -22,7 +22,7 @@ from adapterzoo.formats import fit
 from adapterzoo.formats.fit import digest
 from adapterzoo.heads import OWN_OUTPUT, STATIC, HeadConfig, PredictionHead, StaticConfig
 from adapterzoo.model.hf.backbone import describe, ties_output
-from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors, saved_fields
+from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors
 from adapterzoo.model.sharding import class_name
 from adapterzoo.model.state import AdaptedModel, heads_of
 
@@ -307,29 +307,6 @@ def record_of(
     """
     if model._has_named_heads:
         return None if name is None else of_named(model, name, alone, short)
-    return _of_static(model, name, alone)
-
-
-def of_named(model: Any, name: str, alone: bool = False, short: bool = False) -> HeadRecord:
-    """Return a named head as a checkpoint holds it; arguments as of `record_of`."""
-    head = find(model, name)
-    config, table = head.config, copies.table_of(model, name) if alone else None
-    if table is not None and is_on(head, table):
-        config = config.replace(tie_word_embeddings=False)
-    tensors = own_tensors(model, head, table)
-    document: dict[str, Any] = {"config": config.to_dict()}
-    if isinstance(config, StaticConfig):
-        document[MODEL_CONFIG] = saved_fields(model.config, config)
-    key, layer = head.output_key, head.output_embeddings
-    if short and head.of_checkpoint and layer is not None and key is not None and key in tensors:
-        weight = layer.weight
-        if type(weight) is nn.Parameter and not weight.is_meta and not weight.requires_grad:
-            document[FIELD] = digest(weight)
-            del tensors[key]
-    return HeadRecord(document, tensors)
-
-
-def _of_static(model: Any, name: str | None, alone: bool) -> HeadRecord | None:
     tensors, layer = copies.tensors_of(model, name), model.get_output_embeddings()
     rest = {key: t for key, t in head_tensors(model).items() if key not in tensors}
     weight = None if layer is None else cast("Tensor", layer.weight)
@@ -351,6 +328,26 @@ def _of_static(model: Any, name: str | None, alone: bool) -> HeadRecord | None:
         document |= {FIELD: digest(large[key]), OUTPUT_KEY: key}
         rest.pop(key)
     return HeadRecord(document, {**tensors, **rest})
+
+
+def of_named(model: Any, name: str, alone: bool = False, short: bool = False) -> HeadRecord:
+    """Return a named head as a checkpoint holds it; arguments as of `record_of`."""
+    head = find(model, name)
+    config, table = head.config, copies.table_of(model, name) if alone else None
+    if table is not None and is_on(head, table):
+        config = config.replace(tie_word_embeddings=False)
+    tensors = own_tensors(model, head, table)
+    document: dict[str, Any] = {"config": config.to_dict()}
+    if isinstance(config, StaticConfig):
+        own = config.fields or {}
+        document[MODEL_CONFIG] = {**config_fields(model.config), "problem_type": None, **own}
+    key, layer = head.output_key, head.output_embeddings
+    if short and head.of_checkpoint and layer is not None and key is not None and key in tensors:
+        weight = layer.weight
+        if type(weight) is nn.Parameter and not weight.is_meta and not weight.requires_grad:
+            document[FIELD] = digest(weight)
+            del tensors[key]
+    return HeadRecord(document, tensors)
 
 
 def completed(

@@ -252,10 +252,21 @@ def fitting(
     """
     if not model._has_named_heads:
         return _fitting_static(model, record, name, asked)
-    if not isinstance(record.document.get("config"), Mapping):
-        record = _translated(model, record)
-    config = named.config_from(model, record.document["config"])
     saved = record.document.get(MODEL_CONFIG)
+    if not isinstance(record.document.get("config"), Mapping):
+        # the head of a task class
+        document, static = record.document, dict(record.tensors)
+        if (key := document.get(OUTPUT_KEY)) is not None:
+            static[key] = output_like(model.heads.values(), document[FIELD])
+        labels = document.get("label2id")
+        translated = ModelInfo(model).from_static(
+            str(document.get(STATIC)),
+            static,
+            labels if isinstance(labels, Mapping) else None,
+            saved if isinstance(saved, Mapping) else None,
+        )
+        record, saved = HeadRecord(*translated), None
+    config = named.config_from(model, record.document["config"])
     if isinstance(config, StaticConfig) and isinstance(saved, Mapping):
         config = config.replace(fields=other_fields(model.config, saved) or None)
     if asked.id2label is not None:
@@ -275,26 +286,6 @@ def fitting(
     if asked.dtype is None:
         head.of_checkpoint = FIELD in record.document
     return lambda: enter(model, checked, head, asked.set_active)
-
-
-def _translated(model: Any, record: HeadRecord) -> HeadRecord:
-    """Return the head of a task class as a named one.
-
-    Raises:
-        CheckpointError: it cannot be one.
-    """
-    document, tensors = record.document, dict(record.tensors)
-    if (key := document.get(OUTPUT_KEY)) is not None:
-        tensors[key] = output_like(model.heads.values(), document[FIELD])
-    given = document.get("label2id")
-    saved = document.get(MODEL_CONFIG)
-    translated = ModelInfo(model).from_static(
-        str(document.get(STATIC)),
-        tensors,
-        given if isinstance(given, Mapping) else None,
-        saved if isinstance(saved, Mapping) else None,
-    )
-    return HeadRecord(*translated)
 
 
 def _fitting_static(

@@ -111,7 +111,13 @@ def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
     inactive = inactive_of(model)
     own: Any = {model._adapter_state.embeddings: layer_of(model)}
     found = {DEFAULT: inactive.get(DEFAULT), **own, **inactive}
-    return MappingProxyType({name: _view(of.weight, of.padding_idx) for name, of in found.items()})
+    views: dict[str, nn.Embedding] = {}
+    for name, of in found.items():
+        # no memory is allocated for the values that are replaced at once
+        rows, width = of.weight.shape
+        views[name] = nn.Embedding(rows, width, padding_idx=of.padding_idx, device="meta")
+        views[name].weight = of.weight
+    return MappingProxyType(views)
 
 
 def find(model: AdaptedModel, name: str) -> nn.Embedding:
@@ -124,13 +130,6 @@ def find(model: AdaptedModel, name: str) -> nn.Embedding:
     if name not in found:
         raise unknown_name("", "embedding", name, found)
     return found[name]
-
-
-def tensors(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the tables by name, where there are others than the model's own."""
-    if not inactive_of(model):
-        return {}
-    return {name: module.weight for name, module in loaded(model).items()}
 
 
 def biases_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
@@ -159,14 +158,6 @@ def layer_of(model: AdaptedModel) -> nn.Embedding:
             f"embeddings and train_embeddings need."
         )
     return layer
-
-
-def _view(weight: Tensor, padding_idx: int | None) -> nn.Embedding:
-    # no memory is allocated for the values that are replaced at once
-    rows, width = weight.shape
-    made = nn.Embedding(rows, width, padding_idx=padding_idx, device="meta")
-    made.weight = cast("nn.Parameter", weight)
-    return made
 
 
 # --- add and delete ---
@@ -312,13 +303,6 @@ def _follows(model: AdaptedModel, table: Tensor) -> bool:
 # --- whole models ---
 
 
-def activate_saved(model: AdaptedModel) -> None:
-    """Activate the embeddings that a saved model had, whose values are there now."""
-    name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
-    if name is not None:
-        activate(model, name)
-
-
 @contextlib.contextmanager
 def own_in_place(model: AdaptedModel) -> Iterator[bool]:
     """Let a model be saved with its own table; yield whether another was active."""
@@ -327,11 +311,13 @@ def own_in_place(model: AdaptedModel) -> Iterator[bool]:
         yield False
         return
     activate(model, DEFAULT)
+    # the config entry of the saved model names them
     model._adapter_state.coming_embeddings = name
     try:
         yield True
     finally:
-        activate_saved(model)
+        model._adapter_state.coming_embeddings = None
+        activate(model, name)
 
 
 def check_plain(model: AdaptedModel) -> None:
@@ -571,7 +557,10 @@ def update_outputs(model: AdaptedModel) -> None:
 
 
 def after_loading(model: AdaptedModel) -> None:
-    """Complete the rows of adapters, of a model whose parameters are there and tied now."""
+    """Activate the saved embeddings, and complete the rows of adapters: all has its values now."""
+    name, model._adapter_state.coming_embeddings = model._adapter_state.coming_embeddings, None
+    if name is not None:
+        activate(model, name)
     for name in model._adapter_state.records:
         own = dict(modules_of(model, name)) if (paths := rows_of(model, name)) else {}
         for path in paths:
@@ -665,17 +654,14 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
             theirs = shareable_of(model, other)
             if own.keys() != theirs.keys():
                 continue
-            if all(_is_equal(p, theirs[place]) for place, p in own.items()):
+            pairs = [(p, theirs[place]) for place, p in own.items()]
+            alike = all(p.device == t.device and p.dtype == t.dtype for p, t in pairs)
+            if alike and all(torch.equal(p, t) for p, t in pairs):
                 group = next((g for g, n in state.sharing.items() if other in n), None)
                 members = state.sharing.pop(group) if group is not None else (other,)
                 same = (*members, *(n for n in (name,) if n not in members))
                 _join(model, same, other, None if group == _group_name(members) else group)
                 break
-
-
-def _is_equal(parameter: nn.Parameter, other: nn.Parameter) -> bool:
-    alike = parameter.device == other.device and parameter.dtype == other.dtype
-    return alike and torch.equal(parameter, other)
 
 
 def _group_name(names: Sequence[str]) -> str:

@@ -29,23 +29,20 @@ class AdapterFolder(NamedTuple):
     base: formats.Base
 
 
-def _with_subfolder(search: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Decorate transformers' search for an adapter: in a folder, it looks in `subfolder`, too."""
-
-    @functools.wraps(search)
-    def searching(model_id: Any, **options: Any) -> str | None:
-        if options.get("subfolder") and Path(model_id).is_dir():
-            inner = Path(model_id, options.pop("subfolder"))
-            return search(os.fspath(inner), **options) if inner.is_dir() else None
-        return search(model_id, **options)
-
-    return searching
-
-
 # with PEFT installed, a model that is loaded would get the adapter beside it, whatever is asked
 if Version(_installed) < Version("5.24"):
     _module: Any = _peft
-    _module.find_adapter_config_file = _with_subfolder(_module.find_adapter_config_file)
+    _search = _module.find_adapter_config_file
+
+    @functools.wraps(_search)
+    def _search_folder(model_id: Any, **options: Any) -> Any:
+        """Search for an adapter as transformers does; in a folder, look in `subfolder`, too."""
+        if options.get("subfolder") and Path(model_id).is_dir():
+            folder = Path(model_id, options.pop("subfolder"))
+            return _search(os.fspath(folder), **options) if folder.is_dir() else None
+        return _search(model_id, **options)
+
+    _module.find_adapter_config_file = _search_folder
 
 
 def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
@@ -64,10 +61,8 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
     folder = _without_model(path, asked)
-    if folder is None:
-        return None
-    format = formats.of(folder, "adapter")
-    if format is None:
+    format = None if folder is None else formats.of(folder, "adapter")
+    if folder is None or format is None:
         return None
     base = formats.formats[format].base(folder)
     if base.name is None:

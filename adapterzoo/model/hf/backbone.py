@@ -41,9 +41,16 @@ def describe(model: Any) -> Backbone:
     vocab_size = getattr(text, "vocab_size", None)
     if encoder_decoder:
         vocab_size = getattr(config, "decoder_vocab_size", None) or vocab_size
+    # OPT projects its last hidden states; CNNs have a width for each stage
+    width = _first(text, "word_embed_proj_dim", "hidden_size", "decoder_hidden_size")
+    if width is None and (stages := getattr(text, "hidden_sizes", None)):
+        width = stages[-1]
+    if not isinstance(width, int):
+        name = type(model).__name__
+        raise ConfigError(f"{name} has hidden_size={width!r}. Write config.hidden_size = ….")
     dropout = _first(text, "classifier_dropout", "hidden_dropout_prob")
     return Backbone(
-        hidden_size=_width(model, text),
+        hidden_size=width,
         device=reference.device,
         dtype=reference.dtype,
         vocab_size=vocab_size,
@@ -96,17 +103,13 @@ def _auto_pooling(model: Any) -> Pooling:
         return "cls" if names & _CLASS_TOKENS else "mean"
     if model.main_input_name in ("input_values", "input_features"):
         return "mean"
-    return "last" if _is_decoder(config) else "cls"
-
-
-def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
-    """Return the id of the padding token and the ids of end-of-sequence tokens."""
-    text = text_config(model.config)
-    eos = getattr(text, "eos_token_id", None)
-    if eos is None:
-        eos = ()
-    pad = getattr(text, "pad_token_id", None)
-    return pad, (eos,) if isinstance(eos, int) else tuple(eos)
+    text = text_config(config)
+    types = {config.model_type, text.model_type} - _ENCODERS
+    causal = {
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    } - set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    return "last" if getattr(text, "is_decoder", False) or types & causal else "cls"
 
 
 def plain_token(config: Any) -> int:
@@ -121,29 +124,6 @@ def plain_token(config: Any) -> int:
             if name.endswith(("_token_id", "_token_index", "_token_ids")):
                 special.update(value if isinstance(value, (list, tuple)) else (value,))
     return next(token for token in range(len(special) + 1) if token not in special)
-
-
-def _is_decoder(config: Any) -> bool:
-    text = text_config(config)
-    if getattr(text, "is_decoder", False):
-        return True
-    types = {config.model_type, text.model_type} - _ENCODERS
-    causal = {
-        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    }
-    return bool(types & (causal - set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)))
-
-
-def _width(model: Any, text: Any) -> int:
-    # OPT projects its last hidden states; CNNs have a width for each stage
-    width = _first(text, "word_embed_proj_dim", "hidden_size", "decoder_hidden_size")
-    if width is None and (stages := getattr(text, "hidden_sizes", None)):
-        width = stages[-1]
-    if not isinstance(width, int):
-        name = type(model).__name__
-        raise ConfigError(f"{name} has hidden_size={width!r}. Write config.hidden_size = ….")
-    return width
 
 
 def _first(config: Any, *names: str) -> Any:

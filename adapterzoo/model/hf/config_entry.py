@@ -53,9 +53,16 @@ def _enter(model: AdaptedModel) -> None:
     state, plan = model._adapter_state, model._active.default.plan
     heads, own = heads_of(model), plan.heads.setup
     vars(model.config).pop("adapters", None)
-    others = _embeddings(model)
-    nothing = not state.records and not heads and state.interface is None
-    if nothing and others is None:
+    inactive = [
+        {
+            "name": name,
+            "shape": list(each.weight.shape),
+            "padding_idx": each.padding_idx,
+            "biases": {key: list(bias.shape) for key, bias in each.biases().items()},
+        }
+        for name, each in tables.inactive_of(model).items()
+    ]
+    if not (state.records or heads or state.interface or inactive):
         return
     records = state.records.items()
     model.config.adapters = {
@@ -76,7 +83,11 @@ def _enter(model: AdaptedModel) -> None:
         "static_heads": list(state.copies),
         "known_heads": list(heads),
         "interface": None if state.interface is None else state.interface.to_dict(),
-    } | ({} if others is None else {"loaded_embeddings": others})
+    }
+    if inactive:
+        # a model is saved with its own in place
+        active = state.coming_embeddings or DEFAULT_EMBEDDINGS
+        model.config.adapters["loaded_embeddings"] = {"active": active, "tables": inactive}
 
 
 def restore(model: AdaptedModel, quantized: bool = False) -> None:
@@ -131,44 +142,22 @@ def _restore(model: AdaptedModel, document: Any) -> None:
         fusion.add(model, names, values, name if name != ",".join(names) else None)
     for owner in document.get("static_heads", ()):
         copies.put(model, owner, copies.made(model))
-    _restore_embeddings(model, document.get("loaded_embeddings"))
+    if (embeddings := document.get("loaded_embeddings")) is not None:
+        own = tables.layer_of(model).weight
+        like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
+        for each in embeddings["tables"]:
+            table = nn.Parameter(torch.empty(each["shape"], **like), False)
+            made = tables.InactiveTable(table, each["padding_idx"])
+            for key, shape in each["biases"].items():
+                bias = torch.empty(shape, **like)
+                made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
+            tables.store_of(model)[check_name(each["name"])] = made
+        state.coming_embeddings = embeddings["active"]
     setup, heads = from_json(document["active"]), document["heads"]
     if isinstance(heads, Mapping):
         heads = from_json(heads)
     plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
     model._active.default.plan = plan
-
-
-def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
-    """Return what the config says of embeddings beside the model's own, None without such."""
-    inactive = tables.inactive_of(model)
-    listed = [
-        {
-            "name": name,
-            "shape": list(each.weight.shape),
-            "padding_idx": each.padding_idx,
-            "biases": {key: list(bias.shape) for key, bias in each.biases().items()},
-        }
-        for name, each in inactive.items()
-    ]
-    # a model is saved with its own in place
-    active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
-    return {"active": active, "tables": listed} if listed else None
-
-
-def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
-    if document is None:
-        return
-    own = tables.layer_of(model).weight
-    like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
-    for each in document["tables"]:
-        table = nn.Parameter(torch.empty(each["shape"], **like), False)
-        made = tables.InactiveTable(table, each["padding_idx"])
-        for key, shape in each["biases"].items():
-            bias = torch.empty(shape, **like)
-            made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
-        tables.store_of(model)[check_name(each["name"])] = made
-    model._adapter_state.coming_embeddings = document["active"]
 
 
 def format_of(entry: object) -> str | None:

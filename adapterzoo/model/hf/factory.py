@@ -49,6 +49,19 @@ _GENERATING = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
 )
 
+# pipelines that check class names, for tasks of named heads
+_PIPELINES = (
+    "audio-classification",
+    "document-question-answering",
+    "image-classification",
+    "ner",
+    "sentiment-analysis",
+    "text-classification",
+    "token-classification",
+    "video-classification",
+)
+_GENERATING_PIPELINES = ("image-text-to-text", "text-generation")
+
 # of models with several towers, such as `get_text_features`
 _FEATURES = re.compile(r"get_\w+_features")
 
@@ -159,9 +172,19 @@ def _make_named(
     name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
     made = type(name, (*bases, family), members)
     if generating is not None:
-        _borrow_generation(made, generating)
+        # what the family's language model overrides of generation
+        overridable = {*dir(GenerationMixin), "prepare_decoder_input_ids_from_labels"}
+        for key, member in vars(generating).items():
+            is_method = isinstance(member, types.FunctionType) and not key.startswith("__")
+            if is_method and key in overridable:
+                setattr(made, key, _of_class(made, member))
         counting(made)
-    _enter_pipelines(name, generating is not None)
+    # late: this import is slow
+    from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
+
+    # a pipeline logs an error for a class that is in no table; `AutoModelFor…` does not read this
+    for task in (*_PIPELINES, *(() if generating is None else _GENERATING_PIPELINES)):
+        SUPPORTED_PEFT_TASKS.setdefault(task, []).append(name)
     return made
 
 
@@ -228,7 +251,12 @@ def with_rows(plain: Any, on_base: bool = False, one_head: bool = False) -> Call
             return plain(model, *given, **named)
 
     # Trainer hands on the columns of a dataset that it sees here
-    cast("Any", method).__signature__ = _showing(plain, "adapter_names", "task_ids")
+    signature = inspect.signature(plain)
+    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name in ("adapter_names", "task_ids"):
+        shown.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    shown += [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    cast("Any", method).__signature__ = signature.replace(parameters=shown)
     return method
 
 
@@ -236,28 +264,6 @@ def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
     """Return the methods for the features of one tower of CLIP or the like, with rows."""
     names = (n for n in dir(cls) if _FEATURES.fullmatch(n) and callable(getattr(cls, n)))
     return {name: with_rows(getattr(cls, name), on_base, one_head=True) for name in names}
-
-
-def _showing(plain: Any, *names: str) -> inspect.Signature:
-    """Return the signature of a method with more arguments by name."""
-    signature = inspect.signature(plain)
-    parameters = list(signature.parameters.values())
-    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
-    return signature.replace(parameters=[*named, *extra, *rest])
-
-
-def _borrow_generation(made: type, generating: type) -> None:
-    """Give the class the generation methods that its family's language model overrides.
-
-    The functions are rebuilt, as `super()` in them must refer to the new class.
-    """
-    for name, member in vars(generating).items():
-        if not isinstance(member, types.FunctionType) or name.startswith("__"):
-            continue
-        if name in dir(GenerationMixin) or name == "prepare_decoder_input_ids_from_labels":
-            setattr(made, name, _of_class(made, member))
 
 
 def _of_class(made: type, function: types.FunctionType) -> types.FunctionType:
@@ -317,37 +323,6 @@ def _with_signature(
     return forward
 
 
-# pipelines that check class names, for tasks of named heads
-_PIPELINES = (
-    "audio-classification",
-    "document-question-answering",
-    "image-classification",
-    "ner",
-    "sentiment-analysis",
-    "text-classification",
-    "token-classification",
-    "video-classification",
-)
-_GENERATING_PIPELINES = ("image-text-to-text", "text-generation")
-
-
-def _enter_pipelines(class_name: str, generates: bool) -> None:
-    """Add a class to the table of adapter models that pipelines look up.
-
-    A pipeline logs an error for a class that is missing from its tables. Only pipelines read this
-    one, so that `AutoModelFor…` and `Trainer` do not change.
-
-    Args:
-        class_name: such as `BertAdapterModel`.
-        generates: whether it has `generate`.
-    """
-    # late: this import is slow
-    from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
-
-    for task in (*_PIPELINES, *(_GENERATING_PIPELINES if generates else ())):
-        SUPPORTED_PEFT_TASKS.setdefault(task, []).append(class_name)
-
-
 # --- `init` and `load_model`: adapters for models that keep the head of their class ---
 
 
@@ -377,7 +352,21 @@ def init(
             if adapters_config is not None or interface is not None:
                 raise StateError("the model has adapters already. Write add_adapter(…).")
             return model
-        _refuse_init(model)
+        if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
+            raise StateError(
+                f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first."
+            )
+        if "base_model_prefix" not in dir(model):
+            raise StateError(
+                "it is not a PreTrainedModel. Write init(AutoModel.from_pretrained(…))."
+            )
+        if hosts.guard_of(model) is not None:
+            raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
+        if format_of(vars(model.config).get("adapters")) is not None:
+            raise StateError(
+                "plain transformers has not loaded its adapters. Write load_model(path, "
+                f"{type(model).__name__})."
+            )
         given = config_entry.checked_interface(model, interface)
     name = type(model).__name__
     set_class(model, class_of(type(model)))
@@ -396,22 +385,6 @@ def init(
                 fused, names = adapters_config.get_fusion(name)
                 made.add_adapter_fusion(names, fused, name)
     return model
-
-
-def _refuse_init(model: Any) -> None:
-    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
-        raise StateError(
-            f"PEFT has wrapped its layer {wrapped!r}. Call unload() of the PeftModel first."
-        )
-    if "base_model_prefix" not in dir(model):
-        raise StateError("it is not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
-    if hosts.guard_of(model) is not None:
-        raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
-    if format_of(vars(model.config).get("adapters")) is not None:
-        raise StateError(
-            "plain transformers has not loaded its adapters. Write load_model(path, "
-            f"{type(model).__name__})."
-        )
 
 
 def load_model(

@@ -50,12 +50,16 @@ class GeneratesWithAdapters:
             UnknownNameError: an adapter is unknown.
         """
         model: Any = self
-        given = _given(model, args, kwargs)
+        # the arguments by name, the prompt by its own
+        names = positions_of(GenerationMixin.generate)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if (prompt := given.pop("inputs", None)) is not None:
+            given = {model.main_input_name: prompt, **given}
         context = model._active.call
         if context.generation is not None and _option(model, given, "is_assistant"):
             # drafts of a sequence, whose prompt is known
             return cast("Any", super()).generate(*args, **kwargs)
-        if batches.starts(model, adapter_names, task_ids):
+        if adapter_names is not None or task_ids is not None or model._active.plan.divides_batch:
             # how many sequences are computed for each row of the prompt
             names = ("num_beams", "num_return_sequences")
             copies = max(_option(model, kwargs, name) or 1 for name in names)
@@ -70,8 +74,9 @@ class GeneratesWithAdapters:
                 return self.generate(*args, **kwargs)
         check_generation(model, kwargs)
         assistant = _option(model, given, "assistant_model")
-        drafting = [model] if assistant is None else [model, assistant]
-        drafting = [each for each in drafting if isinstance(each, GeneratesWithAdapters)]
+        drafting: list[Any] = [
+            each for each in (model, assistant) if isinstance(each, GeneratesWithAdapters)
+        ]
         for each in drafting:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():
@@ -155,21 +160,11 @@ def counting(cls: Any) -> None:
         generation = self._active.call.generation
         if generation is not None:
             ids = args[0] if args else next(iter(kwargs.values()))
-            name = "attention_mask"
-            if self.config.is_encoder_decoder:
-                name = "decoder_attention_mask"
+            name = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             generation.step(ids.shape[1], kwargs.get(name))
         return plain(self, *args, **kwargs)
 
     cls.prepare_inputs_for_generation = prepare_inputs_for_generation
-
-
-def _given(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` by name, the prompt by its own."""
-    names = positions_of(GenerationMixin.generate)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    prompt = given.pop("inputs", None)
-    return given if prompt is None else {model.main_input_name: prompt, **given}
 
 
 def _record(model: Any, given: Mapping[str, Any]) -> Generation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -205,8 +204,13 @@ def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **k
     Returns:
         The output of the block.
     """
-    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
-        args = _differentiable(args)
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True) and torch.is_grad_enabled():
+        # a reentrant block gets no gradients if none of its inputs requires one, as above frozen
+        # layers; transformers handles this for token embeddings only
+        floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+        if floats and not any(args[i].requires_grad for i in floats):
+            first = floats[0]
+            args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
     resume = active.resumable()
     if resume is None:
         return checkpoint(run, *args, **kwargs)
@@ -216,19 +220,6 @@ def checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **k
             return run(*inputs, **named)
 
     return checkpoint(run_again, *args, **kwargs)
-
-
-def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs of a block; one of them requires a gradient.
-
-    Reentrant checkpointing gives a block no gradients if none of its inputs requires one, as above
-    frozen layers; transformers handles this for token embeddings only.
-    """
-    floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():
-        return args
-    first = floating[0]
-    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
 
 
 # --- transformers' continuous batching: refuse uses with which its results would be wrong ---
@@ -265,11 +256,28 @@ def watch(model: AdaptedModel, manager: Any) -> None:
         _refuse_other_cache(manager, model)
         return
     _managers[manager] = _active_now(model)
-    manager.add_request = functools.partial(
-        _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
-    )
+    # the manager that is called keeps itself and its model alive
+    to_manager: Any = weakref.ref(manager)
+    to_model: Any = weakref.ref(cast("Any", model))
+
+    def add_request(
+        *args: Any, adapter_names: Any = None, task_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        own = to_manager()
+        with naming("add_request()"):
+            refuse_names(adapter_names=adapter_names, task_ids=task_ids)
+            refuse_other_than_default(to_model())
+            _refuse_other_cache(own, to_model())
+        return type(own).add_request(own, *args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = to_manager()
+        with values_kept():
+            return type(own)._run_generation_loop(own, *args, **kwargs)
+
+    manager.add_request = add_request
     # the target of the manager's thread
-    manager._run_generation_loop = functools.partial(_run, weakref.ref(manager))
+    manager._run_generation_loop = run
 
 
 def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
@@ -339,23 +347,3 @@ def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
             f"the manager was made with {made.setup!r} active; now {now.setup!r} is, or it has "
             "changed. Write model.destroy_cached_continuous_batching_manager()."
         )
-
-
-def _run(manager: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the loop of a manager; values computed from weights are kept meanwhile."""
-    of = cast("Any", manager())
-    with values_kept():
-        return type(of)._run_generation_loop(of, *args, **kwargs)
-
-
-def _add_request(
-    manager: weakref.ref[Any], model: weakref.ref[Any], *args: Any, **kwargs: Any
-) -> Any:
-    # the manager that is called keeps itself and its model alive
-    of, called = cast("Any", manager()), cast("Any", model())
-    rows = {name: kwargs.pop(name, None) for name in ("adapter_names", "task_ids")}
-    with naming("add_request()"):
-        refuse_names(**rows)
-        refuse_other_than_default(called)
-        _refuse_other_cache(of, called)
-    return type(of).add_request(of, *args, **kwargs)

@@ -49,12 +49,6 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def _as_dict(config: Any) -> Mapping[str, Any]:
-    find = getattr(config, "to_dict", None)
-    fields: Mapping[str, Any] = find() if callable(find) else vars(config)
-    return fields
-
-
 class ModelInfo:
     """A model as the formats of checkpoints see it: its names, tensors, modules and heads.
 
@@ -98,8 +92,11 @@ class ModelInfo:
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
         """The fields of its config and of that of its text model."""
-        own = self._model.config
-        return {**_as_dict(own), **_as_dict(text_config(own))}
+        fields: dict[str, Any] = {}
+        for config in (self._model.config, text_config(self._model.config)):
+            # configs of other libraries' classes may have no `to_dict`
+            fields |= config.to_dict() if hasattr(config, "to_dict") else vars(config)
+        return fields
 
     @functools.cached_property
     def static_head(self) -> dict[str, tuple[int, ...]]:
@@ -182,9 +179,10 @@ class ModelInfo:
             InexpressibleError: the class does not compute around such a base model, or has other
                 tensors.
         """
-        shapes = _shapes(tensors)
+        shapes, backbone = _shapes(tensors), describe(self._model)
+        config = {**self.config, **(fields or {}), "label2id": label2id}
         with contextlib.suppress(InexpressibleError):
-            return self._from_static(architecture, shapes, label2id, pooler, fields)
+            return from_static(architecture, shapes, config, backbone, pooler)
         try:
             static = static_head(self._model, architecture, shapes, label2id, fields or {})
         except ConfigError as error:
@@ -195,7 +193,7 @@ class ModelInfo:
             # tensors that the class does not have may have hidden that another type equals it
             known = {key: shapes[key] for key in static.keys}
             with contextlib.suppress(InexpressibleError):
-                return self._from_static(architecture, known, label2id, pooler, fields)
+                return from_static(architecture, known, config, backbone, pooler)
         return static
 
     def values_of(
@@ -289,8 +287,9 @@ class ModelInfo:
                 return dict(tensors)
             if cls is None or not is_task(architecture):
                 raise InexpressibleError(f"transformers has no {architecture}")
-            shapes, labels = self._shapes(cls, config), config.label2id
-            static = self._from_static(architecture, shapes, labels, self._has_pooler())
+            shapes, fields = self._shapes(cls, config), {**self.config, "label2id": config.label2id}
+            backbone, pooler = describe(self._model), self._has_pooler()
+            static = from_static(architecture, shapes, fields, backbone, pooler)
             keys = to_static(static, config)
         except InexpressibleError as error:
             raise CheckpointError(
@@ -332,17 +331,6 @@ class ModelInfo:
 
     def _has_pooler(self) -> bool:
         return "pooler" in dict(self._model._backbone.named_children())
-
-    def _from_static(
-        self,
-        architecture: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        label2id: Mapping[str, int] | None,
-        pooler: bool,
-        fields: Mapping[str, Any] | None = None,
-    ) -> StaticHead:
-        config = {**self.config, **(fields or {}), "label2id": label2id}
-        return from_static(architecture, shapes, config, describe(self._model), pooler)
 
     def _shapes(self, cls: Any, config: HeadConfig) -> dict[str, tuple[int, ...]]:
         labels = config.id2label or {0: ""}

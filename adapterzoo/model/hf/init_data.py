@@ -64,12 +64,11 @@ def fitted(
             f"{config!r} takes initial values from batches of inputs. Write init_data=[batch], "
             "where a batch has the arguments of a call."
         )
-    batches = cast("Iterable[Mapping[str, Any]]", data)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with AdapterSetup(None), torch.no_grad():
-            _collect(model, plan, batches)
+            _collect(model, plan, cast("Iterable[Mapping[str, Any]]", data))
     finally:
         for module, training in modes.items():
             module.training = training
@@ -106,24 +105,22 @@ def _pass(
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     kept = _kept(given, plan.skips_unlabeled, model.config.is_encoder_decoder)
     sites = {site.path: site for site in model.anatomy}
+
+    def add(own: InputStatistics, read: Tensor | None, _layer: Any, args: tuple[Any, ...]) -> None:
+        x: Tensor = args[0]
+        # other inputs than the tokens of the batch, such as those of an encoder, are all read
+        fits = read is not None and x.shape[:-1] == read.shape
+        own.update(x[read.to(x.device)] if read is not None and fits else x.flatten(0, -2))
+
     with ExitStack() as stack:
         for path, own in watched.items():
             site = sites[path]
             from_encoder = site.cross and site.role in ("key", "value")
             mask = kept["decoder" in site.path.split(".") and not from_encoder]
-            hook = layer_at(model._backbone, path).register_forward_pre_hook(_adding(own, mask))
+            layer = layer_at(model._backbone, path)
+            hook = layer.register_forward_pre_hook(functools.partial(add, own, mask))
             stack.callback(hook.remove)
         cast("Any", model)(**given)
-
-
-def _adding(own: InputStatistics, kept: Tensor | None) -> Callable[[Any, tuple[Any, ...]], None]:
-    def add(_layer: Any, args: tuple[Any, ...]) -> None:
-        x: Tensor = args[0]
-        # other inputs than the tokens of the batch, such as those of an encoder, are all read
-        fits = kept is not None and x.shape[:-1] == kept.shape
-        own.update(x[kept.to(x.device)] if kept is not None and fits else x.flatten(0, -2))
-
-    return add
 
 
 def _kept(
@@ -179,32 +176,22 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
         raise ConfigError(
             f"{name} has no weight of {listing(missing)}. Write init_data=plain.state_dict()."
         )
+
+    def original(path: str, layer: nn.Module) -> Tensor:
+        w = readers[path]()
+        w = w.mT if was_transposed(layer) else w  # [d_out, d_in]
+        is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
+        if w.shape != plan.shapes[path] or not is_whole:
+            raise ConfigError(
+                f"{name} has no finite weight {list(plan.shapes[path])} at {path!r}. Write "
+                "init_data='folder' with the model before quantization."
+            )
+        return w
+
     return {
-        path: OriginalWeight(
-            functools.partial(_checked, readers[path], layer, path, plan.shapes[path], name)
-        )
+        path: OriginalWeight(functools.partial(original, path, layer))
         for path, layer in wanted.items()
     }
-
-
-def _checked(
-    read: Callable[[], Tensor], layer: nn.Module, path: str, shape: tuple[int, int], name: str
-) -> Tensor:
-    """Return an original weight `[d_out, d_in]`.
-
-    Raises:
-        ConfigError: it does not belong to the layer.
-    """
-    w = read()
-    if was_transposed(layer):
-        w = w.mT
-    is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
-    if w.shape != shape or not is_whole:
-        raise ConfigError(
-            f"{name} has no finite weight {list(shape)} at {path!r}. Write init_data='folder' with "
-            "the model before quantization."
-        )
-    return w
 
 
 def _tensors_in(
@@ -242,7 +229,7 @@ def tensors_of(path: str, hub: Mapping[str, Any]) -> Iterator[tuple[str, Callabl
     """
     for file in _files(path, hub):
         if file.endswith(".safetensors"):
-            opened = safetensors.safe_open(file, framework="pt", device="cpu")
+            opened: Any = safetensors.safe_open(file, framework="pt", device="cpu")
             yield from ((key, functools.partial(_read, opened, key)) for key in [*opened.keys()])
         else:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
@@ -258,12 +245,10 @@ def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
     if Path(path).suffix == ".safetensors":
         return [path] if Path(path).is_file() else []
 
-    def find(name: str) -> str | None:
-        return cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, **hub,
-        )  # fmt: skip
-
+    find: Callable[[str], str | None] = functools.partial(
+        cached_file, path, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, **hub,
+    )  # fmt: skip
     for name, index in _WEIGHTS:
         if whole := find(name):
             return [whole]

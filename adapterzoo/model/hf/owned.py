@@ -84,8 +84,8 @@ def keep_alive(model: nn.Module) -> bool:
         Whether the model lives on, as long as its base model does.
     """
     modules = vars(model).get("_modules", {})
-    number = id(model)
-    name = next((n for n, m in modules.items() if _number(m) == number), None)
+    owners = {name: vars(m).get(_OWNER) for name, m in modules.items() if m is not None}
+    name = next((n for n, owner in owners.items() if owner and owner.number == id(model)), None)
     if name is None:
         return False
     # one reference is that of the dict, one that of the argument
@@ -93,11 +93,6 @@ def keep_alive(model: nn.Module) -> bool:
         return False
     vars(modules[name])[_OWNER] = Owner(model, keep=True)
     return True
-
-
-def _number(base: nn.Module | None) -> int | None:
-    owner = None if base is None else vars(base).get(_OWNER)
-    return None if owner is None else owner.number
 
 
 def disown(model: Any) -> None:

@@ -159,10 +159,7 @@ class HeadTypes:
         }
         if any(config.decoder_inputs_from == "labels" for config in found.values()):
             # the decoder alone is another model
-            kept = {
-                n: c for n, c in found.items() if c.decoder_inputs_from or not c.scores_vocabulary
-            }
-            return [*kept]
+            return [n for n, c in found.items() if c.decoder_inputs_from or not c.scores_vocabulary]
         tags = any(config.token_labels for config in found.values())
         parsers = (
             name
@@ -240,8 +237,15 @@ def _empty(model: Any, config: StaticConfig) -> TaskHead:
         InexpressibleError: the class does not compute around such a base model.
     """
     cls = task_class(config.model_class)
-    with torch.device("meta"):
-        task: Any = cls(_config_for(model, config))
+    values = {k: v for k, v in model.config.to_dict().items() if k not in _ASIDE}
+    values |= {"problem_type": None, **copy.deepcopy(dict(config.fields or {}))}
+    labels = config.id2label or _NO_LABELS
+    values |= {"id2label": labels, "label2id": {label: n for n, label in labels.items()}}
+    full = type(model.config).from_dict(values)
+    full.return_dict = True
+    if config.tie_word_embeddings is not None:
+        full.get_text_config(decoder=True).tie_word_embeddings = config.tie_word_embeddings
+    task = on_meta(cls, full)
     base = task.base_model
     if base is task:
         raise InexpressibleError(f"{cls.__name__} has no base model below its head")
@@ -257,20 +261,6 @@ def _empty(model: Any, config: StaticConfig) -> TaskHead:
         return TaskHead(config, task, name, None, False)
     tied = task.all_tied_weights_keys.get(f"{path}.weight", "").startswith(f"{name}.")
     return TaskHead(config, task, name, path, tied)
-
-
-def _config_for(model: Any, head: StaticConfig) -> Any:
-    values = {k: v for k, v in model.config.to_dict().items() if k not in _ASIDE}
-    values |= {"problem_type": None, **copy.deepcopy(dict(head.fields or {}))}
-    labels = head.id2label or _NO_LABELS
-    values |= {"id2label": labels, "label2id": {label: n for n, label in labels.items()}}
-    made = type(model.config).from_dict(values)
-    made.return_dict = True
-    if head.tie_word_embeddings is not None:
-        made.get_text_config(decoder=True).tie_word_embeddings = head.tie_word_embeddings
-    # other attention implementations do not support the meta device
-    made._attn_implementation = "eager"
-    return made
 
 
 def static_head(
@@ -352,11 +342,6 @@ def other_fields(config: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     kind = {"problem_type": saved["problem_type"]} if saved.get("problem_type") else {}
     differ = {k: v for k, v in saved.items() if k != "problem_type" and mine.get(k) != v}
     return differ | kind
-
-
-def saved_fields(config: Any, head: StaticConfig) -> dict[str, Any]:
-    """Return what `config_fields` returns for the config of a head."""
-    return {**config_fields(config), "problem_type": None, **(head.fields or {})}
 
 
 def head_tensors(model: Any) -> dict[str, Tensor]:

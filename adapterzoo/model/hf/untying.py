@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,33 +27,25 @@ def untied(model: Any) -> Iterator[None]:
         StateError: the config cannot say it without changing what the model computes.
     """
     _check(model)
-    configs = _configs(model.config)
-    models = [m for m in model.modules() if "all_tied_weights_keys" in vars(m)]
-    before = [(m, m.all_tied_weights_keys) for m in models]
-    flags = [(config, getattr(config, _FLAG)) for config in configs]
     seen: set[int] = set()
-    shared: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is not None and id(own) in seen:
-                shared.append((module, name, own))
-            seen.add(id(own))
-    try:
-        for module, name, own in shared:
-            module._parameters[name] = nn.Parameter(own.detach().clone(), own.requires_grad)
-        for config in configs:
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            for name, own in module._parameters.items():
+                if own is not None and id(own) in seen:
+                    undo.callback(module._parameters.__setitem__, name, own)
+                    copied = nn.Parameter(own.detach().clone(), own.requires_grad)
+                    module._parameters[name] = copied
+                seen.add(id(own))
+            if "all_tied_weights_keys" in vars(module):
+                undo.callback(
+                    setattr, module, "all_tied_weights_keys", module.all_tied_weights_keys
+                )
+                cast("Any", module).all_tied_weights_keys = {}
+        for config in _configs(model.config):
+            undo.callback(setattr, config, _FLAG, getattr(config, _FLAG))
             setattr(config, _FLAG, False)
-        for each in models:
-            each.all_tied_weights_keys = {}
         yield
-    except BaseException:
-        for module, name, own in shared:
-            module._parameters[name] = own
-        for config, flag in flags:
-            setattr(config, _FLAG, flag)
-        for each, keys in before:
-            each.all_tied_weights_keys = keys
-        raise
+        undo.pop_all()
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -5,7 +5,6 @@ Files are those of `adapters`: `embedding.pt`, with a tokenizer in a folder next
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
@@ -147,9 +145,15 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         StateError: an adapter has the size of the table, or is merged into what is resized.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
-    anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
-    tables, layer_of_output = _tables(model), cast("Any", model).get_output_embeddings()
-    output = {path: m for path, m in plain_modules(model._backbone) if m is layer_of_output}
+    backbone, whole = model._backbone, cast("nn.Module", model)
+    table, output_layer = cast("Any", model).get_input_embeddings(), model.get_output_embeddings()
+    weight = None if table is None else table._parameters.get("weight")
+    plain = dict(plain_modules(backbone))
+    output = {path: m for path, m in plain.items() if m is output_layer}
+    # all modules that have the table of tokens
+    embeds = {path: m for path, m in plain.items() if isinstance(m, nn.Embedding)}
+    tables = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
+    tables |= {path: m for path, m in plain.items() if m is table}
     layers = tables | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
@@ -163,8 +167,12 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
     try:
         resized = change()
     finally:
-        for path, layer in tables.items():
-            _restore(model, path, layer)
+        for path, module in tables.items():
+            now, embedding = cast("Any", layer_at(backbone, path)), module
+            if now is not embedding:
+                embedding.weight, embedding.num_embeddings = now.weight, now.num_embeddings
+                owner, _, name = path.rpartition(".")
+                backbone.get_submodule(owner)._modules[name] = embedding
         for path, name, adapter in taken:
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
@@ -175,23 +183,11 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         for owner, old in heads.items():
             own = {path: copies.fitted(layer_at(whole, path), copy) for path, copy in old.items()}
             copies.put(model, owner, own)
-        # discovery reads the model without adapters: only these sizes have changed
-        outside = tuple(_measured(backbone, site) for site in anatomy.outside)
-        model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
+        # layers outside of blocks have other sizes
+        model._adapter_state.anatomy = None
         replan(model)
     update_outputs(model)
     return resized
-
-
-def _tables(model: AdaptedModel) -> dict[str, nn.Module]:
-    """Return the modules of the base model that have its table of tokens, by path."""
-    table = cast("Any", model).get_input_embeddings()
-    weight = None if table is None else table._parameters.get("weight")
-    return {
-        path: m
-        for path, m in plain_modules(model._backbone)
-        if m is table or (isinstance(m, nn.Embedding) and m._parameters["weight"] is weight)
-    }
 
 
 def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: int | None) -> None:
@@ -218,26 +214,6 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
                 f"new_num_tokens={size}: {name!r} has a row of the token {last}. Write "
                 f"new_num_tokens={last + 1} or more."
             )
-
-
-def _restore(model: AdaptedModel, path: str, layer: nn.Module) -> None:
-    """Put a module back in whose place the model has put another one with the same table."""
-    now = cast("Any", layer_at(model._backbone, path))
-    if now is not layer:
-        own = cast("nn.Embedding", layer)
-        own.weight, own.num_embeddings = now.weight, now.num_embeddings
-        owner, _, name = path.rpartition(".")
-        model._backbone.get_submodule(owner)._modules[name] = layer
-
-
-def _measured(backbone: nn.Module, site: Site) -> Site:
-    """Return a site outside of blocks with the sizes that its layer has now."""
-    layer = cast("Any", layer_at(backbone, site.path))
-    if isinstance(layer, nn.Embedding):
-        return dataclasses.replace(site, d_in=layer.num_embeddings)
-    if isinstance(layer, nn.Linear):
-        return dataclasses.replace(site, d_out=layer.out_features)
-    return site
 
 
 _TABLE, _TOKENIZER = "embedding.pt", "tokenizer"
