@@ -188,12 +188,9 @@ def _sorted(value: object) -> object:
 
 
 def _are_ids(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(type(n) is int and n >= 0 for n in value)
-        and len({*value}) == len(value)
-    )
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(type(n) is int and n >= 0 for n in value) and len({*value}) == len(value)
 
 
 class Patterns(Check):

@@ -248,7 +248,7 @@ class RowMap:
             count: its rows.
 
         Raises:
-            CompositionError: the number of rows does not fit.
+            BatchError: the number of rows does not fit.
             StateError: the model has not repeated its input.
         """
         if (known := self._layouts.get(count)) is not None:

@@ -560,7 +560,7 @@ class FourBit(Packing):
         from bitsandbytes import functional
 
         data, state = _in_first_order(weight)
-        return cast("Tensor", functional.dequantize_4bit(data, state))
+        return functional.dequantize_4bit(data, state)
 
     def count(self, weight: Any) -> int:
         """Return d_out · d_in."""

@@ -39,7 +39,7 @@ from adapterzoo.contracts import BaseLayer, CopyAdapter, WeightAdapter, replaced
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.patterns import Saved, TokenIds, around, matches
 
-from ._init import DTYPES
+from ._init import dtype_named
 
 ROWS = "token rows"
 """The location of the rows of a table; all modules that share the table share them."""
@@ -340,8 +340,7 @@ class TokenRowsConfig(AdapterConfig):
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
         """Return a fresh adapter for the site."""
-        own = DTYPES[self.dtype] if self.dtype else dtype
-        return TokenRows(self.tokens, site.d_out, device, own)
+        return TokenRows(self.tokens, site.d_out, device, dtype_named(self.dtype, dtype))
 
 
 class TokenRows(Copy):

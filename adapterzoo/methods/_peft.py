@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import OutputSlice, Site
+from adapterzoo.anatomy import Site
 from adapterzoo.config import Check, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.peft_arguments import PeftArgument
@@ -93,7 +93,9 @@ def whole_width(site: Site) -> int:
     return site.d_out if rows is None else rows.groups * rows.width
 
 
-def row_numbers(rows: OutputSlice) -> Tensor:
-    """Return the indices of a part's output features."""
-    every = torch.arange(rows.groups * rows.width)
+def rows_of(site: Site) -> Tensor:
+    """Return the indices of a part's output features in its layer, or all of a layer."""
+    every, rows = torch.arange(whole_width(site)), site.output_slice
+    if rows is None:
+        return every
     return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)  # [size]

@@ -45,7 +45,7 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, normal
-from ._peft import EXCLUDED, STORED, TARGETS, ours, row_numbers, whole_width
+from ._peft import EXCLUDED, STORED, TARGETS, ours, rows_of, whole_width
 from ._targets import FEED_FORWARD, FLAGS, TargetedConfig, as_flags, place
 
 
@@ -254,11 +254,9 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
             f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
             f"one vector. Write {argument('format', 'native')}."
         )
-    d_out = whole_width(site)
-    vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else d_out)
+    vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else whole_width(site))
     for part in parts:
-        own = part.placement.site.output_slice
-        mine = slice(None) if own is None else row_numbers(own)
+        mine = slice(None) if inputs[0] else rows_of(part.placement.site)
         vector[mine] *= part.tensors["ia3_l"] * cast("IA3Config", part.placement.config).alpha
     return {"ia3_l": vector.unsqueeze(0 if inputs[0] else 1)}
 

@@ -39,7 +39,7 @@ from adapterzoo.spelling import (
 )
 
 from ._init import DTYPE, constant, drawn, dtype_named, generator, kaiming
-from ._peft import EXCLUDED, TARGETS, bias, only_native, ours, row_numbers, unsayable, whole_width
+from ._peft import EXCLUDED, TARGETS, bias, only_native, ours, rows_of, unsayable, whole_width
 from ._targets import TargetedConfig, check_site, check_size
 
 FORMS = Choice(True, False, "mini", "bat")
@@ -234,14 +234,12 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
         CheckpointError: the parts differ in r, or are of the form "bat".
     """
     site = parts[0].placement.site
-    d_out = whole_width(site)
     blocks = [part.tensors["miss_block"] for part in parts]
     if len({block.shape[0] for block in blocks}) > 1 or blocks[0].dim() != 2:
         raise only_native(f"the adapters at {site.path!r} differ in r, or have init_weights='bat'")
-    joined = blocks[0].new_zeros(blocks[0].shape[0], d_out)
+    joined = blocks[0].new_zeros(blocks[0].shape[0], whole_width(site))
     for part, block in zip(parts, blocks, strict=True):
-        own = part.placement.site.output_slice
-        mine = torch.arange(d_out) if own is None else row_numbers(own)
+        mine = rows_of(part.placement.site)
         # those of several adapters at one column add up
         joined[:, mine] += block.repeat(1, len(mine) // block.shape[1])  # [r, part of d_out]
     return {"miss_block": joined}

@@ -55,7 +55,7 @@ from adapterzoo.spelling import (
 )
 
 from ._copies import ConfigWithCopies
-from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
+from ._init import DTYPE, drawn, dtype_named, generator, kaiming, uniform
 from ._parts import Affine
 
 _New: TypeAlias = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
@@ -176,7 +176,7 @@ class Reft(Adapter):
             where = f"{type(config).__name__}(r={config.r}) at {site.path!r}"
             raise ConfigError(f"{where}: the states have {d} features. Write r={d} or less.")
         self.counts = {"0": config.prefix_positions, "1": config.suffix_positions}
-        new = partial(drawn, device=device, dtype=DTYPES[config.dtype] if config.dtype else dtype)
+        new = partial(drawn, device=device, dtype=dtype_named(config.dtype, dtype))
         # a unit without positions would get no gradient
         names = ["0"] if config.tied_weights else [n for n, count in self.counts.items() if count]
         self.units = nn.ModuleDict({n: ReftUnit(config, d, f"{site.path}/{n}", new) for n in names})

@@ -101,7 +101,13 @@ def plan_of_call(
     # in calls that name rows, or generate, the output has as many rows
     by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
     together = adapter_names is not None or generates or by_task
-    entered = rows.enter(count, together, _lengths(model, inputs, count, copies), tasks)
+    # the lengths of sequences that cannot be mistaken for a number of rows
+    lengths = None
+    if model.config.model_type not in _TOKENS_FIRST:
+        ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
+        shapes = (t.shape for t in ids if isinstance(t, Tensor) and t.dim() > 1)
+        lengths = frozenset(shape[-1] for shape in shapes) - {count, count * copies}
+    entered = rows.enter(count, together, lengths, tasks)
     return dataclasses.replace(plan, rows=entered), rows.repeats
 
 
@@ -142,18 +148,6 @@ def _tasks(
             )
         found.append(number)
     return tuple(found)
-
-
-def _lengths(
-    model: AdaptedModel, inputs: Mapping[str, Any], count: int, copies: int
-) -> frozenset[int] | None:
-    """Return the sequence lengths that cannot be mistaken for a number of rows."""
-    if model.config.model_type in _TOKENS_FIRST:
-        return None
-    ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
-    found = {t.shape[-1] for t in ids if isinstance(t, Tensor) and t.dim() > 1}
-    # if both are equal, assume rows before tokens
-    return frozenset(found - {count, count * copies})
 
 
 def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool) -> Plan:

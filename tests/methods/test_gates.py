@@ -125,7 +125,8 @@ def test_cross_attention_reads_the_mask_of_the_encoder(name):
     model = made("t5", CONFIGS[name] % "")
     whole = hidden(model, input_ids=ids, attention_mask=mask, decoder_input_ids=start)[1]
     alone = hidden(model, input_ids=ids[1:, :3], decoder_input_ids=start[1:])[0]
-    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-10)
+    # attention that T5 computes inline has its softmax in float32
+    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-10 if has_sdpa("t5") else 1e-6)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "mbart", "marian", "bert to bert"])

@@ -271,7 +271,7 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
         words = {stack: {*stack.split(".")} for stack in stacks}
         shared = set.intersection(*words.values())
         before = {*inside[: match.start()].split(".")}
-        stacks = [stack for stack, own in words.items() if set() < own - shared <= before]
+        stacks = tuple(s for s, own in words.items() if set() < own - shared <= before)
     blocks = [block for block in info.anatomy.blocks if [block.stack] == [*stacks]]
     number = int(match[1])
     return (blocks[number], inside[match.end() + 1 :]) if number < len(blocks) else None

@@ -35,7 +35,7 @@ from adapterzoo.config import (
 from adapterzoo.contracts import Adapter, SharedModules
 from adapterzoo.errors import ConfigError, MissingEntryError
 from adapterzoo.methods._copies import ConfigWithCopies
-from adapterzoo.methods._init import DTYPE, DTYPES, generator
+from adapterzoo.methods._init import DTYPE, dtype_named, generator
 
 from .compacter import Drawing, HypercomplexProjection
 from .invertible import InvertibleModules, NiceAdapter, NiceBlock
@@ -235,7 +235,9 @@ class BnConfig(ConfigWithCopies):
         )
         zero = self.init_weights == "mam_adapter"
         row = PLACES.get(self.site_convention)
-        alone = self.inv_adapter is None and (row is None or row.has_languages)
+        # the base model loses its language adapters
+        removes = row is not None and any(place.languages for place in row.sublayers.values())
+        alone = self.inv_adapter is None and not removes
         return zero and keeps and alone and not self.adapter_residual_before_ln
 
     @property
@@ -329,6 +331,6 @@ class BnConfig(ConfigWithCopies):
             sites = [p.site for p in placements if p.site.kind != "entry"]
             widths = {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites}
             source = generator(self.init_weights_seed, "phm")
-            drawing = Drawing(self, source, device, DTYPES[self.dtype] if self.dtype else dtype)
+            drawing = Drawing(self, source, device, dtype_named(self.dtype, dtype))
             parts["phm"] = HypercomplexProjection.shared(drawing, widths)
         return parts if len(parts) else None

@@ -33,7 +33,7 @@ from torch.nn.functional import linear
 from adapterzoo.activations import activation
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError
-from adapterzoo.methods._init import DTYPES, generator, normal
+from adapterzoo.methods._init import dtype_named, generator, normal
 from adapterzoo.methods._parts import Affine, affine
 
 
@@ -61,12 +61,12 @@ class NiceBlock(nn.Module):
         half, factor = d // 2, config.inv_adapter_reduction_factor or 1
         width = int(half // factor)
         if d % 2 or not width:
+            hint = "inv_adapter=None" if d % 2 else "inv_adapter_reduction_factor=2"
             raise ConfigError(
                 f"{type(config).__name__}(inv_adapter_reduction_factor={factor!r}): the layers "
-                f"would have {half / factor:g} features, of a half of {d / 2:g}. Write "
-                f"{'inv_adapter=None' if d % 2 else 'inv_adapter_reduction_factor=2'}."
+                f"would have {half / factor:g} features, of a half of {d / 2:g}. Write {hint}."
             )
-        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        dtype = dtype_named(config.dtype, dtype)
         self.activation = activation(config.non_linearity)
         for name in ("F", "G"):
             fill = normal(0.02, generator(config.init_weights_seed, f"invertible/{name}"))

@@ -15,7 +15,7 @@ from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter, LanguageFreeAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
-from adapterzoo.methods._init import DTYPES, constant, drawn, generator, kaiming, normal
+from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming, normal
 from adapterzoo.methods._parts import Affine, Gate, affine
 
 from .compacter import Drawing, HypercomplexProjection, MatrixProduct
@@ -56,7 +56,7 @@ class BottleneckLayer(FusibleAdapter):
             dtype: of the layer.
         """
         super().__init__()
-        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        dtype = dtype_named(config.dtype, dtype)
         # forwards do not read the config: torch.compile would make a graph for each config class
         self.config = config
         self.activation = activation(config.non_linearity)

@@ -194,11 +194,6 @@ class Places:
     is_unscaled: bool = False
 
     @property
-    def has_languages(self) -> bool:
-        """Whether its base model has the language adapters that it is trained with, if any."""
-        return not any(place.languages for place in self.sublayers.values())
-
-    @property
     def moves_entry(self) -> bool:
         """Whether it puts an invertible function elsewhere."""
         return self.entry not in ("", "none")

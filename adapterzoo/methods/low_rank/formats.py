@@ -29,7 +29,7 @@ from adapterzoo.methods._peft import (
     bias,
     only_native,
     ours,
-    row_numbers,
+    rows_of,
     whole_width,
 )
 from adapterzoo.methods._targets import COPIES, RANK
@@ -284,8 +284,7 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
     }
     start = 0
     for part in parts:
-        own = part.placement.site.output_slice
-        mine = slice(None) if own is None else row_numbers(own)
+        mine = rows_of(part.placement.site)
         stop = start + part.tensors["lora_A"].shape[-2]
         joined["lora_B"][..., mine, start:stop] = part.tensors["lora_B"]
         start = stop
@@ -416,9 +415,8 @@ def _join_dora(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -
         CheckpointError: a row has two magnitudes, or the norm of an unadapted one is unknown.
     """
     site = parts[0].placement.site
-    slices = [part.placement.site.output_slice for part in parts]
-    rows = [n for own in slices if own is not None for n in row_numbers(own).tolist()]
-    if None in slices or len(set(rows)) < len(rows):
+    rows = torch.cat([rows_of(part.placement.site) for part in parts])
+    if len(rows.unique()) < len(rows):
         raise only_native(f"at {site.path!r} {len(parts)} adapters with magnitudes share rows")
     joined = _join(parts, weight)
     m = joined["m"]

@@ -313,8 +313,14 @@ class LoRA(LowRank):
         self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
         self._options = config.options
         self.start: Start | None = None
-        if starts_from_weight(config.init_weights):
-            _check_start(config, site)
+        rank, s, width = config.rank_at(site.name), self.scaling, min(site.d_in, site.d_out)
+        fits = not self.at_embedding and rank <= width and s > 0
+        if starts_from_weight(config.init_weights) and not fits:
+            hint = f"r={width}" if rank > width else "init_weights='lora'" if s > 0 else "alpha=8"
+            raise ConfigError(
+                f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: "
+                f"it needs a layer of at least rank {rank}, and a scaling above 0. Write {hint}."
+            )
         if replaces_weight(config.init_weights):
             self.start = Start(self.lora_A, self.lora_B)
         dtype = config.dtype_at(dtype)
@@ -468,15 +474,3 @@ LoRAConfig.adapter_class = LoRA
 def _weight(base: BaseLayer) -> Tensor:
     w = base.weight.detach()
     return w.to(compute_dtype(w.dtype))
-
-
-def _check_start(config: LoRAConfig, site: Site) -> None:
-    """Check that a site can have initial values which are computed from its weight."""
-    rank, s = config.rank_at(site.name), config.scaling_at(site.name)
-    width = min(site.d_in, site.d_out)
-    if site.kind == "embedding" or rank > width or not s > 0:
-        hint = f"r={width}" if rank > width else "init_weights='lora'" if s > 0 else "alpha=8"
-        raise ConfigError(
-            f"{type(config).__name__}(init_weights={config.init_weights!r}) at {site.path!r}: it "
-            f"needs a layer of at least rank {rank}, and a scaling above 0. Write {hint}."
-        )

@@ -30,7 +30,7 @@ from adapterzoo.config import method_config
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.low_rank import low_rank
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
-from adapterzoo.methods._peft import only_native, row_numbers
+from adapterzoo.methods._peft import only_native, rows_of, whole_width
 from adapterzoo.spelling import PeftPart, Tensors, spelled
 
 from .lycoris import Lycoris, LycorisConfig, peft_spelling
@@ -137,18 +137,18 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     site = parts[0].placement.site
     configs = [cast("LoHaConfig", part.placement.config) for part in parts]
     said = {(c.scaling_at(site.path), c.rank_dropout, c.module_dropout) for c in configs}
-    slices = [part.placement.site.output_slice for part in parts]
-    numbers = [row_numbers(own) for own in slices if own is not None]
-    used = torch.cat(numbers) if numbers else torch.empty(0)
-    if len(numbers) < len(parts) or len(used.unique()) < len(used) or len(said) > 1:
+    numbers = [rows_of(part.placement.site) for part in parts]
+    used = torch.cat(numbers)
+    if len(used.unique()) < len(used) or len(said) > 1:
         what = "LoHa adapters share rows or differ in scaling or dropout"
         raise only_native(f"at {site.path!r} {len(parts)} {what}")
-    whole = next(own.groups * own.width for own in slices if own is not None)
     ranks = [part.tensors["hada_w1_a"].shape[1] for part in parts]
     joined: Tensors = {}
     for w in ("hada_w1", "hada_w2"):
         joined[f"{w}_b"] = torch.cat([part.tensors[f"{w}_b"] for part in parts])  # [ranks, d_in]
-        joined[f"{w}_a"] = joined[f"{w}_b"].new_zeros(whole, sum(ranks))  # [d_out, ranks]
+        joined[f"{w}_a"] = joined[f"{w}_b"].new_zeros(
+            whole_width(site), sum(ranks)
+        )  # [d_out, ranks]
         start = 0
         for part, rows, rank in zip(parts, numbers, ranks, strict=True):
             joined[f"{w}_a"][rows, start : start + rank] = part.tensors[f"{w}_a"]

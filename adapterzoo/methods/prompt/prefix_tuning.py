@@ -53,7 +53,7 @@ from adapterzoo.contracts import (
 )
 from adapterzoo.errors import SiteError
 from adapterzoo.methods._copies import ConfigWithCopies
-from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, kaiming, normal, uniform
+from adapterzoo.methods._init import DTYPE, drawn, dtype_named, generator, kaiming, normal, uniform
 from adapterzoo.methods._parts import Affine, Gate
 from adapterzoo.spelling import spelled
 
@@ -141,7 +141,7 @@ class PrefixTuningConfig(ConfigWithCopies):
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> PrefixTables:
         """Return the table of each location."""
-        dtype = DTYPES[self.dtype] if self.dtype else dtype
+        dtype = dtype_named(self.dtype, dtype)
         tables = PrefixTables()
         for at in dict.fromkeys(p.location for p in placements if p.site.heads):
             own = [p.site for p in placements if p.location == at]
@@ -152,7 +152,7 @@ class PrefixTuningConfig(ConfigWithCopies):
         """Return the adapter of an attention, or of a module with shifted positions."""
         if site.kind == "positions":
             return PositionShift(self.prefix_length)
-        return PrefixTuning(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
+        return PrefixTuning(self, site, device, dtype_named(self.dtype, dtype))
 
 
 config_strings.register("prefix_tuning_flat")(partial(PrefixTuningConfig, flat=True))

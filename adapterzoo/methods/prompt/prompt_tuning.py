@@ -41,7 +41,7 @@ from adapterzoo.config import (
 from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.methods._copies import ConfigWithCopies
-from adapterzoo.methods._init import DTYPE, DTYPES, drawn, generator, uniform
+from adapterzoo.methods._init import DTYPE, drawn, dtype_named, generator, uniform
 from adapterzoo.spelling import spelled
 
 from .formats import cpt, p_tuning, prompt_adapterhub, prompt_peft
@@ -155,7 +155,7 @@ class Prompt(Contained):
         """
         super().__init__()
         fresh = uniform(0.5, generator(config.init_weights_seed, "prompt"))
-        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        dtype = dtype_named(config.dtype, dtype)
         self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
 
 

@@ -181,10 +181,8 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     m = R.shape[0] if R.dim() == 4 else fields["boft_n_butterfly_factor"]
     if m != fields["boft_n_butterfly_factor"]:
         warnings.warn(
-            f"adapter_config.json says boft_n_butterfly_factor="
-            f"{fields['boft_n_butterfly_factor']}, and the tensors have {m}: PEFT trains one "
-            f"factor if its CUDA extension does not build, and saves the number that was asked "
-            f"for. The factors of the tensors are loaded.",
+            f"it says boft_n_butterfly_factor={fields['boft_n_butterfly_factor']}, and the tensors "
+            f"have {m}, which are loaded: PEFT trains one factor without its CUDA extension.",
             stacklevel=2,
         )
     return {**fields, "boft_n_butterfly_factor": m}

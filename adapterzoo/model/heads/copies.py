@@ -620,28 +620,28 @@ def without_head(model: AdaptedModel, config: AdapterConfig) -> tuple[AdapterCon
 
 
 def _of_base(
-    model: AdaptedModel, given: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
+    model: AdaptedModel, config: AdapterConfig, own: AdapterConfig, head: Mapping[str, nn.Module]
 ) -> AdapterConfig:
     """Return a config whose `target_modules` are layers of the base model alone, in PEFT too.
 
     Args:
         model: with adapters.
-        given: the config of the user.
+        config: of the user.
         own: the same without names that only the head has.
         head: the modules of the head by path.
 
     Raises:
         SiteError: PEFT would adapt layers or parameters of the head.
     """
-    asked = given.get("target_parameters") or ()
+    asked = config.get("target_parameters") or ()
     keys = [f"{path}.{name}" for path, module in head.items() for name in module._parameters]
     theirs, field = [key for key in keys if matches(key, asked)], "target_parameters"
     names: Any = [
         f"{base_prefix(model)}{key}" for key in model.anatomy.weights() if matches(key, asked)
     ]
-    wanted, excluded = given.get("target_modules") or (), given.get("exclude_modules") or ()
+    wanted, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     layers = [path for path, module in head.items() if module._parameters and matches(path, wanted)]
-    if given.get("layers_to_transform") is not None:
+    if config.get("layers_to_transform") is not None:
         # for a layer outside of blocks PEFT needs its whole path then
         layers = [path for path in layers if path in wanted]
     if layers and not (names and theirs):
@@ -650,7 +650,7 @@ def _of_base(
         names = names_of(model, (placement.site for placement in placements))
         own = own.replace(target_modules=names)
         # PEFT does not adapt what is trained whole
-        saved = tuple(f"{p}." for p in head if matches(p, given.get("modules_to_save") or ()))
+        saved = tuple(f"{p}." for p in head if matches(p, config.get("modules_to_save") or ()))
         theirs = [p for p in layers if not matches(p, excluded) and not f"{p}.".startswith(saved)]
         field = "target_modules"
     if names and theirs:

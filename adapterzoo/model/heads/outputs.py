@@ -74,17 +74,15 @@ def head_output(name: str, values: Mapping[str, Any], outputs: ModelOutput) -> M
         values: fields of the head.
         outputs: of the base model.
     """
-    variants = []
-    if "encoder_last_hidden_state" in outputs:
-        variants.append(f"Seq2Seq{name}")
-    if outputs.get("cross_attentions") is not None:
-        variants.append(f"{name}WithCrossAttentions")
-    if outputs.get("router_logits") is not None:
-        variants.append(f"Moe{name}WithPast")
-    if any(field in CACHES for field in outputs):
-        variants.append(f"{name}WithPast")
+    variants = {
+        f"Seq2Seq{name}": "encoder_last_hidden_state" in outputs,
+        f"{name}WithCrossAttentions": outputs.get("cross_attentions") is not None,
+        f"Moe{name}WithPast": outputs.get("router_logits") is not None,
+        f"{name}WithPast": any(field in CACHES for field in outputs),
+    }
+    fitting = (variant for variant, fits in variants.items() if fits and variant in _CLASSES)
     cls: Any
-    cls, names = _CLASSES[next((variant for variant in variants if variant in _CLASSES), name)]
+    cls, names = _CLASSES[next(fitting, name)]
     found = {name: outputs.get(name) for name in names if name in outputs}
     for name in ("hidden_states", "attentions"):
         if name in names and name not in found:

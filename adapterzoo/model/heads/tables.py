@@ -114,7 +114,8 @@ def loaded(model: AdaptedModel) -> Mapping[str, nn.Embedding]:
     views: dict[str, nn.Embedding] = {}
     for name, of in found.items():
         # no memory is allocated for the values that are replaced at once
-        views[name] = nn.Embedding(*of.weight.shape, padding_idx=of.padding_idx, device="meta")
+        rows, width = of.weight.shape
+        views[name] = nn.Embedding(rows, width, padding_idx=of.padding_idx, device="meta")
         views[name].weight = of.weight
     return MappingProxyType(views)
 

@@ -61,10 +61,8 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
     folder = _without_model(path, asked)
-    if folder is None:
-        return None
-    format = formats.of(folder, "adapter")
-    if format is None:
+    format = None if folder is None else formats.of(folder, "adapter")
+    if folder is None or format is None:
         return None
     base = formats.formats[format].base(folder)
     if base.name is None:

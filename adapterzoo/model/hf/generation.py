@@ -74,8 +74,9 @@ class GeneratesWithAdapters:
                 return self.generate(*args, **kwargs)
         check_generation(model, kwargs)
         assistant = _option(model, given, "assistant_model")
-        drafting = [model] if assistant is None else [model, assistant]
-        drafting = [each for each in drafting if isinstance(each, GeneratesWithAdapters)]
+        drafting: list[Any] = [
+            each for each in (model, assistant) if isinstance(each, GeneratesWithAdapters)
+        ]
         for each in drafting:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():
@@ -159,9 +160,7 @@ def counting(cls: Any) -> None:
         generation = self._active.call.generation
         if generation is not None:
             ids = args[0] if args else next(iter(kwargs.values()))
-            name = "attention_mask"
-            if self.config.is_encoder_decoder:
-                name = "decoder_attention_mask"
+            name = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             generation.step(ids.shape[1], kwargs.get(name))
         return plain(self, *args, **kwargs)
 

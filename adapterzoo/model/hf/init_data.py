@@ -176,32 +176,22 @@ def collected(model: AdaptedModel, plan: WeightPlan, source: Any) -> Mapping[str
         raise ConfigError(
             f"{name} has no weight of {listing(missing)}. Write init_data=plain.state_dict()."
         )
+
+    def original(path: str, layer: nn.Module) -> Tensor:
+        w = readers[path]()
+        w = w.mT if was_transposed(layer) else w  # [d_out, d_in]
+        is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
+        if w.shape != plan.shapes[path] or not is_whole:
+            raise ConfigError(
+                f"{name} has no finite weight {list(plan.shapes[path])} at {path!r}. Write "
+                "init_data='folder' with the model before quantization."
+            )
+        return w
+
     return {
-        path: OriginalWeight(
-            functools.partial(_checked, readers[path], layer, path, plan.shapes[path], name)
-        )
+        path: OriginalWeight(functools.partial(original, path, layer))
         for path, layer in wanted.items()
     }
-
-
-def _checked(
-    read: Callable[[], Tensor], layer: nn.Module, path: str, shape: tuple[int, int], name: str
-) -> Tensor:
-    """Return an original weight `[d_out, d_in]`.
-
-    Raises:
-        ConfigError: it does not belong to the layer.
-    """
-    w = read()
-    if was_transposed(layer):
-        w = w.mT
-    is_whole = w.is_floating_point() and not w.is_meta and bool(w.isfinite().all())
-    if w.shape != shape or not is_whole:
-        raise ConfigError(
-            f"{name} has no finite weight {list(shape)} at {path!r}. Write init_data='folder' with "
-            "the model before quantization."
-        )
-    return w
 
 
 def _tensors_in(
@@ -255,7 +245,7 @@ def _files(path: str, hub: Mapping[str, Any]) -> list[str]:
     if Path(path).suffix == ".safetensors":
         return [path] if Path(path).is_file() else []
 
-    find = functools.partial(
+    find: Callable[[str], str | None] = functools.partial(
         cached_file, path, _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False, **hub,
     )  # fmt: skip

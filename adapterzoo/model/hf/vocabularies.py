@@ -168,7 +168,7 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         resized = change()
     finally:
         for path, module in tables.items():
-            now, embedding = cast("Any", layer_at(backbone, path)), cast("nn.Embedding", module)
+            now, embedding = cast("Any", layer_at(backbone, path)), module
             if now is not embedding:
                 embedding.weight, embedding.num_embeddings = now.weight, now.num_embeddings
                 owner, _, name = path.rpartition(".")
