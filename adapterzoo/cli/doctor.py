@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import platform
-import shutil
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
+from adapterzoo.hub.requests import settings
 from adapterzoo.kernels import ops
 
 _OWN = "adapterzoo"
@@ -45,7 +42,7 @@ def examine() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), _OWN: __version__} | versions,
         "peers": {name: _obstacle(name) for name in _PEERS if versions[name] is not None},
         "devices": [_device(torch.device(name)) for name in devices],
-        "hub": hub_settings(),
+        "hub": settings(),
         "problems": problems,
     }
 
@@ -65,26 +62,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def hub_settings() -> dict[str, Any]:
-    """Return the settings of the Hub, and the state of its cache."""
-    has_token = False
-    # a token may belong to another user
-    with contextlib.suppress(PermissionError):
-        has_token = get_token() is not None
-    cache = Path(constants.HF_HUB_CACHE)
-    # unlike Path.exists, os.access does not raise if a parent is not accessible
-    there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
-    return {
-        "endpoint": constants.ENDPOINT,
-        "offline": bool(constants.HF_HUB_OFFLINE),
-        "token": has_token,
-        "cache": str(cache),
-        "cache exists": there == cache and cache.is_dir(),
-        "cache writable": os.access(there, os.W_OK | os.X_OK),
-        "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",
-    }
 
 
 def _obstacle(name: str) -> str | None:

@@ -7,10 +7,14 @@ Retries, timeouts, the cache, its use without a network, and what a message says
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import get_token
+from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from adapterzoo.errors import AdapterZooError, HubError
@@ -48,3 +52,23 @@ def asking(target: str, token: bool | str | None = None) -> Iterator[None]:
             reason = reason.replace(secret.strip(), "<token>")
     # not from the failure, which may show a token
     raise HubError(f"{target}: {_SECRET.sub('<token>', reason)}") from None
+
+
+def settings() -> dict[str, Any]:
+    """Return the settings of the Hub, and the state of its cache."""
+    has_token = False
+    # a token may belong to another user
+    with contextlib.suppress(PermissionError):
+        has_token = get_token() is not None
+    cache = Path(constants.HF_HUB_CACHE)
+    # unlike Path.exists, os.access does not raise if a parent is not accessible
+    there = next(p for p in (cache, *cache.absolute().parents) if os.access(p, os.F_OK))
+    return {
+        "endpoint": constants.ENDPOINT,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": has_token,
+        "cache": str(cache),
+        "cache exists": there == cache and cache.is_dir(),
+        "cache writable": os.access(there, os.W_OK | os.X_OK),
+        "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",
+    }

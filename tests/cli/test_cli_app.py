@@ -182,11 +182,11 @@ import json, os, sys
 from pathlib import Path
 from click.testing import CliRunner
 from adapterzoo.cli import main
-from adapterzoo.cli.doctor import hub_settings
+from adapterzoo.hub.requests import settings
 from adapterzoo.cli import converting, training
 if os.geteuid() == 0:
     os.setuid(65534)
-said = [hub_settings()]
+said = [settings()]
 locked = sys.argv[1]
 for options in (
     ["predict", "a", "--text", "b", "--output", f"{locked}/in/it"],
