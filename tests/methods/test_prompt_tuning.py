@@ -592,7 +592,7 @@ def test_masks_and_caches_that_do_not_fit_are_refused():
     with torch.no_grad():
         cache = model(input_ids=IDS[:, :2], use_cache=True)[CACHE]
     model.set_active_adapters("a")
-    with pytest.raises(StateError, match="made without the 3 tokens that .a. adds"):
+    with pytest.raises(StateError, match="made without the 3 tokens that 'a' adds"):
         model(input_ids=IDS[:, 2:], **{CACHE: cache})
 
 
