@@ -691,9 +691,7 @@ class Config(Mapping[str, Any], metaclass=ConfigType):
             UnknownNameError: there is no such field.
         """
         if key not in self.field_names():
-            raise unknown_name(
-                f"{type(self).__name__}(…)[{key!r}]", "field", key, self.field_names()
-            )
+            raise unknown_name(f"{type(self).__name__}[{key!r}]", "field", key, self.field_names())
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:

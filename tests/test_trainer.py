@@ -624,9 +624,9 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     refused(head, r"has the heads none, the model 'apart'")
     refused(
         named(config=adapterzoo.SeqBnConfig(non_linearity="gelu")),
-        r"adapter 'task' of the checkpoint is .*re",
+        r"checkpoint's adapter 'task' is .*re",
     )
-    refused(named(layers=1), r"head 'task' of the checkpoint is .*layers=1")
+    refused(named(layers=1), r"checkpoint's head 'task' is .*layers=1")
     half = named()
     half.adapter_to("task", dtype=torch.bfloat16)
     refused(half, r"file torch.float32   model torch.bfloat16")

@@ -65,9 +65,7 @@ def base_of(checkpoint: CheckpointFolder, model: str | None) -> str:
     """
     base = model or checkpoint.base
     if base is None:
-        raise ConfigError(
-            f"{checkpoint.path!r} does not name its base model. Write --model with that model."
-        )
+        raise ConfigError(f"{checkpoint.path!r} does not name its base model. Write --model.")
     return base
 
 

@@ -79,9 +79,7 @@ def read_classes(
     rows = read_rows(file, text, label)
     names = set(rows.labels)
     if len(names) < 2:
-        raise ConfigError(
-            f"all rows of {str(file)!r} have the label {min(names)!r}. Write two or more labels."
-        )
+        raise ConfigError(f"{str(file)!r} has only the label {min(names)!r}. Write two or more.")
     test = None if tested is None else read_rows(tested, text, label)
     if test is not None and (unknown := sorted({*test.labels} - names)):
         raise ConfigError(
@@ -97,9 +95,7 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield rows with the numbers of their last lines."""
     ending = file.suffix.lower()
     if ending not in _SEPARATORS and ending not in _LINES:
-        raise ConfigError(
-            f"{str(file)!r} ends in {ending!r}. Write one of {listing([*_SEPARATORS, *_LINES])}."
-        )
+        raise ConfigError(f"{str(file)!r} is none of {listing([*_SEPARATORS, *_LINES])}.")
     # spreadsheets write a byte order mark before the first name
     with file.open(encoding="utf-8-sig", newline="") as stream:
         if ending in _LINES:

@@ -328,9 +328,7 @@ def _unpickled(file: Path) -> Any:
                 raise CheckpointError(f"{str(file)!r} is compressed. {AGAIN}.")
             # entries may overlap, each as large as the file
             if sum(entry.file_size for entry in entries) > file.stat().st_size:
-                raise CheckpointError(
-                    f"{str(file)!r} is damaged: its entries share bytes. {AGAIN}."
-                )
+                raise CheckpointError(f"{str(file)!r} is damaged: entries share bytes. {AGAIN}.")
         return torch.load(file, map_location="cpu", weights_only=True)
 
 

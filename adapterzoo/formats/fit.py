@@ -101,9 +101,7 @@ def check_same(what: str, saved: object, mine: object) -> None:
         CheckpointError: they differ.
     """
     if saved != mine:
-        raise CheckpointError(
-            f"the {what} of the checkpoint is {saved!r}, that of the model {mine!r}."
-        )
+        raise CheckpointError(f"the checkpoint's {what} is {saved!r}, the model's {mine!r}.")
 
 
 def check_fit(

@@ -111,9 +111,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     metadata = files.read_metadata(file, files.NATIVE)
     if metadata is None:
-        raise CheckpointError(
-            f"{str(file)!r} is not a file of adapterzoo. Write one that it saved."
-        )
+        raise CheckpointError(f"{str(file)!r} is not a file that adapterzoo saved.")
     return metadata, files.read_safetensors(file)
 
 

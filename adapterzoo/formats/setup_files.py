@@ -53,9 +53,7 @@ def read(folder: Path) -> tuple[Composition, HeadSetup]:
     if setup is None or not (
         listed or found is None or found is True or isinstance(found, Composition)
     ):
-        raise CheckpointError(
-            f"{str(folder / SETUP)!r} does not hold a composition and heads. {AGAIN}."
-        )
+        raise CheckpointError(f"{str(folder / SETUP)!r} holds no composition and heads. {AGAIN}.")
     return setup, found
 
 

@@ -66,9 +66,7 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
         HubError: `source="hf"`, and the Hub cannot have a repository of this name.
     """
     if source not in ("hf", None):
-        raise ConfigError(
-            f"source={source!r} is unknown. Write 'hf' for the Hub, 'ah' for an old id, or None."
-        )
+        raise ConfigError(f"source={source!r} is not 'hf' (the Hub), 'ah' (an old id) or None.")
     # unlike Path.exists, os.access does not raise if a name is too long or a parent not accessible
     is_here = os.access(name, os.F_OK)
     if source is None and is_here and Path(name).is_dir():

@@ -435,9 +435,7 @@ def rescaled(
     if scaling == slot:
         return dict(tensors)
     if slot == 0:
-        raise ConfigError(
-            f"the slot has the scaling 0, not {scaling:g}. Write another alpha there."
-        )
+        raise ConfigError(f"the slot's scaling is 0, not {scaling:g}. Write another alpha there.")
     ratio = scaling / slot
     return {
         key: (upcast(t, t) * ratio).to(t.dtype) if key in keys else t for key, t in tensors.items()

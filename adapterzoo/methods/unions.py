@@ -17,6 +17,10 @@ from __future__ import annotations
 from adapterzoo.config import AdapterConfig, ConfigUnion, config_strings
 
 
+def _member(number: int, what: str) -> property:
+    return property(lambda union: union.configs[number], doc=what)
+
+
 @config_strings.register("mam")
 class MAMConfig(ConfigUnion):
     """`PrefixTuningConfig(bottleneck_size=800)` and `ParBnConfig()`; in files it is their union."""
@@ -35,15 +39,8 @@ class MAMConfig(ConfigUnion):
             adapter or AdapterConfig.load("par_bn"),
         )
 
-    @property
-    def prefix_tuning(self) -> AdapterConfig:
-        """The prefix."""
-        return self.configs[0]
-
-    @property
-    def adapter(self) -> AdapterConfig:
-        """The bottleneck."""
-        return self.configs[1]
+    prefix_tuning = _member(0, "The prefix.")
+    adapter = _member(1, "The bottleneck.")
 
 
 @config_strings.register("unipelt")
@@ -70,17 +67,6 @@ class UniPELTConfig(ConfigUnion):
         )
         super().__init__(*(member.replace(use_gating=True) for member in members))
 
-    @property
-    def prefix_tuning(self) -> AdapterConfig:
-        """The prefix."""
-        return self.configs[0]
-
-    @property
-    def adapter(self) -> AdapterConfig:
-        """The bottleneck."""
-        return self.configs[1]
-
-    @property
-    def lora(self) -> AdapterConfig:
-        """The LoRA."""
-        return self.configs[2]
+    prefix_tuning = _member(0, "The prefix.")
+    adapter = _member(1, "The bottleneck.")
+    lora = _member(2, "The LoRA.")

@@ -341,9 +341,7 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
     refuse_while_batching(model, name)
     setups = [plan.setup for plan in model._active.overrides if plan.setup]
     if any(name in (*s.flatten(), *(fuse.name for fuse in fusions_of(s))) for s in setups):
-        raise StateError(
-            f"{name!r} is active in an AdapterSetup of this thread. Leave the block first."
-        )
+        raise StateError(f"{name!r} is active in an AdapterSetup here. Leave the block first.")
     state = model._adapter_state
     adapters, fusions = {name} & state.records.keys(), {name} & state.fusions.keys()
     refuse_trained(model, name, own_parameters_of(model, adapters, fusions))

@@ -133,7 +133,7 @@ CASES = {
         "line 3 of 'rows.csv' has more values than columns. Write",
     ),
     "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has no text"),
-    "one label": ("text,label\nfine,a\ndull,a\n", "have the label 'a'"),
+    "one label": ("text,label\nfine,a\ndull,a\n", "has only the label 'a'"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
     "no JSON": ("{\n", "'rows.jsonl' is damaged after line 0"),
@@ -168,7 +168,7 @@ REFUSED = {
     "no folder": (["--output", "rows.csv", "--name", "a"], "File exists: 'rows.csv'"),
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which the training data lack"),
-    "another ending": (["--train", "rows.xlsx"], "ends in '.xlsx'"),
+    "another ending": (["--train", "rows.xlsx"], "is none of '.csv'"),
 }
 
 

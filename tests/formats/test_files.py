@@ -158,8 +158,8 @@ def test_every_cut_is_noticed(tmp_path):
 
 @pytest.mark.parametrize(
     ("metadata", "says"),
-    [(None, "is not a file of adapterzoo"),
-     ({"format": "pt"}, "is not a file of adapterzoo"),
+    [(None, "is not a file that adapterzoo"),
+     ({"format": "pt"}, "is not a file that adapterzoo"),
      ({"adapterzoo": "{"}, "is not JSON"),
      ({"adapterzoo": "[1]"}, "holds a list, not an object. Copy the checkpoint"),
      ({"adapterzoo": "{}"}, "has version None")],

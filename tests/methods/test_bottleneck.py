@@ -109,7 +109,7 @@ def adapt(model, anatomy, configs, dtype=torch.float64):
     setup = Stack(*configs)
     selection.default.plan = Plan(
         setup=setup,
-        sites={path: compile_site([setup], at).busy() for path, at in present.items()},
+        sites={path: compile_site([setup], at) for path, at in present.items()},
         captures={source: tuple(readers) for source, readers in taps.items()},
     )
     return made

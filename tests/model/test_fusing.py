@@ -439,7 +439,7 @@ def test_training_checkpoints_hold_all_fusions(tmp_path):
     with refused(fresh, CheckpointError, "has the fusions 'a,b', 'warm'", "Add or delete fusions"):
         snapshot_of.restore_trained(fresh, tmp_path)
     fresh.add_adapter_fusion(["b", "c"], "static", name="warm")
-    with refused(fresh, CheckpointError, "the fusion 'warm'", "that of the model"):
+    with refused(fresh, CheckpointError, "checkpoint's fusion 'warm'", "the model's"):
         snapshot_of.restore_trained(fresh, tmp_path)
 
 

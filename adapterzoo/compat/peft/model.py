@@ -143,9 +143,7 @@ class PeftModel:
             ("config", config),
         ):
             if value:
-                raise ConfigError(
-                    f"{name}={value!r}: the folder describes the adapter. Leave it out."
-                )
+                raise ConfigError(f"{name}={value!r}: the folder says so. Leave it out.")
         below = kwargs.pop("subfolder", None)
         path = model_id if below is None else Path(model_id, below)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
@@ -230,9 +228,7 @@ class PeftModel:
         format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", True)
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
-            raise ConfigError(
-                f"{shown[0]}: files are in safetensors, and hold whole adapters. Leave it out."
-            )
+            raise ConfigError(f"{shown[0]}: files are whole, in safetensors. Leave it out.")
         known = [*self.adapters_config]
         names = known if selected_adapters is None else list(selected_adapters)
         for name in names:
@@ -668,9 +664,7 @@ class AutoPeftModel:
         asked = {**kwargs, "revision": revision} if revision else kwargs
         found = adapter_folders.find(path, asked)
         if found is None:
-            raise ConfigError(
-                f"{path!r} is not an adapter's folder. Write the folder that save_adapter wrote."
-            )
+            raise ConfigError(f"{path!r} is not a folder that save_adapter wrote.")
         config = found.path / CONFIG
         values = files.read_json(config) if config.is_file() else {}
         load = cls._class(values, path)

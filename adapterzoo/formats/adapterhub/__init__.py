@@ -451,9 +451,7 @@ def write_adapter(
                     torch.equal(tensor, before[key]) for key, tensor in given.items()
                 )
                 if given and before and not is_same:
-                    raise inexpressible(
-                        f"AdapterHub has one {path!r} for both methods of the union"
-                    )
+                    raise inexpressible(f"AdapterHub has one {path!r} for both methods here")
                 found |= given
     return written, found
 
@@ -740,9 +738,7 @@ def _read_fusion(folder: Path, info: ModelInfo) -> Checkpoint:
         # adapter-transformers: the name is that of the adapters with commas between
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise CheckpointError(
-            f"{_FUSION[0]} has adapter_names={names!r}; it is a list of names. {AGAIN}."
-        )
+        raise CheckpointError(f"{_FUSION[0]} has adapter_names={names!r}, not names. {AGAIN}.")
     configs = [info.adapter_config(name) for name in names]
     places = _fusion_places(info, configs)
     config = metadata.get("config")
@@ -793,9 +789,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
         own = dict(at.get(place.path, {}))
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
-            raise inexpressible(
-                f"adapters restarts the temperature, decayed for {int(steps)} steps here"
-            )
+            raise inexpressible(f"adapters restarts the temperature, here at step {int(steps)}")
         start = _joined_path(prefix_of(info), named, "adapter_fusion_layer", metadata["name"])
         tensors |= {f"{start}.{parameter}": tensor for parameter, tensor in own.items()}
     fields = {key: value for key, value in metadata.items() if key != "meta"}

@@ -125,9 +125,7 @@ def layout_of(info: ModelInfo) -> Layout:
     """
     layout = LAYOUTS.get(info.model_type)
     if layout is None:
-        raise inexpressible(
-            f"AdapterHub's format has no names for models of type {info.model_type!r}"
-        )
+        raise inexpressible(f"AdapterHub has no names for models of type {info.model_type!r}")
     return layout
 
 
@@ -153,9 +151,7 @@ def from_location(layout: Layout, parameter: str) -> str:
     """
     location, dot, rest = parameter.partition(".")
     if location == "self_prefix" and location not in layout.locations and layout.locations:
-        raise inexpressible(
-            "AdapterHub has prefixes in both towers, and this adapter leaves one out"
-        )
+        raise inexpressible("AdapterHub has prefixes in both towers, this adapter in one")
     return f"{layout.locations.get(location, location)}{dot}{rest}"
 
 

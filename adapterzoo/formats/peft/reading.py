@@ -538,9 +538,7 @@ def _to_one_dtype(
     each = [*(layer.tensors for layer in layers.values()), shared, rows]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
-        raise CheckpointError(
-            f"the file has tensors of {wrong[0]}. Save the adapter again in float32."
-        )
+        raise CheckpointError(f"the file has tensors of {wrong[0]}. Save it again in float32.")
     own, dtype = info.dtype, torch.float32
     # widening is exact; PEFT too keeps other dtypes in float32 over half-precision layers
     if found == {own} or own is torch.float64:

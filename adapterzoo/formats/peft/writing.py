@@ -334,9 +334,7 @@ def is_written(site: Site, spelling: PeftSpelling, info: ModelInfo) -> bool:
     if name not in info.split_experts or spelling.peft_type not in related:
         return False
     if not spelling.of_parameters:
-        raise inexpressible(
-            f"PEFT takes {site.path!r} for a layer of experts in a {info.model_class}"
-        )
+        raise inexpressible(f"PEFT takes {site.path!r} of a {info.model_class} for experts")
     return True
 
 

@@ -64,9 +64,7 @@ def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     for name in tensors.keys() - found.keys():
         first = found.get(name.replace(_NORM, _DOWN))
         if first is None or not torch.equal(first, tensors[name]):
-            raise CheckpointError(
-                f"{name!r} differs from its copy {_DOWN[:-1]!r}. Copy the file again."
-            )
+            raise CheckpointError(f"{name!r} differs from {_DOWN[:-1]!r}. Copy the file again.")
     return found
 
 

@@ -198,9 +198,7 @@ def add_changes(
 def _refuse_other(model: AdaptedModel, name: str) -> None:
     """Refuse an adapter that does more than change weights of layers."""
     if copies.tables_of(model, name):
-        raise StateError(
-            f"{name!r} has trained embeddings, which are no change of a weight. Keep it."
-        )
+        raise StateError(f"{name!r} has trained embeddings, no change of a weight. Keep it.")
     for path, adapter in modules_of(model, name):
         parts = (part for part in adapter.modules() if isinstance(part, Adapter))
         for part in parts if path else ():
