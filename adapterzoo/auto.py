@@ -94,9 +94,7 @@ def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
         ConfigError: transformers has no base model for this type.
     """
     if type(config) not in modeling_auto.MODEL_MAPPING:
-        raise ConfigError(
-            f"AutoModel knows no {type(config).__name__}. Write a config of a type that it knows."
-        )
+        raise ConfigError(f"AutoModel knows no {type(config).__name__}. Write one that it knows.")
     backbone = _get_model_class(config, modeling_auto.MODEL_MAPPING)
     return class_of(AdapterModel, backbone, type(config))
 

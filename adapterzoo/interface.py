@@ -116,9 +116,7 @@ class AdapterModelInterface:
         """
         given = [self.attn_q_proj, self.attn_k_proj, self.attn_v_proj, self.attn_o_proj]
         if twice := sorted({n for n in given if n is not None and given.count(n) > 1}):
-            raise ConfigError(
-                f"AdapterModelInterface: {twice[0]!r} names two layers. Write the name of each."
-            )
+            raise ConfigError(f"AdapterModelInterface: {twice[0]!r} names two layers. Name each.")
         apart = (self.attn_k_proj, self.attn_q_proj, self.attn_v_proj)
         if all(apart) == (self.attn_qkv_proj is not None):
             raise ConfigError(

@@ -189,9 +189,7 @@ def predict(
     config = adapted.get_head(_NAME).config if _NAME in adapted.known_heads() else None
     if config is None or config.output_class != _OUTPUT:
         has = "no head" if config is None else f"a head of the type {config.head_type!r}"
-        raise CheckpointError(
-            f"{checkpoint.path!r} has {has}. Write an adapter with a head that classifies texts."
-        )
+        raise CheckpointError(f"{checkpoint.path!r} has {has}. Write one that classifies texts.")
     adapted.to(device or _default_device())
     tokenizer = tokenizer_of(base)
     settings = checkpoint.meta.get("train")

@@ -217,9 +217,7 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
         size = file.stat().st_size
         text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
-        raise CheckpointError(
-            f"{str(file)!r} cannot be read ({error.strerror}). {hint}."
-        ) from error
+        raise CheckpointError(f"{str(file)!r} cannot be read: {error.strerror}. {hint}.") from error
     if size > MAX_JSON:
         raise CheckpointError(f"{str(file)!r} has {size:,} bytes, too many for a config. {hint}.")
     return _object(text, repr(str(file)), hint)

@@ -576,9 +576,7 @@ def copies_are_independent(case: Case) -> None:
         require(not _storages(model, "a") & _storages(made, "a"), f"{how}: memory is shared")
         stir(made, "a", seed=5)
         require(same_bits(first, run(model, x)), f"{how}: a change of the copy is seen")
-        require(
-            not torch.equal(first, run(made, x)), f"{how}: the copy does not use its own parameters"
-        )
+        require(not torch.equal(first, run(made, x)), f"{how}: the copy uses other parameters")
         made.set_active_adapters(None)
         require(same_bits(first, run(model, x)), f"{how}: the copy switches the original")
         base = _run_with(model, None, x)
@@ -739,9 +737,7 @@ def dtype_follows(case: Case) -> None:
     if "dtype" not in case.config:
         for _, module in model.adapter_modules("a"):
             for name, parameter in module.named_parameters():
-                require(
-                    parameter.dtype is case.dtype, f"parameter {name!r} is of {parameter.dtype}"
-                )
+                require(parameter.dtype is case.dtype, f"parameter {name!r} has {parameter.dtype}")
     for autocast in (False, True):
         if autocast and case.dtype is not torch.float32:
             continue

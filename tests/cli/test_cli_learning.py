@@ -216,7 +216,7 @@ def test_predict_refuses_an_adapter_without_a_head(run, base, tmp_path):
     model.add_adapter("bare", "seq_bn")
     model.save_adapter(tmp_path / "bare", "bare")
     said = run("predict", tmp_path / "bare", "--text", "fine", code=1).stderr
-    assert "has no head. Write an adapter with a head that classifies texts" in said
+    assert "has no head. Write one that classifies texts" in said
 
 
 @pytest.mark.parametrize(("multilabel", "count"), [(True, 3), (False, 1)])

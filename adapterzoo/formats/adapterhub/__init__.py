@@ -777,9 +777,7 @@ def _encode_fusion(checkpoint: Checkpoint, info: ModelInfo, safe: bool) -> dict[
     fused = [info.adapter_config(name) for name in metadata["adapter_names"]]
     config = dict(metadata["config"])
     if config.pop("entry", "fused") == "fused" and _at_entry(info, fused):
-        raise inexpressible(
-            "adapters fuses no functions of the embeddings: only that of the first adapter acts"
-        )
+        raise inexpressible("adapters fuses no embedding functions; only the first adapter's acts")
     metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}

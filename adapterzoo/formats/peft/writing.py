@@ -383,9 +383,7 @@ def _write_extras(
         config = place.placement.config.to_dict()
         kind = FIELD_AT[place.placement.location]
         if kind not in fields_for_extras(spelling):
-            raise inexpressible(
-                f"the adapter has {kind} at {place.path!r}, and PEFT's {spelling.peft_type} not"
-            )
+            raise inexpressible(f"PEFT's {spelling.peft_type} has no {kind}, as at {place.path!r}")
         if kind == "modules_to_save":
             saved.append(path)
             start = f"{path}."

@@ -269,9 +269,7 @@ def forward(
     # in `generate` each row may stand for several beams
     in_generate = model._active.call.generation is not None
     if legal and (count % legal if in_generate else count != legal):
-        raise BatchError(
-            f"the heads are {active.setup!r}: the batch has {count} rows, not {legal}."
-        )
+        raise BatchError(f"the heads are {active.setup!r}; a batch has {count} rows, not {legal}.")
     labels = _take_labels(model, inputs, used, active.names)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))

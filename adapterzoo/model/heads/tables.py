@@ -591,9 +591,7 @@ def share(
         )
     first = names[0] if reference is None else reference
     if first not in names:
-        raise ConfigError(
-            f"reference_adapter_name={reference!r} is not one of {listing(names)}. Write one."
-        )
+        raise ConfigError(f"reference_adapter_name={reference!r} is not one of {listing(names)}.")
     shapes = [{k: p.shape for k, p in shareable_of(model, each).items()} for each in names]
     other = next((n for n, own in zip(names, shapes, strict=True) if own != shapes[0]), None)
     if other is not None or len({type(config) for config in configs}) > 1:
@@ -628,9 +626,7 @@ def unshare(
     names, sharing = _sharers(model, adapter_names), model._adapter_state.sharing
     groups = [*sharing.values()] if name is None else [sharing.get(name, ())]
     if alone := [n for n in names if not any(n in group for group in groups)]:
-        raise StateError(
-            f"{alone[0]!r} shares no such parameters. Shared are {listing(sharing) or 'none'}."
-        )
+        raise StateError(f"{alone[0]!r} shares none. Shared are {listing(sharing) or 'none'}.")
     for each in names:
         _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
     leave_groups(model, names)

@@ -60,14 +60,10 @@ def add(
     """
     layer = free_place(model, name)
     if (reference_embedding is None) != (reference_tokenizer is None):
-        raise ConfigError(
-            "reference_embedding and reference_tokenizer belong together. Write both, or neither."
-        )
+        raise ConfigError("write both reference_embedding and reference_tokenizer, or neither.")
     width = layer.embedding_dim
     if embedding_dim not in (None, width):
-        raise ConfigError(
-            f"embedding_dim={embedding_dim} is not the width of the model, {width}. Leave it out."
-        )
+        raise ConfigError(f"embedding_dim={embedding_dim}: the model's is {width}. Leave it out.")
     vocabulary = tokenizer.get_vocab()
     # identifiers may have gaps, so that there are more rows than tokens
     rows = max(len(tokenizer), *(n + 1 for n in vocabulary.values()))
