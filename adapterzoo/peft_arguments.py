@@ -214,8 +214,7 @@ def _value(cls: type[Any], name: str, value: Any, argument: PeftArgument) -> Any
     if isinstance(value, (str, bool)) and value in (argument.values or {}):
         return (argument.values or {})[value]
     # the default, or any other value that is false, has no effect in PEFT
-    is_off = value == argument.default or not (value or argument.default)
-    if argument.ours is None and is_off:
+    if argument.ours is None and (value == argument.default or not (value or argument.default)):
         return None
     if argument.ours is not None and argument.values is None:
         return argument.default if value is None else value

@@ -171,7 +171,7 @@ class Site:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The dimensions in front of those of a weight, which are the number of experts, if any."""
+        """The leading dimensions of a weight, which are the number of experts, if any."""
         return (self.experts,) if self.experts else ()
 
     @property

@@ -79,7 +79,7 @@ def read_classes(
     rows = read_rows(file, text, label)
     names = set(rows.labels)
     if len(names) < 2:
-        raise ConfigError(f"{str(file)!r} has only the label {min(names)!r}. Write two or more.")
+        raise ConfigError(f"{str(file)!r} has only the label {min(names)!r}. Write two labels.")
     test = None if tested is None else read_rows(tested, text, label)
     if test is not None and (unknown := sorted({*test.labels} - names)):
         raise ConfigError(

@@ -407,7 +407,7 @@ class RowSteps:
             return self.layers[-1].run(adapters, layout, x, base)
         views = parts_of_call(layout, rows, x, base)
         outputs = [_on_part(self.steps[part], adapters, view) for part, view in views]
-        if len(outputs) < len(self.steps):
+        if len(outputs) < len(self.steps) and torch.is_grad_enabled():
             outputs.append(_no_rows(adapters, outputs[0], base))
         return layout.restored(torch.cat(outputs))  # [rows, …]
 
@@ -552,7 +552,7 @@ def inverse_of(
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
             f"{step!r} has no inverse, which a language modeling head needs. Activate a Stack of "
-            f"invertible ones, or write add_adapter_fusion(…, AdapterFusionConfig(entry='first'))."
+            f"invertible adapters, or add a fusion with AdapterFusionConfig(entry='first')."
         )
     layout = rows.layout(y.shape[0])
     views = parts_of_call(layout, rows, y, base)
@@ -598,10 +598,10 @@ def prefix_of(
         own = next(own for own in step.steps if own is not None)
         there = [prefix_of(own, adapters, x, base)]
     keys, values, mask = _padded(parts, sizes, there[0])
-    if len(parts) < len(step.steps):
+    if len(parts) < len(step.steps) and torch.is_grad_enabled():
         keys = torch.cat([keys, _no_rows(adapters, keys, base)])
     keys, values, mask = (layout.restored(t) for t in (keys, values, mask))
-    in_window = any(part.in_window for part in there)
+    in_window = any(part.in_window for part in parts if part is not None)
     return Prefix(keys, values, mask, there[0].distances, in_window)
 
 

@@ -244,8 +244,9 @@ class Joined:
         """
         rows, is_module = self._places.shape[0], self.prompts.joins == "embeddings"
         # whether the input holds the rows' tokens; unchecked at an embedding module
-        fits = x.dim() > 1 and x.shape[0] == rows and x.shape[1] >= self.length
-        if self._x is None and (is_module or fits):
+        if self._x is None and (
+            is_module or (x.dim() > 1 and x.shape[0] == rows and x.shape[1] >= self.length)
+        ):
             self._x = x
         if x is not self._x:
             return None

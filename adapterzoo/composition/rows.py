@@ -251,8 +251,8 @@ class RowMap:
             BatchError: the number of rows does not fit.
             StateError: the model has not repeated its input.
         """
-        if (known := self._layouts.get(count)) is not None:
-            return known
+        if (cached := self._layouts.get(count)) is not None:
+            return cached
         if self.repeats > 1:
             raise StateError(
                 "Parallel: only the whole model repeats the batch, and a part was called alone. "

@@ -264,7 +264,7 @@ def _number(text: str) -> float:
     So is 1e999, which would become an infinity.
 
     Raises:
-        ConfigError: it is none of JSON.
+        ConfigError: it is not finite.
     """
     number = float(text)
     if not math.isfinite(number):

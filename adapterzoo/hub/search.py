@@ -99,7 +99,7 @@ def list_adapters(
         raise unknown_name("", "library", library, LIBRARIES)
     base_model = one_of(base_model=base_model, model_name=model_name)
     if source not in ("ah", "hf", None) or (source == "ah" and author not in (OWNER, None)):
-        raise ConfigError(f"source={source!r} excludes author={author!r}. Leave one of them out.")
+        raise ConfigError(f"source={source!r} has no author={author!r}. Leave one of them out.")
     author = OWNER if source == "ah" else author
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:

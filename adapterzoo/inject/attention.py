@@ -346,15 +346,15 @@ class AdaptedAttention(Adapted):
         x = args[0] if args else next(iter(kwargs.values()))
         forward = super(Adapted, self).forward
         base = LayerCall(self, forward, args, kwargs, context=active.call)
-        prefix = prefix_of(*acting(self, site), x, base, plan.rows)
-        if self._is_inline:
-            return with_prefix(plain_class(self), prefix, forward, args, kwargs)
-        implementation = vars(self)["config"]._attn_implementation
-        if implementation not in _SUPPORTED:
+        implementation = "" if self._is_inline else vars(self)["config"]._attn_implementation
+        if implementation and implementation not in _SUPPORTED:
             raise StateError(
                 f"attn_implementation={implementation!r} does not accept a mask that shows a "
                 f"prefix. Write model.set_attn_implementation('sdpa')."
             )
+        prefix = prefix_of(*acting(self, site), x, base, plan.rows)
+        if self._is_inline:
+            return with_prefix(plain_class(self), prefix, forward, args, kwargs)
         active.call.prefixes.append((self, prefix))
         try:
             return forward(*args, **kwargs)
@@ -436,7 +436,7 @@ def _bias(
         return pad(bias, (length, 0))
     # of the modules that could compute the bias of the stack, the one that does
     has_one, stacks = getattr(module, RELATIVE_BIAS, None), module._link.active.call.stacks
-    inside = stacks[-1].module.modules() if has_one is None else [module]
+    inside = [module] if has_one in (None, True) else stacks[-1].module.modules()
     owner = next((m for m in inside if getattr(m, RELATIVE_BIAS, False)), None)
     if owner is None:
         return pad(bias, (length, 0))

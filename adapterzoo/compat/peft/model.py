@@ -143,7 +143,7 @@ class PeftModel:
             ("config", config),
         ):
             if value:
-                raise ConfigError(f"{name}={value!r}: the folder says so. Leave it out.")
+                raise ConfigError(f"{name}={value!r}: the folder names it. Leave it out.")
         below = kwargs.pop("subfolder", None)
         path = model_id if below is None else Path(model_id, below)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
@@ -228,7 +228,7 @@ class PeftModel:
         format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", True)
         if not safe_serialization or kwargs:
             shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
-            raise ConfigError(f"{shown[0]}: files are whole, in safetensors. Leave it out.")
+            raise ConfigError(f"{shown[0]}: all of it is saved, as safetensors. Leave it out.")
         known = [*self.adapters_config]
         names = known if selected_adapters is None else list(selected_adapters)
         for name in names:

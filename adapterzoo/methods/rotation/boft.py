@@ -181,8 +181,8 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     m = R.shape[0] if R.dim() == 4 else fields["boft_n_butterfly_factor"]
     if m != fields["boft_n_butterfly_factor"]:
         warnings.warn(
-            f"it says boft_n_butterfly_factor={fields['boft_n_butterfly_factor']}, and the tensors "
-            f"have {m}, which are loaded: PEFT trains one factor without its CUDA extension.",
+            f"its config has boft_n_butterfly_factor={fields['boft_n_butterfly_factor']}, and its "
+            f"tensors {m}, which are loaded: PEFT trains one factor without its CUDA extension.",
             stacklevel=2,
         )
     return {**fields, "boft_n_butterfly_factor": m}

@@ -443,7 +443,7 @@ def _adapters_at(model: AdaptedModel, path: str) -> Mapping[str, Any]:
     """Return the adapters of a layer by name; none where it is plain, or gone with its head."""
     try:
         layer = _layer(model, path)
-    except KeyError:
+    except (AttributeError, KeyError):
         return {}
     return adapters_of(layer) if isinstance(layer, Adapted) else {}
 

@@ -173,9 +173,10 @@ class Call:
         outputs = self.base(**self.inputs)
         needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
         if outputs.get(needed) is None:
+            other = "pooling='mean'" if pooling == "pooler" else "pooling='pooler'"
             raise StateError(
-                f"{type(self.model).__name__} computes no {needed}, which the head reads. "
-                f"Add a head with another pooling, such as pooling='mean'."
+                f"{type(self.model).__name__} computes no {needed}, which the head reads. Add a "
+                f"head with another pooling, such as {other}."
             )
         if pooling == "pooler":
             # a CNN's has two more dimensions, of size 1
@@ -477,10 +478,13 @@ def _answer_on_rows(
     results = [heads[each.name].answer(each) for each in calls]
     parts = [cast("ModelOutput", each.base.outputs) for each in calls]
     idle = [p for n in heads.keys() - {*names} for p in heads[n].parameters() if p.requires_grad]
-    for key, value in results[0].items() if idle and torch.is_grad_enabled() else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and key not in parts[0]:
-            # gives the heads without rows a gradient of zeros, which DDP would wait for
-            results[0][key] = value + torch.cat([p.flatten()[:0].to(value) for p in idle]).sum()
+    if idle and torch.is_grad_enabled():
+        # gives the heads without rows a gradient of zeros, which DDP would wait for
+        i = next((i for i, each in enumerate(results) if each.get("loss") is not None), 0)
+        for key, value in [*results[i].items()]:
+            if isinstance(value, Tensor) and value.is_floating_point() and key not in parts[i]:
+                zero = torch.cat([p.flatten()[:0].to(value) for p in idle]).sum()
+                results[i][key] = value + zero
     outputs = cast("ModelOutput", call.base.outputs)
     one = joined(results, parts, rows, outputs) if rows.together else None
     if one is not None:

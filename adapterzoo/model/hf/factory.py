@@ -355,7 +355,7 @@ def init(
         if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
             raise StateError(f"PEFT has wrapped {wrapped!r}. Call unload() of the PeftModel first.")
         if "base_model_prefix" not in dir(model):
-            raise StateError("it is no PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
+            raise StateError("not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
         if hosts.guard_of(model) is not None:
             raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
         if format_of(vars(model.config).get("adapters")) is not None:

@@ -5,6 +5,7 @@ Files are those of `adapters`: `embedding.pt`, with a tokenizer in a folder next
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 from adapterzoo import inject
+from adapterzoo.anatomy import Site
+from adapterzoo.anatomy.tree import unwrapped
 from adapterzoo.contracts import CopyAdapter, PromptAdapter
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.formats import files
@@ -60,7 +63,7 @@ def add(
     """
     layer = free_place(model, name)
     if (reference_embedding is None) != (reference_tokenizer is None):
-        raise ConfigError("write both reference_embedding and reference_tokenizer, or neither.")
+        raise ConfigError("one of reference_embedding and reference_tokenizer is missing.")
     width = layer.embedding_dim
     if embedding_dim not in (None, width):
         raise ConfigError(f"embedding_dim={embedding_dim}: the model's is {width}. Leave it out.")
@@ -141,15 +144,15 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         StateError: an adapter has the size of the table, or is merged into what is resized.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
-    backbone, whole = model._backbone, cast("nn.Module", model)
+    anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
     table, output_layer = cast("Any", model).get_input_embeddings(), model.get_output_embeddings()
     weight = None if table is None else table._parameters.get("weight")
     plain = dict(plain_modules(backbone))
-    output = {path: m for path, m in plain.items() if m is output_layer}
+    output = {path: m for path, m in plain.items() if m is unwrapped(output_layer)}
     # all modules that have the table of tokens
     embeds = {path: m for path, m in plain.items() if isinstance(m, nn.Embedding)}
     tables = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
-    tables |= {path: m for path, m in plain.items() if m is table}
+    tables |= {path: cast("Any", m) for path, m in plain.items() if m is unwrapped(table)}
     layers = tables | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
@@ -164,11 +167,11 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         resized = change()
     finally:
         for path, module in tables.items():
-            now, embedding = cast("Any", layer_at(backbone, path)), module
-            if now is not embedding:
-                embedding.weight, embedding.num_embeddings = now.weight, now.num_embeddings
+            now = cast("Any", layer_at(backbone, path))
+            if now is not module:
+                module.weight, module.num_embeddings = now.weight, now.num_embeddings
                 owner, _, name = path.rpartition(".")
-                backbone.get_submodule(owner)._modules[name] = embedding
+                backbone.get_submodule(owner)._modules[name] = module
         for path, name, adapter in taken:
             inject.put(layer_at(backbone, path), name, adapter, model._active, path)
         for path in layers:
@@ -179,8 +182,9 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         for owner, old in heads.items():
             own = {path: copies.fitted(layer_at(whole, path), copy) for path, copy in old.items()}
             copies.put(model, owner, own)
-        # layers outside of blocks have other sizes
-        model._adapter_state.anatomy = None
+        # discovery reads the model without adapters: only these sizes have changed
+        outside = tuple(_measured(backbone, site) for site in anatomy.outside)
+        model._adapter_state.anatomy = dataclasses.replace(anatomy, outside=outside)
         replan(model)
     update_outputs(model)
     return resized
@@ -210,6 +214,16 @@ def _check_resizing(model: AdaptedModel, layers: Mapping[str, nn.Module], size: 
                 f"new_num_tokens={size}: {name!r} has a row of the token {last}. Write "
                 f"new_num_tokens={last + 1} or more."
             )
+
+
+def _measured(backbone: nn.Module, site: Site) -> Site:
+    """Return a site outside of blocks with the sizes that its layer has now."""
+    layer = cast("Any", layer_at(backbone, site.path))
+    if isinstance(layer, nn.Embedding):
+        return dataclasses.replace(site, d_in=layer.num_embeddings)
+    if isinstance(layer, nn.Linear):
+        return dataclasses.replace(site, d_out=layer.out_features)
+    return site
 
 
 _TABLE, _TOKENIZER = "embedding.pt", "tokenizer"
