@@ -222,9 +222,7 @@ class AdapterTrainer(Trainer):
         own_loss = self.compute_loss_func is not None
         averages = any(head.averages_itself for head in self._heads().values())
         if own_loss or (self._heads() and self.label_smoother is None and not averages):
-            items = super()._get_num_items_in_batch(
-                [{"labels": labels} for labels in known], device
-            )
+            items = super()._get_num_items_in_batch([{"labels": each} for each in known], device)
             # at least 1: labels that are all ignored give the loss 0
             return items.clamp(min=1) if isinstance(items, Tensor) else items
         # a model that averages over the batch itself gets its share in compute_loss

@@ -464,9 +464,7 @@ def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
 
 
 def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
-    split = [
-        re.split(r"(?:^|\.)experts(?:\.|$)", site.path) for site in sites if site.role in MLP_ROLES
-    ]
+    split = [re.split(r"(?:^|\.)experts(?:\.|$)", s.path) for s in sites if s.role in MLP_ROLES]
     moes = dict.fromkeys(parts[0] for parts in split if len(parts) > 1)
     for root in moes:
         yield _Part("mlp", root, root, root)
@@ -480,11 +478,9 @@ def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
 
 
 def _is_norm(path: str, module: nn.Module) -> bool:
-    by_class = NORM_CLASS.search(type(module).__name__) is not None
     # an identity in place of a norm also reads the stream (the first ModernBERT block)
-    return by_class or (
-        isinstance(module, nn.Identity) and NORM_NAME.search(leaf(path)) is not None
-    )
+    by_name = isinstance(module, nn.Identity) and NORM_NAME.search(leaf(path))
+    return bool(by_name or NORM_CLASS.search(type(module).__name__))
 
 
 def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Placed], list[str]]:

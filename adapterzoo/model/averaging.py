@@ -66,9 +66,7 @@ def combination(name: str, **options: Any) -> Combination:
         # those of the SVD
         is_used = used.get(field, strategy.target == "change")
         if value != unset and not is_used:
-            raise ConfigError(
-                f"{field}={value!r} has no effect on {name!r}. Write {field}={unset!r}."
-            )
+            raise ConfigError(f"{field}={value!r} is unused by {name!r}. Write {field}={unset!r}.")
         if value != unset or required.get(field):
             check(name, field, value, example)
     # the caller makes generators from it

@@ -144,9 +144,7 @@ def _make_named(
     family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
     )
-    found = next(
-        (mapping[config_class] for mapping in _GENERATING if config_class in mapping), None
-    )
+    found = next((table[config_class] for table in _GENERATING if config_class in table), None)
     generating: Any = found[0] if isinstance(found, tuple) else found
     bases: list[type] = [base]
     if generating is not None:
