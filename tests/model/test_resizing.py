@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -172,3 +174,26 @@ def test_a_merged_output_layer_is_refused():
         model.resize_token_embeddings(NEW)
     model.reset_adapter()
     model.resize_token_embeddings(NEW)
+
+
+@pytest.mark.parametrize("config", [
+    "lora", "prompt_tuning[prompt_length=2]", "prompt_tuning[prompt_length=2,joins='embeddings']",
+    "prefix_tuning[prefix_length=3,flat=True,positions='shifted']", "seq_bn_inv",
+    LoRAConfig(target_modules=["wpe"]), LoRAConfig(trainable_token_indices=[3]),
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_what_is_known_of_the_model_changes_only_in_sizes(family, config):
+    """Discovery reads a model without adapters, so it is not done again."""
+    model = built(family)
+    try:
+        model.add_adapter("a", config, set_active=True)
+    except adapterzoo.errors.SiteError:
+        pytest.skip("the family has no such place")
+    before = model.anatomy
+    model.resize_token_embeddings(NEW)
+    after = dataclasses.replace(model.anatomy, outside=before.outside)
+    assert after == before
+    sizes = {site.path: (site.d_in, site.d_out) for site in model.anatomy.outside}
+    plain = built(family)
+    plain.resize_token_embeddings(NEW)
+    assert sizes == {site.path: (site.d_in, site.d_out) for site in plain.anatomy.outside}
