@@ -1,6 +1,7 @@
 """Bottlenecks: every option against its formula and against AdapterHub's `adapters` itself."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import pickle
@@ -109,7 +110,10 @@ def adapt(model, anatomy, configs, dtype=torch.float64):
     setup = Stack(*configs)
     selection.default.plan = Plan(
         setup=setup,
-        sites={path: compile_site([setup], at) for path, at in present.items()},
+        sites={
+            path: dataclasses.replace(compile_site([setup], at), only=None)
+            for path, at in present.items()
+        },
         captures={source: tuple(readers) for source, readers in taps.items()},
     )
     return made
