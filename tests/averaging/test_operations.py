@@ -170,7 +170,7 @@ def test_weights_that_are_none(names, weights, says):
          "'frequency' is unused by 'linear'. Write majority_sign_method='total'"),
         ("svd", {"svd_full_matrices": "no"}, "one of False, True. Write svd_full_matrices=False"),
         ("cat", {"svd_full_matrices": True},
-         "svd_full_matrices=True has no effect on 'cat'. Write svd_full_matrices=False"),
+         "svd_full_matrices=True is unused by 'cat'. Write svd_full_matrices=False"),
     ],
 )  # fmt: skip
 def test_options_that_are_none(name, given, says):
