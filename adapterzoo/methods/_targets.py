@@ -144,8 +144,8 @@ class TargetedConfig(AdapterConfig):
         by_role = self._roles() if self.target_modules is None else ()
         if not (self.target_modules or self.target_parameters or by_role):
             raise ConfigError(
-                f"{self._name}: nothing is left to adapt. Write target_modules='all-linear', or "
-                f"attn_matrices, selfattn_lora, intermediate_lora or output_lora."
+                f"{self._name}: nothing is left to adapt, by target_modules, attn_matrices, "
+                f"selfattn_lora, intermediate_lora, output_lora. Write target_modules='all-linear'."
             )
 
     def below(self, prefix: str, anatomy: Anatomy) -> Self:

@@ -123,7 +123,9 @@ def _tasks(
     tasks = None if plan.rows is None else plan.rows.tasks
     if task_ids is None:
         if tasks is not None:
-            raise CompositionError(f"{plan.setup!r} needs a task for each row. Write task_ids=[…].")
+            raise CompositionError(
+                f"{plan.setup!r} needs the task of each row. Write task_ids=[0, 1, …]."
+            )
         return ()
     if adapter_names is not None:
         raise CompositionError("adapter_names=… and task_ids=… are both given. Write one of them.")

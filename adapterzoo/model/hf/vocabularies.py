@@ -63,7 +63,7 @@ def add(
     """
     layer = free_place(model, name)
     if (reference_embedding is None) != (reference_tokenizer is None):
-        raise ConfigError("one of reference_embedding and reference_tokenizer is missing.")
+        raise ConfigError("reference_embedding and reference_tokenizer: write both, or neither.")
     width = layer.embedding_dim
     if embedding_dim not in (None, width):
         raise ConfigError(f"embedding_dim={embedding_dim}: the model's is {width}. Leave it out.")
@@ -144,15 +144,16 @@ def resize(model: AdaptedModel, size: int | None, change: Callable[[], Any]) -> 
         StateError: an adapter has the size of the table, or is merged into what is resized.
     """
     refuse_if_sharded(model, "Write it before fully_shard(model).")
-    anatomy, backbone, whole = model.anatomy, model._backbone, cast("nn.Module", model)
-    table, output_layer = cast("Any", model).get_input_embeddings(), model.get_output_embeddings()
+    anatomy, backbone, whole = model.anatomy, model._backbone, cast("Any", model)
+    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    table, output_layer = (None if end is None else unwrapped(end) for end in ends)
     weight = None if table is None else table._parameters.get("weight")
     plain = dict(plain_modules(backbone))
-    output = {path: m for path, m in plain.items() if m is unwrapped(output_layer)}
+    output = {path: m for path, m in plain.items() if m is output_layer}
     # all modules that have the table of tokens
     embeds = {path: m for path, m in plain.items() if isinstance(m, nn.Embedding)}
     tables = {path: m for path, m in embeds.items() if m._parameters["weight"] is weight}
-    tables |= {path: cast("Any", m) for path, m in plain.items() if m is unwrapped(table)}
+    tables |= {path: cast("Any", m) for path, m in plain.items() if m is table}
     layers = tables | output
     _check_resizing(model, layers, size)
     # transformers may replace these layers; rows of tokens follow their table
