@@ -199,6 +199,7 @@ def _short(error: SiteError | ConfigError) -> str:
     if "no transformer blocks: " in text:
         return text.partition("no transformer blocks: ")[2].partition(". ")[0]
     for words, said in (
+        ("or of unknown width", "the output of a block is not known"),
         ("is not known", "where a sub-layer meets the residual stream is not known"),
         ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
