@@ -166,7 +166,7 @@ def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path):
                                "in the model only"),
         "a block too many": (document, {**tensors, lost.replace("layer.0", "layer.7"):
                                         tensors[lost]}, "layer.7"),
-        "no adapters": ({**document, "adapter_names": []}, tensors, "a list of names"),
+        "no adapters": ({**document, "adapter_names": []}, tensors, "not names"),
         "no config": ({**document, "config": None}, tensors, "no 'config' of a fusion"),
     }  # fmt: skip
     for texts, values, says in wrong.values():
