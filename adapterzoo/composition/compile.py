@@ -103,6 +103,14 @@ class SharedOutputs:
     order: Callable[[Tensor], Tensor]
     _output: Tensor | None = None
     _original: Tensor | None = None
+    _residual: Tensor | None = None
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual stream, sorted."""
+        if self._residual is None:
+            self._residual = self.order(self.base.residual)
+        return self._residual
 
     @property
     def output(self) -> Tensor:
@@ -165,7 +173,7 @@ class PartialLayer(LayerView):
     @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer, of the part."""
-        return self._take(self._whole.order(self._inner.residual))
+        return self._take(self._whole.residual)
 
     @property
     def call(self) -> StackCall:

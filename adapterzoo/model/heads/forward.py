@@ -173,11 +173,8 @@ class Call:
         outputs = self.base(**self.inputs)
         needed = "pooler_output" if pooling == "pooler" else "last_hidden_state"
         if outputs.get(needed) is None:
-            other = "pooling='mean'" if pooling == "pooler" else "pooling='pooler'"
-            raise StateError(
-                f"{type(self.model).__name__} computes no {needed}, which the head reads. Add a "
-                f"head with another pooling, such as {other}."
-            )
+            what = f"{type(self.model).__name__} computes no {needed}, which the head reads"
+            raise StateError(f"{what}. Add a head with another pooling.")
         if pooling == "pooler":
             # a CNN's has two more dimensions, of size 1
             return outputs["pooler_output"].flatten(1), None  # [batch, d_model]

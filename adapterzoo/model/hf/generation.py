@@ -74,13 +74,11 @@ class GeneratesWithAdapters:
                 return self.generate(*args, **kwargs)
         check_generation(model, kwargs)
         assistant = _option(model, given, "assistant_model")
-        drafting: list[Any] = [
-            each for each in (model, assistant) if isinstance(each, GeneratesWithAdapters)
-        ]
-        for each in drafting:
+        models: list[Any] = [m for m in (model, assistant) if isinstance(m, GeneratesWithAdapters)]
+        for each in models:
             _check_added_tokens(each, given)
         with ExitStack() as records, values_kept():
-            for each in {id(each): each for each in drafting}.values():
+            for each in {id(each): each for each in models}.values():
                 own = each._active.call
                 records.callback(setattr, own, "generation", own.generation)
                 own.generation = _record(each, given if each is model else {})
