@@ -132,7 +132,7 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write only revision='b'"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(model, ConfigError, "source='a'", "Write 'hf' for the Hub"):
+    with refused(model, ConfigError, "source='a'", "'hf' (the Hub)"):
         model.load_adapter(BERT, load_as="other", source="a")
     with refused(model, HubError, "not an id of AdapterHub", "task/dataset@organization"):
         model.load_adapter(BERT, load_as="other", source="ah")

@@ -241,7 +241,7 @@ def test_boft_has_the_factors_that_its_tensors_have(tmp_path, monkeypatch):
     )
     expected = trained("bert", config, tmp_path)
     model = ours("bert")
-    with pytest.warns(UserWarning, match=r"says boft_n_butterfly_factor=2, .* have 1.*extension"):
+    with pytest.warns(UserWarning, match=r"has boft_n_butterfly_factor=2, .* tensors 1.*extension"):
         model.load_adapter(tmp_path, load_as="a", set_active=True)
     assert model.adapters_config["a"].boft_n_butterfly_factor == 1
     close(logits(model, "bert"), expected)

@@ -251,7 +251,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         CheckpointError: there is no such folder, no format knows it, or it is damaged.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{str(folder)!r}: no such folder. Write that of save_{kind}.")
+        raise CheckpointError(f"{str(folder)!r}: no such folder. Write the folder of save_{kind}.")
     name = of(folder, kind)
     if name is None:
         raise CheckpointError(

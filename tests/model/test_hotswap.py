@@ -292,7 +292,7 @@ def test_scalings_that_no_factor_can_take_over_are_refused():
         phm8="compacter[reduction_factor=8]",
     )
     for name, slot, *says in (
-        ("a", "slot", "scaling 0", "another alpha"),
+        ("a", "slot", "scaling is 0", "another alpha"),
         ("narrow", "wide", "r=8 and not 4", "hotswap=False"),
         ("strong", "weak", "scaling=2.0 and not 4.0", "hotswap=False"),
         ("small", "orthonormal", "r=4 and not 2", "hotswap=False"),

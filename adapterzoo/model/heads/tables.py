@@ -626,7 +626,7 @@ def unshare(
     names, sharing = _sharers(model, adapter_names), model._adapter_state.sharing
     groups = [*sharing.values()] if name is None else [sharing.get(name, ())]
     if alone := [n for n in names if not any(n in group for group in groups)]:
-        raise StateError(f"{alone[0]!r} shares none. Shared are {listing(sharing) or 'none'}.")
+        raise StateError(f"{alone[0]!r} shares no such parameters. Groups: {listing(sharing)}.")
     for each in names:
         _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
     leave_groups(model, names)
