@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--order", default="forwards", help="of the tests: forwards, reversed, or a number to draw"
     )
+    parser.addoption(
+        "--part", action="store_true", help="of the sweep: a fixed fifth of each test's cases"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Reverse the tests, or shuffle files and the tests of each file: verdicts stay the same."""
+    """Take a part of the sweep, and change the order: verdicts stay the same."""
+    if config.getoption("part"):
+        items[:] = list(_part(items))
     order = config.getoption("order")
     if order == "reversed":
         items.reverse()
@@ -49,6 +55,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for tests in shuffled:
             draw.shuffle(tests)
         items[:] = [item for tests in shuffled for item in tests]
+
+
+def _part(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """All quick tests, and of each test of the sweep a fifth of its cases, the same everywhere."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        else:
+            yield item
+    for of_one in cases.values():
+        drawn = sorted(of_one, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        taken = {item.nodeid for item in drawn[: -(-len(drawn) // 5)]}
+        yield from (item for item in of_one if item.nodeid in taken)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

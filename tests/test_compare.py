@@ -43,6 +43,7 @@ def run(*options: object) -> str:
     return done.stdout
 
 
+@pytest.mark.sweep
 @NEEDS_DATA
 def test_it_runs_writes_its_report_and_goes_on_where_it_stopped(tmp_path):
     refused = "boft[boft_block_size=7]"

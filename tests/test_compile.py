@@ -8,7 +8,7 @@ from families import first_output, tiny_config, tiny_inputs
 from graphs import Counting
 from snapshots import of_adapter, stir
 from transformers import AutoModel
-from variants import VARIANTS
+from variants import SWEPT, VARIANTS
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, init
 from adapterzoo.inject.tokens import recorded_call
@@ -72,12 +72,11 @@ def same(found, expected, rtol=0.0, atol=0.0):
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
-# prompts and rows of tokens act before the blocks
-@pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v not in ("prompt_tuning", "trainable_tokens")]
-)
+@pytest.mark.parametrize("variant", SWEPT)
 def test_training_and_inference_compile_once_whatever_the_weights(variant, tmp_path):
     # float64, as the compiler may sum a gradient in another order
+    if variant in ("prompt_tuning", "trainable_tokens"):
+        pytest.skip("acts before the blocks")
     model = with_adapters(a=VARIANTS[variant]).double()
     # a config on disk does not tell SeqBnConfig from BnConfig
     model.save_adapter(tmp_path, "a")
@@ -136,13 +135,20 @@ def test_a_whole_training_step_of_all_methods_compiles():
             assert any(of_adapter(key, name) for key in expected)
 
 
-def test_each_adapter_compiles_once_and_is_found_again():
-    model = with_adapters("gpt2", **one_of_each())
+# a weight, a norm of it, a stream and a cache; the sweep takes one of each architecture
+KINDS = ("boft", "dora", "bottleneck", "prefix_tuning")
+
+
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(None, marks=pytest.mark.sweep)])
+def test_each_adapter_compiles_once_and_is_found_again(kinds):
+    configs = {name: c for name, c in one_of_each().items() if kinds is None or name in kinds}
+    assert len(configs) >= len(KINDS)
+    model = with_adapters("gpt2", **configs)
     inputs = {**tiny_inputs("gpt2"), "use_cache": False}
     backend = Counting()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     seen = {}
-    for name in (None, *one_of_each()):
+    for name in (None, *configs):
         model.set_active_adapters(name)
         seen[name] = outputs(model, inputs)
         assert torch.equal(outputs(compiled, inputs), seen[name])

@@ -8,6 +8,7 @@ do not see, make what a page takes for granted; others say what is not run, and 
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import sys
@@ -19,6 +20,7 @@ from unittest import SkipTest
 
 import huggingface_hub.constants as hub_settings
 import pytest
+import torch
 from click.testing import CliRunner
 from loopback import USERS, loopback
 from stand_ins import place_for, real, stand_in
@@ -82,6 +84,8 @@ def read(
     monkeypatch.setattr(hub_settings, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(hub_settings, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
+    # inductor takes half a minute to write C++ for the same graphs
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
     def python_there(example: Example) -> None:
         request.getfixturevalue("hub_client").run(str(example.parsed))

@@ -4,7 +4,7 @@ import frames_table as tables
 import pytest
 import torch
 from frames_table import frames, made
-from variants import VARIANTS
+from variants import SWEPT, VARIANTS
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def committed():
 
 
 # what goes through a slot is in test_hotswap.py
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SWEPT)
 def test_adapters_of_one_config_share_a_frame(variant):
     names = list("abc")
     model = made(dict.fromkeys(names, VARIANTS[variant]))

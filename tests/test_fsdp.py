@@ -24,6 +24,7 @@ def test_a_sharded_model_trains_and_is_saved_as_a_whole_one(cases, tmp_path):
     assert found == [cases] * 2
 
 
+@pytest.mark.sweep
 def test_a_trainer_shards_blocks_with_adapters_and_trains_as_one_process(tmp_path):
     """Transformers' `Trainer` with FSDP2; each parameter is a DTensor, see `fsdp_trainer_rank`."""
     with socket.socket() as free:

@@ -38,11 +38,12 @@ def same_tensors(folder, other):
         torch.testing.assert_close(tensor, b[key], rtol=1e-4, atol=1e-6, msg=key)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "launcher",
     [
         pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.sweep),
+        pytest.param(ACCELERATE, id="accelerate"),
     ],
 )
 def test_the_example_trains_in_two_processes_as_in_one(launcher, tmp_path, monkeypatch, capsys):

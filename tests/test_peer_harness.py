@@ -140,6 +140,7 @@ def test_every_rule_has_a_kind_and_a_pattern() -> None:
         assert rule.error or rule.line or rule.test, rule
 
 
+@pytest.mark.sweep
 def test_a_run_is_recorded_explained_and_counted(tmp_path: Path) -> None:
     tests = tmp_path / "peer" / "tests" / "test_methods"
     tests.mkdir(parents=True)

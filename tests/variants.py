@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from adapterzoo import methods as _methods  # noqa: F401  registers the architectures
 from adapterzoo.config import AdapterConfig, architectures
 
@@ -54,3 +56,18 @@ for _name in architectures:
         VARIANTS[_name] = AdapterConfig.from_dict(given)
     else:
         VARIANTS[_name] = AdapterConfig.from_dict({"architecture": _name})
+
+# one of each way to act: what takes seconds for each variant leaves the others to the sweep
+_QUICK = {
+    "lora[dropout=0.1]",
+    "dora[dropout=0.1]",
+    "seq_bn[dropout=0.1]",
+    "compacter[reduction_factor=4]",
+    "seq_bn_inv[non_linearity='tanh']",
+    "mtl_lora[n_up_projection=2]",
+    "boft",
+    "reft",
+    "prefix_tuning",
+    "prompt_tuning",
+}
+SWEPT = [v if v in _QUICK else pytest.param(v, marks=pytest.mark.sweep) for v in VARIANTS]

@@ -481,13 +481,14 @@ CASES = {
 }
 
 
-def rows_of(name):
-    """The rows of one operator."""
+def rows_of(name, only=None):
+    """The rows of one operator, or of one operator on one architecture."""
     return [
         compiled(case, architecture)
         for small, architectures in ((False, ARCHITECTURES), (True, SMALL))
         for case in CASES[name](small)
         for architecture in architectures
+        if only in (None, architecture)
     ]
 
 
@@ -507,9 +508,10 @@ def ones():
 
 def main():
     if len(sys.argv) > 1:
-        asked = sys.argv[1]
+        asked, *only = sys.argv[1:]
         answers = {"ones": ones, "version": lambda: triton.__version__}
-        json.dump(answers[asked]() if asked in answers else rows_of(asked), sys.stdout)
+        rows = answers[asked]() if asked in answers else rows_of(asked, *map(int, only))
+        json.dump(rows, sys.stdout)
     else:
         PAGE.write_text(table([row for name in CASES for row in rows_of(name)]), encoding="utf-8")
 

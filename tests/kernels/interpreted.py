@@ -1,7 +1,8 @@
 """Run the Triton kernels in Triton's interpreter, on shapes and layouts that are hostile to them.
 
 A script, run in a process of its own because Triton decides at import whether it interprets:
-`interpreted.py low_rank` takes the cases of `low_rank_cases.py`. It prints one JSON object, case
+`interpreted.py low_rank` takes the cases of `low_rank_cases.py`, `interpreted.py opcheck norms` a
+part of them. It prints one JSON object, case
 to error, "" for a case that passes.
 """
 
@@ -40,7 +41,8 @@ def main() -> None:
     # torch.empty gives NaN: what a kernel does not write is seen
     torch.use_deterministic_algorithms(True)
     errors = {}
-    cases = importlib.import_module(f"{sys.argv[1]}_cases").cases()
+    module, *part = sys.argv[1:]
+    cases = importlib.import_module(f"{module}_cases").cases(*part)
     for name, case in (*cases, ("planted", planted), ("short", short)):
         torch.manual_seed(0)
         errors[name] = ""

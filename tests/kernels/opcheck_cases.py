@@ -138,8 +138,11 @@ def all_of_them():
     assert {n.partition("::")[2] for n in defined if n.startswith("adapterzoo::")} == names
 
 
-def cases():
+def cases(only=None):
+    """Name and check of each case, or of those of one function."""
     for made in CHECKED:
+        if only not in (None, made.__name__):
+            continue
         for rank in RANKS:
             for layout, of in LAYOUTS.items():
                 name = f"{made.__name__}, {rank}, {layout}"

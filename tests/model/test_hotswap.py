@@ -6,7 +6,7 @@ from families import tiny_config, tiny_inputs
 from graphs import Counting
 from snapshots import output, refused, stir
 from transformers import BertForSequenceClassification
-from variants import VARIANTS
+from variants import SWEPT, VARIANTS
 
 from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, init
 from adapterzoo.config import AdapterConfig
@@ -101,7 +101,7 @@ def test_smaller_sizes_go_through_one_slot_without_compiling_again(kind, tmp_pat
     assert not torch.allclose(files[0][1], files[-1][1], atol=1e-3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SWEPT)
 def test_every_method_swaps_without_compiling_again(variant, tmp_path):
     config = VARIANTS[variant]
     files = saved(tmp_path, config, config, config)
