@@ -31,7 +31,7 @@ CASES |= {
         "mixed_batches",
     )
 }
-QUICK = {"low_rank", "compose", "grouped", "opcheck norms"}
+QUICK = {"low_rank", "compose", "grouped", "opcheck bottlenecks"}
 
 
 @pytest.mark.parametrize(
