@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -590,8 +590,18 @@ def test_input_embeddings_that_are_no_layer_are_none():
     assert [s for s in find(model) if s.kind == "embedding"] == []
 
 
+# of the test of all model types
+PARTS = 10
+
+
 def table_version() -> str:
     return TABLE.read_text(encoding="utf-8").splitlines()[0].rpartition(" ")[2]
+
+
+def rows(markdown):
+    """Model types to their columns; those behind the remark are those of test_architectures.py."""
+    table = [x.split("|") for x in markdown.splitlines() if x.startswith("| ")]
+    return {row[1].strip(): "|".join(row[1:8]) for row in table[2:]}
 
 
 @pytest.mark.sweep
@@ -599,27 +609,28 @@ def table_version() -> str:
     transformers.__version__ != table_version(),
     reason=f"docs/architectures.md was made with transformers {table_version()}",
 )
-def test_every_model_type_of_transformers(capsys):
-    lines = list(surveying.survey())
-    text = surveying.render(lines, transformers.__version__)
-    with capsys.disabled():
-        totals = [x for x in text.splitlines() if x.startswith("- ")]
-        sys.stdout.write("\n" + "\n".join(totals) + "\n")
+@pytest.mark.parametrize("first", range(PARTS))
+def test_every_model_type_of_transformers(first):
+    part = slice(first, None, PARTS)
+    lines = list(surveying.survey(part))
     assert [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong] == []
-
-    def rows(markdown):
-        # the columns behind the remark are those of test_architectures.py
-        table = [x.split("|") for x in markdown.splitlines() if x.startswith("| ")]
-        return {row[1].strip(): "|".join(row[1:8]) for row in table}
-
-    committed, found = rows(TABLE.read_text(encoding="utf-8")), rows(text)
-    assert committed.keys() == found.keys()
+    committed = rows(TABLE.read_text(encoding="utf-8"))
+    found = rows(surveying.render(lines, transformers.__version__))
+    assert sorted(committed)[part] == list(found)
     # where more packages are installed, more models can be built
-    same = [k for k, row in committed.items() if surveying.NEEDS_PACKAGE not in row]
+    same = [k for k in found if surveying.NEEDS_PACKAGE not in committed[k]]
     assert {k: found[k] for k in same} == {k: committed[k] for k in same}
-    attentive = [x for x in lines if x.has_attention]
-    assert len(attentive) >= 519
-    assert sum(x.complete for x in attentive) >= 514
-    assert sum(x.plain for x in attentive) >= 479
-    assert sum(x.proven[0] for x in lines) >= 896
-    assert all(x.remark for x in attentive if not x.complete)
+    assert all(x.remark for x in lines if x.has_attention and not x.complete)
+
+
+def test_nearly_all_model_types_are_known():
+    head = TABLE.read_text(encoding="utf-8").partition("\n| ")[0]
+    totals = dict(re.findall(r"^- (.*): (\d+)", head, re.MULTILINE))
+    assert int(totals["model types"]) == len(rows(TABLE.read_text(encoding="utf-8")))
+    for total, least in {
+        "of these with attention": 519,
+        "of these with all roles and stream sites": 514,
+        "of these with sub-layers that all read only the stream and are simply added to it": 479,
+        "different blocks whose stream sites were proven by a run": 896,
+    }.items():
+        assert int(totals[total]) >= least

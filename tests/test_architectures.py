@@ -13,6 +13,7 @@ import transformers
 from architectures import survey
 from architectures import table as tables
 from architectures.tiny_models import NoTinyModelError, tiny_model
+from swept import all_but
 
 from adapterzoo import ConfigUnion
 from adapterzoo.config import architectures as registered
@@ -36,8 +37,7 @@ QUICK = ("bert", "gpt2", "t5", "mixtral", "swiftformer", "wav2vec2-conformer")
 
 
 def each_of(names):
-    swept = [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in names]
-    return pytest.mark.parametrize("model_type", swept)
+    return pytest.mark.parametrize("model_type", all_but(QUICK, names))
 
 
 @same_version
@@ -50,7 +50,8 @@ def test_methods_do_on_the_model_what_the_page_says(model_type):
 
 
 @same_version
-@each_of(tables.WHOLE)
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", tables.WHOLE)
 def test_all_methods_at_linear_layers_do_there_what_one_does(model_type):
     tiny, tried = tiny_model(model_type), tables.methods()
     # that one and another are run by the test above

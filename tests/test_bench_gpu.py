@@ -151,7 +151,7 @@ def run(*command, interpreted=False):
     )
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path):
     results = ROOT / "benchmarks" / "results"
     before = sorted(results.rglob("*")) if results.exists() else None
@@ -251,7 +251,7 @@ def test_the_first_fifteen_minutes_are_two_calls_that_fill_every_section(tmp_pat
         assert row["cells"]["PEFT bf16"] == row["cells"]["torch.compile"] == "dry run"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 def test_sections_that_are_asked_for_run(tmp_path):
     done = run(SCRIPT, "--dry-run", "--output", tmp_path, "--section", *ASKED)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -345,6 +345,7 @@ def test_every_kernel_of_the_package_is_in_the_gate():
     assert modules - {"tiles_triton"} <= used
 
 
+@pytest.mark.sweep
 def test_methods_name_all_kernels_that_they_use():
     """Each kernel's operators are found by running it; a method may use those of its kernels."""
     done = run("-c", USES, interpreted=True)

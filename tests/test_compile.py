@@ -139,7 +139,7 @@ def test_a_whole_training_step_of_all_methods_compiles():
 KINDS = ("boft", "dora", "bottleneck", "prefix_tuning")
 
 
-@pytest.mark.parametrize("kinds", [KINDS, pytest.param(None, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(None, marks=pytest.mark.sweep(whole=True))])
 def test_each_adapter_compiles_once_and_is_found_again(kinds):
     configs = {name: c for name, c in one_of_each().items() if kinds is None or name in kinds}
     assert len(configs) >= len(KINDS)

@@ -2,6 +2,7 @@
 
 import pytest
 from architectures.small import small
+from swept import all_but
 
 from adapterzoo.config import AdapterConfig, config_strings
 from adapterzoo.errors import UnknownNameError
@@ -26,8 +27,13 @@ def distinct():
 CONFIGS = distinct()
 
 
-@pytest.mark.parametrize("check", checks)
-@pytest.mark.parametrize("text", CONFIGS)
+# compiling takes seconds: one of each way to act
+COMPILED = {"lora", "dora", "double_seq_bn", "compacter", "boft", "loreft", "prefix_tuning"}
+EACH = [(text, check) for text in CONFIGS for check in checks]
+QUICK = [pair for pair in EACH if pair[1] != "compiles" or pair[0] in COMPILED]
+
+
+@pytest.mark.parametrize(("text", "check"), all_but(QUICK, EACH))
 def test_method(text, check):
     failures = report(CONFIGS[text], only=[check])
     assert not failures, "\n".join(map(str, failures))

@@ -98,16 +98,12 @@ def set_of(output: str) -> set[str]:
     return set(re.findall(r"\S+", output))
 
 
-@needs_fork
-def test_registries_are_complete_whichever_room_is_imported_first(tmp_path):
-    rooms = ("spelling", "peft", "testing", "formats")
-    complete([f"adapterzoo.{room}" for room in rooms], tmp_path)
-
-
 @pytest.mark.sweep
 @needs_fork
-def test_registries_are_complete_whichever_of_all_modules_is_imported_first(tmp_path):
-    complete([name for name in modules("**/*.py") if not name.endswith("_triton")], tmp_path)
+@pytest.mark.parametrize("first", range(10))
+def test_registries_are_complete_whichever_module_is_imported_first(first, tmp_path):
+    every = [name for name in modules("**/*.py") if not name.endswith("_triton")]
+    complete(every[first::10], tmp_path)
 
 
 @needs_fork
@@ -141,6 +137,7 @@ def rows(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
+@pytest.mark.sweep
 @needs_fork
 def test_every_documented_command_runs(cache, tmp_path):
     rows(tmp_path)
@@ -155,10 +152,10 @@ def test_every_documented_command_runs(cache, tmp_path):
     assert "fresh" in results[1][1]
 
 
-@pytest.mark.parametrize("first", [1, pytest.param(None, marks=pytest.mark.sweep)])
-def test_documented_commands_run_as_programs(first, cache, tmp_path):
+@pytest.mark.sweep(whole=True)
+def test_documented_commands_run_as_programs(cache, tmp_path):
     rows(tmp_path)
-    for line in commands()[:first]:
+    for line in commands():
         program = [sys.executable, "-m", *line]
         done = subprocess.run(
             program, cwd=tmp_path, env={**os.environ, **cache}, capture_output=True, text=True,
@@ -167,6 +164,7 @@ def test_documented_commands_run_as_programs(first, cache, tmp_path):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sweep
 @needs_fork
 def test_the_readme_runs(cache, tmp_path):
     status, output = fresh.run([shown((ROOT / "README.md").read_text("utf-8"))], tmp_path, **cache)[

@@ -72,6 +72,7 @@ def test_the_example_trains_in_two_processes_as_in_one(launcher, tmp_path, monke
         assert (tmp_path / run_folder / "reviews" / "adapter.safetensors").is_file()
 
 
+@pytest.mark.sweep
 def test_labels_that_processes_have_in_other_numbers_count_alike(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

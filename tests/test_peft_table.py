@@ -12,6 +12,7 @@ from peft_cells import CANNOT, OK, REFUSED, WRONG
 from peft_methods import CASES, FAMILIES
 from peft_world import QUIET, TENSORS
 from safetensors.torch import load_file, save_file
+from swept import all_but
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 
@@ -62,9 +63,7 @@ def test_nothing_on_the_page_is_wrong_and_only_few_things_are_refused():
         assert not [mark for mark in row if mark[0] == OK and REFUSED in mark], name
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in BY_NAME]
-)
+@pytest.mark.parametrize("name", all_but(QUICK, BY_NAME))
 def test_the_cells_of_a_row_are_those_of_the_page(name):
     case = BY_NAME[name]
     row = cells.run(case)

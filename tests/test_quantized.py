@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import first_output, tiny_config
 from snapshots import adapter_bits, bits, of_adapter, stir
+from swept import all_but
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -73,9 +74,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "torchao float8": lambda: _torchao("Float8WeightOnlyConfig"),
 }
 QUICK = ("bitsandbytes nf4", "torchao int8")
-EACH = pytest.mark.parametrize(
-    "scheme", [s if s in QUICK else pytest.param(s, marks=pytest.mark.sweep) for s in SCHEMES]
-)
+EACH = pytest.mark.parametrize("scheme", all_but(QUICK, SCHEMES))
 FOUR_BITS = "bitsandbytes nf4"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from swept import all_but
 
 from adapterzoo import methods as _methods  # noqa: F401  registers the architectures
 from adapterzoo.config import AdapterConfig, architectures
@@ -70,4 +70,4 @@ _QUICK = {
     "prefix_tuning",
     "prompt_tuning",
 }
-SWEPT = [v if v in _QUICK else pytest.param(v, marks=pytest.mark.sweep) for v in VARIANTS]
+SWEPT = all_but(_QUICK, VARIANTS)

@@ -199,6 +199,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.sweep
 def test_a_folder_that_may_not_be_entered_is_told(tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o600)

@@ -25,6 +25,7 @@ KINDS = [name for name in formats if name != "adapterhub-safetensors"]
 NOBODY = 65_534
 
 
+@pytest.mark.sweep
 def test_kill_9_before_any_step_leaves_no_mixture_that_loads(tmp_path):
     ran = subprocess.run(
         [sys.executable, str(TESTS / "killed_saver.py"), str(tmp_path)],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import triton
+from swept import all_but
 
 SCRIPT = Path(__file__).with_name("aot.py")
 # bytes on their way to a multiprocessor that keep the memory busy; see `aot.HOLDS`
@@ -132,10 +133,7 @@ def test_every_kernel_compiles_for_integers_of_one():
 
 
 # one test for each operator and architecture: it takes long, and processes can share the work
-@pytest.mark.parametrize(
-    ("name", "sm"),
-    [pair if pair == QUICK else pytest.param(*pair, marks=pytest.mark.sweep) for pair in EACH],
-)
+@pytest.mark.parametrize(("name", "sm"), all_but([QUICK], EACH))
 def test_every_configuration_compiles_well(name, sm):
     rows = printed(name, sm)
     tall, products = well_compiled(rows)

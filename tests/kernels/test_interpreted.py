@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from swept import all_but
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
 # by the modules of their cases: the least number of them
@@ -34,9 +35,7 @@ CASES |= {
 QUICK = {"low_rank", "compose", "grouped", "opcheck bottlenecks"}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in CASES]
-)
+@pytest.mark.parametrize("name", all_but(QUICK, CASES))
 def test_all_shapes_dtypes_and_layouts_are_right(name):
     done = subprocess.run(
         [sys.executable, SCRIPT, *name.split()],

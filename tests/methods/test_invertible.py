@@ -271,6 +271,7 @@ def test_checkpointed_gradients_are_the_gradients():
         torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.sweep
 def test_entry_and_exit_compile():
     model, inputs = made("bert", a=INV, b=INV), tiny_inputs("bert", batch=2)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

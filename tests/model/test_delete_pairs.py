@@ -99,7 +99,7 @@ def test_one_of_each_kind_of_place(family):
     pairs(family, PLACES)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(whole=True)
 @pytest.mark.parametrize("family", ["bert", "llama", "t5"])
 def test_all_methods(family):
     pairs(family, methods())

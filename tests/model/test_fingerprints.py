@@ -88,6 +88,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.sweep
 def test_one_flipped_bit_on_one_rank_is_found_by_all(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT.format(tests=str(TESTS)))
