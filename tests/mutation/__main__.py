@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -76,7 +77,7 @@ def pytest(tree: Path, tests: list[str], options: str, limit: float) -> tuple[in
     log.write_text("")
     listed.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "mutation_plugin", *options.split(), *([f"@{listed}"] if tests else [])]
+    command += ["-p", "mutation_plugin", *shlex.split(options), *([f"@{listed}"] if tests else [])]
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "", "MUTATION_LOG": str(log)}
     own |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
