@@ -12,7 +12,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -144,12 +144,14 @@ def by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | None = None) -> None:
     """Fill a module with the values of a file that fits it, in the dtypes of the module.
 
     Args:
-        module: on the meta device it gets the tensors themselves, as it cannot hold copies.
+        module: on the meta device it gets tensors, as it cannot hold copies.
         tensors: by keys of the module's state dict; other parameters do not change.
+        at: the device where a module on the meta device gets copies; without it, or if it is the
+            meta device too, the module gets the tensors themselves.
 
     Raises:
         CheckpointError: a device holds other bits than were copied to it.
@@ -157,14 +159,18 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
     if any(own[key].is_meta for key in values):
+        copies = at is not None and at.type != "meta"
+        moved = {k: t.to(at, copy=True) if copies else t for k, t in values.items()}
         # one object for all names of a tensor, so that they share the new one too
-        new = {id(own[key]): _like(own[key], value) for key, value in values.items()}
-        named = {key: new[id(tensor)] for key, tensor in own.items() if id(tensor) in new}
-        module.load_state_dict(named, strict=False, assign=True)
-        return
-    with torch.no_grad():
-        for key, value in values.items():
-            own[key].copy_(value)
+        new = {id(own[key]): _like(own[key], value) for key, value in moved.items()}
+        for part in module.modules():
+            for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
+                held.update({name: new[id(t)] for name, t in held.items() if id(t) in new})
+        own = module.state_dict(keep_vars=True)
+    else:
+        with torch.no_grad():
+            for key, value in values.items():
+                own[key].copy_(value)
     # copies in the CPU's memory need no check
     far = (key for key in values if own[key].device.type != "cpu")
     if wrong := [key for key in far if not same_bits(own[key], values[key])]:

@@ -103,9 +103,7 @@ def _address(old_id: str, asked: re.Match[str], index: Mapping[str, Any], config
     if len(entries) != 1:
         near = [f"{task}/{dataset}" for task, of in index.items() for dataset in of]
         near = [name for name in near if asked["task"] in name.split("/")]
-        raise HubError(
-            f"AdapterHub has {len(entries)} adapters {old_id!r}. Write one of {listing(near)}."
-        )
+        raise HubError(f"{old_id!r} names {len(entries)} adapters. Write one of {listing(near)}.")
     (entry,) = entries.values()
     by_config = {key: value for key, value in entry.items() if key != "default"}
     usual = entry.get("default")

@@ -26,6 +26,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.formats import fit
 from adapterzoo.formats.checkpoint import Checkpoint
+from adapterzoo.inject import building
 from adapterzoo.inject.building import at_hand, inject_path, is_offloaded, plain_modules
 from adapterzoo.inject.layers import is_quantized
 from adapterzoo.methods import undrawn
@@ -330,19 +331,23 @@ def filled(
     skeleton = adapters.make(model, config, meta)
     gone = everywhere - skeleton.places.keys()
     tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
-    modules = tables.with_table(model, skeleton, paths, meta).coming
-    copied = named_tensors({p: m for p, m in modules.items() if isinstance(m, CopyAdapter)})
-    own = named_tensors(modules, keep_vars=True)
+    record = tables.with_table(model, skeleton, paths, meta)
+    modules = record.coming.values()
+    copied = named_tensors({p: m for p, m in record.coming.items() if isinstance(m, CopyAdapter)})
+    own = named_tensors(record.coming, keep_vars=True)
     fit.check_fit(type(model).__name__, fit.converted(tensors, copied), own, dtype)
-    # all values come from the file: leave the caller's random state unchanged
-    with undrawn(), torch.random.fork_rng(devices=()):
-        record = tables.with_table(model, adapters.make(model, config), paths)
-    by_path = fit.by_path(tensors)
+    in_file = {id(tensor) for tensor in own.values()}
+    if any(id(t) not in in_file for m in modules for t in (*m.parameters(), *m.buffers())):
+        # most values come from the file: leave the caller's random state unchanged
+        with undrawn(), torch.random.fork_rng(devices=()):
+            record = tables.with_table(model, adapters.make(model, config), paths)
+    by_path, first = fit.by_path(tensors), next(filter(None, record.places))
     for path, module in record.coming.items():
         # embeddings share the table of the first
         if path not in paths[1:]:
             module = module if dtype is None else module.to(dtype)
-            fit.fill(module, by_path.get(path, {}))
+            layer = building.layer_at(model._backbone, path or first)
+            fit.fill(module, by_path.get(path, {}), building.device_of(layer))
     kept = stored.metadata.get("meta")
     return dataclasses.replace(record, meta=dict(kept) if isinstance(kept, Mapping) else {})
 

@@ -155,9 +155,7 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
             state.find(name)
         asked = tuple(dict.fromkeys(listed))
     if not asked and not state.merged:
-        raise StateError(
-            f"no adapter is active. Write one of {listing(state.records)}, or unload()."
-        )
+        raise StateError(f"no adapter is active. Write one of {listing(state.records)}.")
     return tuple(name for name in asked if name not in state.merged)
 
 

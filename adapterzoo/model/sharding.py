@@ -71,9 +71,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     # PEFT leaves its config in models it wraps; a search of all layers would be slower
     path = peft_layer(model) if "peft_config" in vars(model) else None
     if path is not None:
-        raise StateError(
-            f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() first."
-        )
+        raise StateError(f"PEFT has wrapped the layer {path!r}. Write peft_model.unload() first.")
     reshard(model)
     if groups := groups_of(model):
         by = "fully_shard"

@@ -83,9 +83,9 @@ def test_an_id_is_a_repository(index, client, old_id, config, name):
 @pytest.mark.parametrize(
     ("old_id", "config", "says"),
     [
-        ("sentiment/sst3@ukp", None, r"has 0 adapters 'sentiment/sst3@ukp'. Write one of 'sent"),
-        ("xyz@ukp", None, r"has 0 adapters 'xyz@ukp'"),
-        ("imdb@ukp", None, r"has 2 adapters 'imdb@ukp'. Write one of 'sentiment/imdb', 'nli/"),
+        ("sentiment/sst3@ukp", None, r"sentiment/sst3@ukp' names 0 adapters. Write one of 'sent"),
+        ("xyz@ukp", None, r"'xyz@ukp' names 0 adapters"),
+        ("imdb@ukp", None, r"'imdb@ukp' names 2 adapters. Write one of 'sentiment/imdb', 'nli/"),
         ("nli/rte@b", None, r"has 2 adapters 'nli/rte@b'.*config='seq_bn'"),
         ("nli/rte", "pfeiffer", r"adapters of 'a', 'b'. Write 'nli/rte@organization'"),
         ("nli/rte@c", "pfeiffer", r"has 0 adapters 'nli/rte@c'; there are adapters of 'a', 'b'"),

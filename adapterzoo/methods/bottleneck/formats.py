@@ -118,15 +118,6 @@ def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
     return config.replace(**changes)
 
 
-def _fusion(config: AdapterConfig) -> Fields:
-    """Return the fields of a fusion of such bottlenecks."""
-    return {"adds_input": bool(config.to_dict()["is_parallel"])}
-
-
-def _joins(config: AdapterConfig, other: AdapterConfig) -> bool:
-    return all(config[name] != other[name] for name in ("mh_adapter", "output_adapter"))
-
-
 def _unsayable(config: AdapterConfig) -> str | None:
     values = config.to_dict()
     is_masked = values["use_gating"] and values["convention"] == "paper"
@@ -143,7 +134,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
-        joins=_joins,
+        joins=lambda one, other: all(one[n] != other[n] for n in ("mh_adapter", "output_adapter")),
         convention=_convention,
-        fusion=_fusion,
+        fusion=lambda config: {"adds_input": bool(config.to_dict()["is_parallel"])},
     )

@@ -628,13 +628,12 @@ def _read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     return {**tensors, "m": m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)}  # [d_out]
 
 
-def _write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """Undo `_read_magnitudes`."""
-    return {**tensors, "m": tensors["m"].unsqueeze(1)}  # [d_out, 1]
-
-
 _MAGNITUDES = Container(
-    "loras", "layer", names={"m.weight": "m"}, read=_read_magnitudes, write=_write_magnitudes
+    "loras",
+    "layer",
+    names={"m.weight": "m"},
+    read=_read_magnitudes,
+    write=lambda tensors, config: {**tensors, "m": tensors["m"].unsqueeze(1)},  # [d_out, 1]
 )
 _PROJECTIONS = Container("shared_parameters", "model")
 
