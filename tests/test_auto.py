@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto
 import adapterzoo
 from adapterzoo import AutoAdapterModel
 from adapterzoo.auto import adapter_class
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import CheckpointError, ConfigError
 
 STATIC = {
     AutoModelForSequenceClassification: (
@@ -265,3 +265,13 @@ def test_an_adapter_beside_its_model(tmp_path):
     loaded = AutoAdapterModel.from_pretrained(tmp_path)
     assert not loaded.adapters_config
     assert loaded.load_adapter(tmp_path) == "a"
+
+
+def test_a_folder_of_folders_of_adapters_says_what_it_holds(tiny, tmp_path):
+    """As `AdapterTrainer.save_model` and `save_all_adapters` write it."""
+    model = tiny("bert")
+    for name in ("reviews", "news"):
+        model.add_adapter(name, "lora")
+    model.save_all_adapters(tmp_path)
+    with pytest.raises(CheckpointError, match="holds adapters: write one of 'news', 'reviews'"):
+        AutoAdapterModel.from_pretrained(tmp_path)

@@ -319,9 +319,8 @@ def one_name(model: AdaptedModel, name: str | None) -> str:
     setup = model._active.plan.setup
     names = () if setup is None else setup.flatten()
     if len(names) != 1:
-        raise StateError(
-            f"{listing(names)} are active. Write one of {listing(model._adapter_state.records)}."
-        )
+        known = listing(model._adapter_state.records)
+        raise StateError(f"{listing(names)} are active. Write one of {known}.")
     return names[0]
 
 
@@ -487,9 +486,7 @@ class PeftMethods:
         if self._active.default.plan.setup is not None:
             return
         if state.disabled is None or {*state.disabled[0].flatten()} - state.records.keys():
-            raise StateError(
-                f"no adapter was disabled. Write set_adapter(…), one of {listing(state.records)}."
-            )
+            raise StateError(f"none was disabled. Write set_adapter of {listing(state.records)}.")
         set_active(self, *state.disabled)
         state.disabled = None
 

@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from adapterzoo import formats, hub
-from adapterzoo.errors import CheckpointError, HubError, in_python
+from adapterzoo.errors import CheckpointError, HubError, in_python, listing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
         options: its other arguments.
 
     Raises:
-        CheckpointError: the adapter does not name its base model.
+        CheckpointError: the adapter does not name its base model, or sub-folders hold adapters.
     """
     if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
         return None
@@ -63,6 +63,9 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     folder = _without_model(path, asked)
     format = None if folder is None else formats.of(folder, "adapter")
     if folder is None or format is None:
+        within = [] if folder is None else sorted(folder.glob("*/"))
+        if inner := [sub.name for sub in within if formats.of(sub, "adapter")]:
+            raise CheckpointError(f"{str(path)!r} holds adapters: write one of {listing(inner)}.")
         return None
     base = formats.formats[format].base(folder)
     if base.name is None:
