@@ -124,7 +124,7 @@ def _tasks(
     if task_ids is None:
         if tasks is not None:
             raise CompositionError(
-                f"{plan.setup!r} needs a task per row. Write task_ids=[0, 1, …]."
+                f"{plan.setup!r} needs the task of each row. Write task_ids=[0, 1, …]."
             )
         return ()
     if adapter_names is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from server import OWNER, Fault, git, sha256
+from swept import all_but
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -88,9 +89,7 @@ def kept(cache, files):
     return sorted(path.name for path in cache.glob("models--*/snapshots/*/*"))
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.sweep) if f in LONG else f for f in FAULTS]
-)
+@pytest.mark.parametrize("fault", all_but(FAULTS.keys() - LONG, FAULTS))
 def test_a_fault_ends_in_the_adapter_or_in_one_error(hub, client, published, tmp_path, fault):
     with hub.broken(FAULTS[fault]):
         seen = client.run(LOAD)

@@ -207,7 +207,7 @@ def test_trainers_hand_on_the_column_of_tasks(make, tmp_path):
 @pytest.mark.parametrize(
     ("task_ids", "error", "says"),
     [
-        (None, CompositionError, ("needs a task per row", "Write task_ids=[0, 1, …]")),
+        (None, CompositionError, ("needs the task of each row", "Write task_ids=[0, 1, …]")),
         ([0, 1], CompositionError, ("2 tasks for 4 rows", "one task for each")),
         ([0, 1, 2, 0], CompositionError, ("there is no task 2", "0 to 1, or 'a', 'b'")),
         ([0, -1, 0, 0], CompositionError, ("there is no task -1",)),
