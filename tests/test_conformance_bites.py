@@ -221,7 +221,7 @@ class Promotes(LoRA):
         return super().forward(x, base) * torch.ones(1, dtype=torch.float32, device=x.device)
 
 
-@breaks("state_is_registered", "device_follows")
+@breaks("state_is_registered", "device_follows", "save_and_load")
 class PlainAttribute(LoRA):
     def __init__(self, config, site, device, dtype):
         super().__init__(config, site, device, dtype)
