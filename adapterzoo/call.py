@@ -42,8 +42,8 @@ class Generation:
 
     Attributes:
         stacks: paths of the stacks that read the prompt and the tokens after it.
-        partial: the argument of `generate` by which no call has the whole prompt; empty if one has.
-        guesses: arguments of `generate` by which calls have tokens that may be dropped again.
+        partial: the argument of `generate` that divides the prompt among several calls; else empty.
+        guesses: arguments of `generate` that add candidate tokens, which may be rejected later.
         tokens: how many the prompt has, as `generate` counts them; None before it has counted.
         ids: of the prompt, `[sequences, tokens]`, those in the cache included; None: unknown.
         ids_mask: their mask, `[sequences, tokens]`; None if there is none.

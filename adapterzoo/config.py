@@ -792,7 +792,7 @@ adapters are of `contracts.FactoredAdapter`.
 DEFAULT_CHANGE_FORM = "lora"
 
 variants: dict[type[Any], Any] = {}
-"""The classes that `adapters` has together with others as one class → their `AdapterHubSpelling`.
+"""The config classes that share one class in `adapters` → their `AdapterHubSpelling`.
 
 `LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
 """

@@ -287,8 +287,8 @@ class Adapter(Contained, ABC):
     Attributes:
         reads_call: whether `forward` uses `base.call`.
         reads_prompt: whether it depends on the prompt of each sequence: its ids, ends or mean.
-        shared_key: leads `base.shared` to the module that its layers share; None if they share
-            nothing.
+        shared_key: the key by which `base.shared` finds the module that the adapter's layers share;
+            None if they share nothing.
         is_replica: whether it is one of DataParallel, which reads another copy of that module.
         acts_on: `"output"` for a function of the layer's output or a delta added to it,
             `"input"` for one that changes the layer's input. It determines how a `Stack` nests: the

@@ -147,10 +147,10 @@ class AdapterHubSpelling:
             fields of this method: `LoRAConfig(use_dora=True)`.
         convention: model type and config → the config with the conventions in which `adapters`
             computes it in such a model.
-        added: configs and anatomy → the config that an adapter of these configs has besides in
-            `adapters`, or None. Files do not name such a method; `added` of others is None.
-        fusion: the fields that the config of a fusion has, in which `adapters` computes one of
-            adapters of which the last has this config; its files lack them.
+        added: configs and anatomy → a further config that `adapters` implies for an adapter with
+            these configs, or None. Files do not name its method; `added` of others is None.
+        fusion: the fields of a fusion's config with which it computes what `adapters` does, if the
+            last fused adapter has this config; AdapterHub's files lack these fields.
     """
 
     config: type[AdapterConfig]

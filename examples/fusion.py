@@ -1,6 +1,6 @@
 """AdapterFusion on real reviews, offline: two adapters trained apart, then fused.
 
-Pfeiffer et al. 2021, arXiv:2005.00247: first each adapter learns its task alone, then a fusion
+Pfeiffer et al. 2020, arXiv:2005.00247: first each adapter learns its task alone, then a fusion
 learns which of them to hear, while both stay as they are. Here one adapter learns critics'
 verdicts, the other tells plots from what critics say; the target is verdicts on other movies, with
 fewer rows to learn from. Tested are movies that none of them has seen.

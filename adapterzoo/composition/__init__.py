@@ -204,7 +204,7 @@ class Stack(Node):
 class Fuse(Node):
     """AdapterFusion: attention over the outputs of the adapters, `Fuse("a", "b")`.
 
-    Pfeiffer et al. 2021, arXiv:2005.00247.
+    Pfeiffer et al. 2020, arXiv:2005.00247.
 
     Attributes:
         fusion: the name of the fusion layers; None if it consists of the children's names.

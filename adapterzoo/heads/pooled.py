@@ -282,7 +282,7 @@ def add_image_classification_head(
     use_pooler: bool = False,
     pooling: Pooling = "auto",
 ) -> None:
-    """Add a head that classifies images; arguments as of `add_classification_head`."""
+    """Add a head that classifies images; arguments as in `add_classification_head`."""
 
 
 # arguments of the base model with one row for each sequence

@@ -93,7 +93,7 @@ def add_tagging_head(
     overwrite_ok: bool = False,
     id2label: Labels = None,
 ) -> None:
-    """Add a head that classifies tokens; arguments as of `add_classification_head`."""
+    """Add a head that classifies tokens; arguments as in `add_classification_head`."""
 
 
 @head_types.register("question_answering")

@@ -67,7 +67,7 @@ class Copy(WeightAdapter):
     def _refuse(self, strategy: Combination) -> None:
         """Refuse a strategy that leaves out entries; all others combine the values linearly."""
         if strategy.prunes:
-            raise strategy.refusal(f"{self.noun} is not a sum of such")
+            raise strategy.refusal(f"{self.noun} has none")
 
 
 # --- whole layers ---
@@ -197,8 +197,8 @@ class SavedModulesConfig(CopyConfig):
                 )
             if site.parameter is not None:
                 raise SiteError(
-                    f"modules_to_save: the copy of {site.path!r} could not run in its place, which "
-                    f"computes with {site.parameter!r} itself. Leave it out."
+                    f"modules_to_save: {site.path!r} cannot be copied: the model computes with "
+                    f"its {site.parameter!r} directly. Leave it out."
                 )
         return [Placement(site, self, "modules_to_save") for site in found]
 
@@ -499,8 +499,8 @@ class ConfigWithCopies(AdapterConfig):
     """Base of the configs whose adapters can have copies of parts of the base model.
 
     Attributes:
-        modules_to_save: names of modules of which the adapter has copies of its own, or a regular
-            expression; names of a module's layers, or of one around them.
+        modules_to_save: names of modules, or a regular expression: the adapter has its own copy of
+            each layer in them.
         trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
             itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
         gives_way: whether the method has no adapter at a copied layer, as in PEFT; otherwise a

@@ -90,8 +90,8 @@ class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
-        modules_to_save: names of modules of which the adapter has copies of its own, or a regular
-            expression; names of a module's layers, or of one around them.
+        modules_to_save: names of modules, or a regular expression: the adapter has its own copy of
+            each layer in them.
         trainable_token_indices: numbers of the tokens whose rows in the table the adapter has for
             itself, in a tied output layer too; or a dict from names of embeddings to such numbers.
         bias: "all": the adapter has all biases of the base model for itself; "lora_only": those
@@ -144,7 +144,7 @@ class TargetedConfig(AdapterConfig):
         by_role = self._roles() if self.target_modules is None else ()
         if not (self.target_modules or self.target_parameters or by_role):
             raise ConfigError(
-                f"{self._name}: nothing is left to adapt, by target_modules, attn_matrices, "
+                f"{self._name}: nothing is left to adapt: no target_modules, attn_matrices, "
                 f"selfattn_lora, intermediate_lora, output_lora. Write target_modules='all-linear'."
             )
 

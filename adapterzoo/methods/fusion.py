@@ -1,6 +1,6 @@
 """AdapterFusion — attention over the outputs of several adapters.
 
-Paper: Pfeiffer et al. 2021, arXiv:2005.00247, eq. 3–5.
+Paper: Pfeiffer et al. 2020, arXiv:2005.00247, eq. 3–5.
 o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i replaces a bottleneck's f, where x is
 the adapters' input and z_i = f_i(x) are their updates.
 

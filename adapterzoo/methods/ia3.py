@@ -178,7 +178,7 @@ class IA3(WeightAdapter):
         return b if self.scales_input else b * self.scale(b.dtype)
 
     def identity_values(self, base: BaseLayer) -> dict[str, Tensor]:
-        """Return the vector that changes nothing at alpha = 1."""
+        """Return the vector 1 / alpha, with which the adapter changes nothing."""
         return {"ia3_l": torch.full_like(self.ia3_l, 1.0 / self.alpha)}
 
 

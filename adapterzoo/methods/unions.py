@@ -1,6 +1,6 @@
 """Methods that are unions of others: MAM and UniPELT; in files each is the union of its members.
 
-MAM, the mix-and-match adapter (He et al. 2022, arXiv:2110.04366, §4.6): prefix tuning with a small
+MAM, the mix-and-match adapter (He et al. 2021, arXiv:2110.04366, §4.6): prefix tuning with a small
 bottleneck at attention, a scaled parallel adapter at the feed-forward part. Differs from the paper:
 prefix_length is 30 in both; the sizes are those of adapters. Differs from adapters: nothing.
 

@@ -86,7 +86,7 @@ def make_plan(
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
-        CompositionError: adapters have an output layer, and rows of it, for themselves.
+        CompositionError: one adapter has its own output layer, and another its own rows of it.
         UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state

@@ -145,7 +145,7 @@ def check_saving(
 def checkpoint_of(
     model: AdaptedModel, name: str, with_head: bool, meta: Mapping[str, Any] | None, format: str
 ) -> Checkpoint:
-    """Return an adapter and its head; arguments as of `save_adapter`."""
+    """Return an adapter and its head; arguments as in `save_adapter`."""
     record = model._adapter_state.find(name)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))

@@ -126,7 +126,7 @@ def _slot(model: AdaptedModel, name: str) -> AdapterRecord:
     """Return the record of an adapter whose values may be replaced.
 
     Raises:
-        StateError: they are merged, being batched, or those of other adapters too.
+        StateError: they are merged, used by continuous batching, or shared with other adapters.
         UnknownNameError: there is none.
     """
     record = model._adapter_state.find(name)
@@ -268,8 +268,8 @@ def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
     Args:
         model: with adapters, or without.
         rank: the largest of all adapters.
-        check_compiled: whether adapters that the model has, which become slots too, are an
-            "error", something to "warn" of, or neither: "ignore".
+        check_compiled: what to do if the model already has adapters, which become slots too:
+            raise an "error", "warn", or "ignore" it.
 
     Raises:
         ConfigError: an argument is not legal, or the rank of an adapter is larger.

@@ -175,7 +175,7 @@ def _refuse_unloading(model: AdaptedModel) -> None:
     for name in model._adapter_state.records:
         refuse_trained(model, name, parameters_of(model, name))
     for plan in model._active.overrides:
-        raise StateError(f"an AdapterSetup of this thread holds {plan.setup!r}. Leave the block.")
+        raise StateError(f"AdapterSetup({plan.setup!r}) is active in this thread. Leave the block.")
     if plain.plain_class(model) is None:
         raise StateError(
             f"{type(model).__name__} is a class of yours that always has adapters. Write "

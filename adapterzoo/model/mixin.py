@@ -108,7 +108,7 @@ class AdapterModelMixin:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
         Only modules with tensors are listed. Where one location holds several they come as a
-        `ModuleList`. An unknown adapter, of which scripts ask in this way, has none.
+        `ModuleList`. The dict is empty for an unknown adapter, as scripts expect.
 
         Warns:
             UserWarning: the adapter is unknown.
@@ -155,9 +155,9 @@ class AdapterModelMixin:
 
         Args:
             adapter_name: its name.
-            config: a config, here or of PEFT, a config string such as "lora[r=8]", or a dict;
-                None: "seq_bn". As in transformers, a config of PEFT may come before the name,
-                which is "default" then if not given; the adapter is trained and active afterwards.
+            config: a config of this library or of PEFT, a config string such as "lora[r=8]", or a
+                dict; None: "seq_bn". As in transformers, a config of PEFT may come before the name
+                (by default "default"); the adapter is then active and set to be trained.
             overwrite_ok: whether an adapter of this name may be replaced.
             set_active: whether to activate it as the only adapter.
             init_data: what some initial values of LoRA need. `init_weights="eva"` and `"corda"`:
@@ -213,7 +213,7 @@ class AdapterModelMixin:
         """Add a combination of several adapters, which do not change.
 
         With weights w, parameters θ, and θ₀ the value that changes nothing (1 for BOFT's scale,
-        ‖W‖ for DoRA's magnitudes, 0 for all others), the strategies of `adapters` are
+        1/alpha for (IA)³, ‖W‖ for DoRA's magnitudes, mostly 0), the strategies of `adapters` are
 
         ```
         linear                      θ = θ₀ + Σ wᵢ (θᵢ − θ₀)       any method
@@ -381,14 +381,14 @@ class AdapterModelMixin:
         name: str | None = None,
         reference_adapter_name: str | None = None,
     ) -> None:
-        """Let adapters of several tasks have some parameters in common, A and B of MTL-LoRA.
+        """Let the adapters of several tasks share some parameters, such as A and B of MTL-LoRA.
 
         They are trained once, and saved with each adapter. Adapters whose files have equal bits
         share them after loading.
 
         Args:
-            adapter_names: a `MultiTask`, a list of names, or names with commas between.
-            name: of what they share; None: the names with commas between.
+            adapter_names: a `MultiTask`, a list of names, or the names joined by commas.
+            name: of the shared parameters; None: the names joined by commas.
             reference_adapter_name: the adapter whose values they get; None: the first.
 
         Raises:
@@ -467,8 +467,8 @@ class AdapterModelMixin:
         Without it each call computes them again; `generate` and continuous batching keep them for
         their run. A write that autograd tracks, `load_state_dict`, a move or a cast drops the
         value. Writes that autograd does not track (`p.data.copy_(ema)`, NumPy, optimizers with
-        `fused=True`) go unnoticed in the block. It holds for this thread and asyncio task, and
-        keeps nothing in compiled code, in process groups, or of weights that get gradients.
+        `fused=True`) go unnoticed in the block. The block covers this thread and asyncio task;
+        nothing is kept in compiled code, in process groups, or for weights that get gradients.
 
         Raises:
             StateError: the model is in training mode, at the start or in a call in the block.
@@ -485,7 +485,7 @@ class AdapterModelMixin:
         Args:
             adapter_setup: a name, a list of names or a composition.
             train_embeddings: whether to train the active embeddings too. Those of `add_embeddings`
-                are trained themselves, and saved by `save_embeddings`. Of "default" each adapter
+                are trained in place, and saved by `save_embeddings`. For "default" each adapter
                 gets its own table, which is used, saved and deleted with it; the base model's does
                 not change. A tied language modeling head shares the table if it has the adapter's
                 name. Output layers of heads that are not tied are trained only with this option.
@@ -1017,7 +1017,7 @@ class AdapterModelMixin:
         *,
         format: str = "native",
     ) -> None:
-        """Save each adapter to the sub-folder of its name; arguments as of `save_adapter`."""
+        """Save each adapter to the sub-folder of its name; arguments as in `save_adapter`."""
         for name in self.adapters_config:
             self.save_adapter(
                 Path(save_directory) / name, name, with_head, meta_dict, custom_weights_loaders,
@@ -1114,7 +1114,7 @@ class AdapterModelMixin:
         *,
         format: str = "native",
     ) -> None:
-        """Save each head to the sub-folder of its name; arguments as of `save_head`."""
+        """Save each head to the sub-folder of its name; arguments as in `save_head`."""
         for name in self.known_heads():
             self.save_head(Path(save_directory) / name, name, use_safetensors, format=format)
 

@@ -79,7 +79,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
             by, hint = "ZeRO", hint.replace("fully_shard(model)", "deepspeed.initialize(…)")
         raise StateError(
             f"the model is sharded over {math.prod(map(dist.get_world_size, groups))} processes, "
-            f"and {by} keeps to the parameters that were there when it was called. {hint}"
+            f"and {by} handles only parameters that existed when it was called. {hint}"
         )
 
 

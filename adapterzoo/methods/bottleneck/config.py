@@ -124,8 +124,8 @@ class BnConfig(ConfigWithCopies):
         dropout: probability, 0 to below 1, of dropping a feature of the result.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
-        site_convention: "paper"; or a model type of `adapters` (`bottleneck.places`), for its
-            files: there it puts bottlenecks elsewhere than it documents.
+        site_convention: "paper"; or a model type for which `adapters` puts bottlenecks elsewhere
+            than it documents (`bottleneck.places`), for files that it wrote.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
         phm_layer: whether the two matrices of a bottleneck are sums of Kronecker products.
         phm_dim: n, the number of products; it divides d_model and the bottleneck's width.

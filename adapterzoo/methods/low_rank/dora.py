@@ -68,7 +68,7 @@ class DoRAConfig(LowRankConfig):
 
     @property
     def gradients_are_exact(self) -> bool:
-        """The paper's treat the norm as a constant (§4.3)."""
+        """False in the paper's convention: the norm is treated as a constant (§4.3)."""
         return self.convention == "adapterhub"
 
 

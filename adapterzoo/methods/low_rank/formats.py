@@ -92,7 +92,7 @@ _ARGUMENTS = PeftArguments(
             True,
             "init_weights",
             {True: "lora"},
-            "with False A and B start at random, and the model changes. Write "
+            "with False, A and B start at random and change the outputs. Write "
             "init_lora_weights=True, or init_weights='bert' for normal values of both.",
             passes=True,
             check=AnyValue(),

@@ -457,7 +457,7 @@ class LoRA(LowRank):
     ) -> None:
         """Combine several adapters; s · B's bias is combined linearly."""
         if self.gate is not None and strategy.target != "parameters":
-            raise strategy.refusal("the gate of a LoRA adapter with use_gating=True is none")
+            raise strategy.refusal("the gate of a LoRA adapter with use_gating=True has none")
         super().combine(adapters, weights, strategy, base)
         if self.gate is not None:
             self.combine_linearly(["gate.weight", "gate.bias"], adapters, weights, strategy, base)

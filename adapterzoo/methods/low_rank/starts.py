@@ -97,7 +97,7 @@ def factors(name: str, w: Tensor, rank: int, s: float, source: torch.Generator |
 
 
 def principal(w: Tensor, rank: int, s: float) -> Factors:
-    """Return A and B of the principal part of a matrix; arguments as of `factors`."""
+    """Return A and B of the principal part of a matrix; arguments as in `factors`."""
     u, values, vh = torch.linalg.svd(w, full_matrices=False)
     return _balanced(u[..., :rank], values[..., :rank], vh[..., :rank, :].mT, s)
 
@@ -311,7 +311,7 @@ class EvaPlan(InputPlan):
         for path, own in self._components.items():
             if own.components is None:
                 raise ConfigError(
-                    f"init_weights='eva' at {path!r}: no batch brought it {own.count} tokens, one "
+                    f"init_weights='eva' at {path!r}: no batch has {own.count} tokens there, one "
                     f"for each component. Write larger batches in init_data."
                 )
 

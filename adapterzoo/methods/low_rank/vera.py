@@ -11,8 +11,8 @@ and rows of B.
 
 Differs from the papers: nothing; dropout before A is off by default; m stays in float32 over
 half-precision layers. Differs from PEFT: a layer that is adapted twice keeps one copy of A and B;
-the vectors live in the dtype of their layer; it has no DVoRA. Differs from adapters: all of it but
-`convention="adapterhub"`, which is what adapters computes: dense trained matrices `[r, r]` and
+vectors live in the dtype of their layer; it has no DVoRA. Differs from adapters: in all of this,
+except with `convention="adapterhub"`, which computes the same: dense trained matrices `[r, r]` and
 `[d_out, d_out]` in the place of Λ, and a factor alpha / r, which is not in the norm of DVoRA;
 gradients pass through that norm, and the bias is multiplied by m / ‖V‖ as well.
 Cost per site: r + d_out parameters, LoRA's products; r · (d_in + d_out) numbers once for all. A
@@ -133,7 +133,7 @@ class DvoRAConfig(ProjectedConfig):
 
     @property
     def gradients_are_exact(self) -> bool:
-        """The paper's treat the norm as a constant (§4.3)."""
+        """False in the paper's convention: the norm is treated as a constant (§4.3)."""
         return self.convention == "adapterhub"
 
 

@@ -13,7 +13,7 @@ encoder-decoder has prefixes in all attentions, and tokens keep their positions;
 with `positions="shifted"`: tokens are numbered from P on, as after a cache; and with
 `convention="peft"`: layer i of a decoder beside an encoder takes keys and values 2i mod N.
 Cost: P · 2 · N · H · e parameters for N attentions of H heads of width e; an MLP in training.
-Cannot do: merging; models that compute attention scores, or count shifted tokens, themselves.
+Cannot do: merging; unknown classes that compute attention scores, or shifted positions, themselves.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def record_of(
 
 
 def of_named(model: Any, name: str, alone: bool = False, short: bool = False) -> HeadRecord:
-    """Return a named head as a checkpoint holds it; arguments as of `record_of`."""
+    """Return a named head as a checkpoint holds it; arguments as in `record_of`."""
     head = find(model, name)
     config, table = head.config, copies.table_of(model, name) if alone else None
     if table is not None and is_on(head, table):
