@@ -111,12 +111,11 @@ class Held:
 
     Attributes:
         plan: the active plan.
-        deleted: an adapter or fusion of the plan that has been deleted or replaced; None if all are
-            there.
+        broken: why the plan no longer gives what the block was entered for; None if it does.
     """
 
     plan: Plan
-    deleted: str | None = None
+    broken: str | None = None
 
 
 # reentrant: also taken when a block is freed, which may happen at any allocation
@@ -283,23 +282,21 @@ class ActiveState(threading.local):
         """The plan of the running call or of the innermost block; None if the default is active.
 
         Raises:
-            StateError: an adapter of the block was deleted, or compiled code cannot determine which
-                block the running task is in.
+            StateError: the block's plan is broken, or compiled code cannot determine which block
+                the running task is in.
         """
         if self.override is not None:
             return self.override
         held = self._held()
         if held is None:
             return None
-        if held.deleted is not None:
-            raise StateError(
-                f"AdapterSetup({held.plan.setup!r}): {held.deleted} was deleted. Leave the block."
-            )
+        if held.broken is not None:
+            raise StateError(f"AdapterSetup({held.plan.setup!r}): {held.broken}. Leave the block.")
         return held.plan
 
     @property
     def heads(self) -> ActiveHeads:
-        """The active heads, even if an adapter of the block was deleted."""
+        """The active heads, even if the block's plan is broken."""
         held = self._held() if self.override is None else None
         return self.plan.heads if held is None else held.plan.heads
 
@@ -402,7 +399,14 @@ class ActiveState(threading.local):
                 setup = block.held.plan.setup
                 names = () if setup is None else setup.flatten()
                 if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
-                    block.held.deleted = f"the {'fusion' if is_fusion else 'adapter'} {name!r}"
+                    kind = "fusion" if is_fusion else "adapter"
+                    block.held.broken = f"the {kind} {name!r} was deleted"
+
+    def change_weights(self, why: str) -> None:
+        """Mark blocks other than the open ones of this thread: the base weights have changed."""
+        with _blocks_lock:
+            for block in {*self.default.blocks} - {*self._open_blocks()}:
+                block.held.broken = why
 
     def _open_blocks(self) -> list[SetupBlock]:
         thread = threading.get_ident()

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take a part of the sweep, and change the order: verdicts stay the same."""
+    """Divide the tests, and change their order: verdicts stay the same."""
+    for item in _more(items):
+        item.add_marker(pytest.mark.sweep)
     if config.getoption("part"):
         taken = dict.fromkeys(_part(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
@@ -59,20 +61,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for tests in shuffled for item in tests]
 
 
+def _more(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of each test with more than 16 quick cases, those beyond 16 but for every third of these."""
+    for of_one in _by_test(item for item in items if not item.get_closest_marker("sweep")):
+        for at, item in enumerate(_drawn(of_one)[16:]):
+            if at % 3:
+                yield item
+
+
 def _part(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """All quick tests, and of each test of the sweep a tenth of its cases, the same everywhere."""
+    """All quick tests, and of each test of the sweep a tenth of its cases."""
+    marks = {item: item.get_closest_marker("sweep") for item in items}
+    yield from (item for item, mark in marks.items() if mark is None)
+    for of_one in _by_test(i for i, m in marks.items() if m and not m.kwargs.get("whole")):
+        yield from _drawn(of_one)[: -(-len(of_one) // 10)]
+
+
+def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if mark := item.get_closest_marker("sweep"):
-            if mark.kwargs.get("whole"):
-                continue
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        else:
-            yield item
-    for of_one in cases.values():
-        drawn = sorted(of_one, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        taken = {item.nodeid for item in drawn[: -(-len(drawn) // 10)]}
-        yield from (item for item in of_one if item.nodeid in taken)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return cases.values()
+
+
+def _drawn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases in an order that looks random and is the same everywhere."""
+    return sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 
 import pytest
 import torch
@@ -273,5 +274,11 @@ def test_a_folder_of_folders_of_adapters_says_what_it_holds(tiny, tmp_path):
     for name in ("reviews", "news"):
         model.add_adapter(name, "lora")
     model.save_all_adapters(tmp_path)
-    with pytest.raises(CheckpointError, match="holds adapters: write one of 'news', 'reviews'"):
+    with pytest.raises(CheckpointError, match="holds 'news', 'reviews'") as error:
         AutoAdapterModel.from_pretrained(tmp_path)
+    (advice,) = re.findall(r"Write from_pretrained\('(.*)'\)", str(error.value))
+    with pytest.raises(CheckpointError, match=r"does not name its base model"):
+        AutoAdapterModel.from_pretrained(advice)
+    # other files of a model than `config.json`, which may stand beside adapters
+    with pytest.raises(OSError, match=r"none\.gguf"):
+        AutoAdapterModel.from_pretrained(tmp_path, gguf_file="none.gguf")

@@ -381,6 +381,12 @@ def test_rows_of_a_composition():
         (BatchSplit("a", "b", batch_sizes=[1, 2]), "a", BatchSplit(None, "b", batch_sizes=[1, 2])),
         (Split("a", Stack("b"), splits=1), "b", Split("a", None, splits=1)),
         (Average("a", "b", "c", weights=[1, 1, 2]), "c", Average("a", "b")),
+        # weights that cancel out have no sum to divide by
+        (
+            Average("a", "b", "c", weights=[2, 1, -1]),
+            "a",
+            Average("b", "c", weights=[0.5, -0.5], normalize_weights=False),
+        ),
         # of weights that were not normalised each stays what it was
         (Average("a", "b", weights=[1, 1], normalize_weights=False), "b", Average("a")),
         (Average("a", "b", weights=[1, -1], normalize_weights=False), "b", Average("a")),

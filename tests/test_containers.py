@@ -123,6 +123,18 @@ def test_only_the_container_must_be_free(own):
         assert plain.adapters == "mine"
 
 
+def test_nothing_has_changed_if_the_base_model_has_the_name_of_what_layers_share():
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    container = "shared_parameters"
+    setattr(model.base_model, container, "mine")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(StateError, match=f"has an attribute '{container}'"):
+        model.add_adapter("a", "vera")
+    assert before.keys() == model.state_dict().keys()
+    assert not model.adapters_config
+    assert not any(isinstance(module, Adapted) for module in model.modules())
+
+
 def test_methods_at_one_layer_of_a_model(tmp_path):
     """Bottlenecks, their fusion and LoRA share a layer, and the names of parameters say which."""
     torch.manual_seed(0)

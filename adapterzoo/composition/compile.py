@@ -101,6 +101,7 @@ class SharedOutputs:
     base: BaseLayer
     x: Tensor
     order: Callable[[Tensor], Tensor]
+    _unsorted: Tensor | None = None
     _output: Tensor | None = None
     _original: Tensor | None = None
     _residual: Tensor | None = None
@@ -116,17 +117,16 @@ class SharedOutputs:
     def output(self) -> Tensor:
         """The layer's output, sorted."""
         if self._output is None:
-            self._output = self.order(self.base(self.x))
+            self._unsorted = self.base(self.x)
+            self._output = self.order(self._unsorted)
         return self._output
 
     @property
     def original(self) -> Tensor:
         """The untouched layer's output, sorted; `output` itself if no earlier adapter acts."""
         if self._original is None:
-            output, original = self.base(self.x), self.base.original(self.x)
-            if self._output is None:
-                self._output = self.order(output)
-            self._original = self._output if original is output else self.order(original)
+            output, original = self.output, self.base.original(self.x)
+            self._original = output if original is self._unsorted else self.order(original)
         return self._original
 
 

@@ -239,6 +239,12 @@ def of(folder: Path, kind: Kind) -> str | None:
     return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
+def below(folder: Path, kind: Kind) -> list[Path]:
+    """Return the sub-folders that a format recognizes; hidden ones are none."""
+    folders = (each for each in sorted(folder.glob("*/")) if not each.name.startswith("."))
+    return [each for each in folders if of(each, kind) is not None]
+
+
 def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     """Read a folder in any format.
 

@@ -12,6 +12,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -148,10 +149,10 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
     """Fill a module with the values of a file that fits it, in the dtypes of the module.
 
     Args:
-        module: on the meta device it gets tensors, as it cannot hold copies.
+        module: filled in place; on the meta device its tensors are replaced.
         tensors: by keys of the module's state dict; other parameters do not change.
-        at: the device where a module on the meta device gets copies; without it, or if it is the
-            meta device too, the module gets the tensors themselves.
+        at: where the replacements are copied to; None or the meta device: the tensors of the file
+            are used themselves.
 
     Raises:
         CheckpointError: a device holds other bits than were copied to it.
@@ -160,7 +161,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
     if any(own[key].is_meta for key in values):
         copies = at is not None and at.type != "meta"
-        moved = {k: t.to(at, copy=True) if copies else t for k, t in values.items()}
+        # pickles may hold other strides, which change the last bits of a product
+        copied = partial(Tensor.to, copy=True, memory_format=torch.contiguous_format)
+        moved = {k: copied(t, at) if copies else t for k, t in values.items()}
         # one object for all names of a tensor, so that they share the new one too
         new = {id(own[key]): _like(own[key], value) for key, value in moved.items()}
         for part in module.modules():

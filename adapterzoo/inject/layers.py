@@ -669,3 +669,29 @@ def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
         # bitsandbytes 0.50 leaves them in the other order, [d_in / block, d_out]
         state.absmax = state.absmax.T.reshape(-1).float()  # [d_in / block · d_out]
     return reordered, state
+
+
+def write_finite(target: Tensor, value: Tensor, what: str) -> None:
+    """Write a merged value, if it is finite in the dtype of the target.
+
+    Args:
+        target: a parameter or buffer.
+        value: of its shape.
+        what: names it in the message.
+
+    Raises:
+        StateError: it is not finite.
+    """
+    merged = value.to(target.dtype)
+    if not _is_finite(merged):
+        why = "overflows" if _is_finite(value) else "is not finite"
+        raise StateError(
+            f"{what} {why} in {target.dtype}; nothing has changed. Look for NaN in the adapter, or "
+            "write model.float() first."
+        )
+    target.copy_(merged)
+
+
+def _is_finite(t: Tensor) -> bool:
+    # one pass without a boolean tensor: aminmax gives NaN if any value is NaN
+    return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())

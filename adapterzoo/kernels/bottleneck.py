@@ -9,13 +9,10 @@ itself, the product that computes one of its gradients adds the other.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -27,7 +24,6 @@ from .ops import below, computed, register
 
 # a plain dict, which torch.compile can trace
 FUNCTIONS: dict[str, Activation] = dict(ACTIVATIONS)
-_ATEN = torch.ops.aten
 
 
 def bottleneck_reference(
@@ -96,58 +92,26 @@ def bottleneck(
     return out
 
 
-def _mish(du: Tensor, h: Tensor) -> Tensor:
-    # torch's own is not differentiable
-    t = torch.tanh(F.softplus(h))
-    return du * (t + h * torch.sigmoid(h) * (1.0 - t * t))
-
-
-def _sigmoid_weighted(du: Tensor, h: Tensor, slope: float) -> Tensor:
-    s = torch.sigmoid(slope * h)
-    return du * s * (1.0 + slope * h * (1.0 - s))
-
-
-def _laplace(du: Tensor, h: Tensor) -> Tensor:
-    width = 0.282095 * math.sqrt(2.0)
-    return du * torch.exp(-torch.square((h - 0.707107) / width)) / (width * math.sqrt(math.pi))
-
-
 # other names of a formula; some of their functions round differently
 SYNONYMS = {
     "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_python": "gelu", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "leakyrelu": "leaky_relu", "swish": "silu",
 }  # fmt: skip
-# dh from du and h, u = φ(h), by formula; all are differentiable again
-DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": lambda du, h: _ATEN.gelu_backward(du, h),
-    "gelu_10": lambda du, h: _ATEN.gelu_backward(du * (F.gelu(h).abs() <= 10), h),
-    "gelu_tanh": lambda du, h: _ATEN.gelu_backward(du, h, approximate="tanh"),
-    "hardswish": lambda du, h: _ATEN.hardswish_backward(du, h),
-    "laplace": _laplace,
-    "leaky_relu": lambda du, h: _ATEN.leaky_relu_backward(du, h, 0.01, False),
-    "linear": lambda du, h: du,
-    "mish": _mish,
-    "quick_gelu": lambda du, h: _sigmoid_weighted(du, h, 1.702),
-    "relu": lambda du, h: _ATEN.threshold_backward(du, h, 0),
-    "relu2": lambda du, h: 2.0 * du * F.relu(h),
-    "relu6": lambda du, h: _ATEN.hardtanh_backward(du, h, 0.0, 6.0),
-    "sigmoid": lambda du, h: _ATEN.sigmoid_backward(du, torch.sigmoid(h)),
-    # torch's own is not differentiable
-    "silu": lambda du, h: (
-        _sigmoid_weighted(du, h, 1.0) if torch.is_grad_enabled() else _ATEN.silu_backward(du, h)
-    ),
-    # torch's constants: above 20, softplus is linear
-    "sqrtsoftplus": lambda du, h: (
-        0.5 * _ATEN.softplus_backward(du, h, 1.0, 20.0) / F.softplus(h).sqrt()
-    ),
-    "tanh": lambda du, h: _ATEN.tanh_backward(du, torch.tanh(h)),
-}
 
 
 def formula(activation: str) -> str:
     """Return the name of an activation's formula."""
     return SYNONYMS.get(activation, activation)
+
+
+def derivative(activation: str, du: Tensor, h: Tensor) -> Tensor:
+    """Return the gradient of h `[*, width]` from that of u = φ(h); differentiable again."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = h if again and h.requires_grad else h.detach().requires_grad_()
+        u = FUNCTIONS[activation](own)
+    return torch.autograd.grad(u, own, du, create_graph=again)[0]
 
 
 def bottleneck_torch(
@@ -208,7 +172,7 @@ def bottleneck_torch_backward(
         of_up_bias = of_up_bias if scaling == 1.0 else of_up_bias * scaling
     if needs_x or needs_down or needs_down_bias:
         du = _scaled(scaling, inner, flat, up.T.contiguous().T)  # [rows, width]
-        inner = DERIVATIVES[formula(activation)](du, inner)
+        inner = derivative(activation, du, inner)
         if dh is not None:
             inner = inner + rows_of(dh)
     if needs_x and adds and dy.dtype is h.dtype:

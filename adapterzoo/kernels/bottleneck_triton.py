@@ -23,10 +23,10 @@ from torch import Tensor
 
 from . import compose_triton, low_rank, low_rank_triton
 from .bottleneck import (
-    DERIVATIVES,
     FUNCTIONS,
     bottleneck_torch,
     bottleneck_torch_backward,
+    derivative,
     formula,
 )
 from .ops import launch
@@ -199,7 +199,7 @@ def bottleneck_backward(
     )
     dx, of_down, of_down_bias = x.new_empty(0), h.new_empty(0), h.new_empty(0)
     if needs_h:
-        dh = DERIVATIVES[formula(activation)](du, h)  # [*batch, width]
+        dh = derivative(activation, du, h)  # [*batch, width]
     if needs_down_bias:
         of_down_bias = dh.reshape(-1, width).sum(0)  # [width]
     if needs_x and adds:

@@ -17,7 +17,7 @@ from adapterzoo.composition import fusion_key, fusions_of, parse
 from adapterzoo.config import AdapterConfig, ConfigUnion, Placement, refuse_missing_layers
 from adapterzoo.contracts import Adapter, Ejectable, LayerData, SharedKey
 from adapterzoo.errors import ConfigError, SiteError, StateError
-from adapterzoo.inject.adapted import container_of
+from adapterzoo.inject.adapted import SHARED, container_of
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -289,6 +289,7 @@ def make(
         if own and own[0].location == ROWS:
             modules[path] = rows.setdefault(id(own[0].config), modules[path])
     if shared is not None:
+        inject.check_put(model._backbone, "", container_of(shared, SHARED))
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}
     return AdapterRecord(config, places, coming=modules)

@@ -285,10 +285,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         CheckpointError: there is none.
         DuplicateNameError: a name is in two folders.
     """
-    # hidden folders are not adapters
-    folders = [each for each in sorted(Path(folder).glob("*/")) if not each.name.startswith(".")]
-    found = [each for each in folders if formats.of(each, "adapter") is not None]
-    if not found:
+    if not (found := formats.below(Path(folder), "adapter")):
         raise CheckpointError(
             "no sub-folder holds an adapter. Write the folder that save_all_adapters was given."
         )

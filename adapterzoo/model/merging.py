@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from adapterzoo.inject.layers import (
     matrix,
     mergeable,
     stores_transposed,
+    write_finite,
 )
 
 from .activation import refuse_merged, refuse_mixed, refuse_overridden, replan
@@ -77,7 +79,10 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     first = _first_with(model, modules)
     # undo a partial merge, even after Ctrl-C
     with contextlib.ExitStack() as undo:
-        undo.callback(setattr, state, "originals", dict(state.originals))
+        # runs last
+        undo.callback(replan, model)
+        for name in ("merged", "originals", "head"):
+            undo.callback(setattr, state, name, copy.copy(getattr(state, name)))
         for path, own in modules.items():
             if first[path] == path:
                 layer = layer_at(backbone, path)
@@ -86,10 +91,11 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
                 # values kept by an earlier merge are the originals
                 state.originals[path] = values | state.originals.get(path, {})
                 write(model, path, names)
+        state.merged = names
+        copies.merge(model, undo)
+        replan(model)
         undo.pop_all()
-    state.merged = names
-    copies.merge(model)
-    replan(model)
+    model._active.change_weights(f"{listing(added)} was merged")
 
 
 @torch.no_grad()
@@ -108,8 +114,9 @@ def reset(model: AdaptedModel) -> None:
         _restore(layer_at(model._backbone, path), originals)
     state.originals.clear()
     copies.reset(model)
-    state.merged = ()
+    merged, state.merged = state.merged, ()
     replan(model)
+    model._active.change_weights(f"{listing(merged)} was unmerged")
 
 
 # --- a plain model again ---
@@ -155,7 +162,10 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
             state.find(name)
         asked = tuple(dict.fromkeys(listed))
     if not asked and not state.merged:
-        raise StateError(f"no adapter is active. Write one of {listing(state.records)}.")
+        raise StateError(
+            f"no adapter is {'active' if names is None else 'named'}. Write its name, one of "
+            f"{listing(state.records)}, or unload() for the model without adapters."
+        )
     return tuple(name for name in asked if name not in state.merged)
 
 
@@ -279,7 +289,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         for adapter in adapters:
             w = changed(adapter, parameter, w, base, transposed)
         target = cast("Tensor", layer._parameters[parameter])
-        _fill(target, w, f"the merged {parameter} at {path!r}")
+        write_finite(target, w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and (original.dim() == 2 or bias is not None):
             # adapters of a parameter do not change the bias, of which there is no copy
             b = torch.zeros_like(original[:, 0]) if bias is None else bias
@@ -289,25 +299,9 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
                     b = mergeable(adapter).bias(b, base)
             if bias is not None:
                 own_bias = cast("Tensor", layer._parameters["bias"])
-                _fill(own_bias, b, f"the merged bias at {path!r}")
+                write_finite(own_bias, b, f"the merged bias at {path!r}")
             elif bool(b.count_nonzero()):
                 raise StateError(f"{path!r} has no bias, and the adapter adds one. Keep it active.")
-
-
-def _fill(target: Tensor, value: Tensor, what: str) -> None:
-    merged = value.to(target.dtype)
-    if not _is_finite(merged):
-        why = "overflows" if _is_finite(value) else "is not finite"
-        raise StateError(
-            f"{what} {why} in {target.dtype}; nothing has changed. Look for NaN in the adapter, or "
-            "write model.float() first."
-        )
-    target.copy_(merged)
-
-
-def _is_finite(t: Tensor) -> bool:
-    # one pass without a boolean tensor: aminmax gives NaN if any value is NaN
-    return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())
 
 
 def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:

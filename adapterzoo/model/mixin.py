@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse, MultiTask
-from adapterzoo.config import DEFAULT_CHANGE_FORM, AdapterConfig
+from adapterzoo.config import DEFAULT_CHANGE_FORM, FLAG, AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, names_calls
 from adapterzoo.formats.setup_files import HeadSetup
@@ -719,6 +719,7 @@ class AdapterModelMixin:
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
                 the model is sharded or quantized; nothing has changed then.
         """
+        FLAG("merge_adapter", "safe_merge", safe_merge, True)
         names = merging.to_merge(self, None) if name is None else self._adapter_state.find_all(name)
         merging.merge(self, names)
 

@@ -147,7 +147,7 @@ class AdapterState:
             UnknownNameError: an adapter is unknown.
         """
         # anything else is looked for as a name, and not found
-        listed = isinstance(names, (list, tuple, set, frozenset))
+        listed = isinstance(names, (list, tuple))
         each: list[Any] = [*dict.fromkeys(names)] if listed else [names]
         if not each:
             raise ConfigError(f"no name is given. Adapters: {listing(self.records)}. Write one.")

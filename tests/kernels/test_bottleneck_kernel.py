@@ -1,6 +1,7 @@
 """The bottleneck's kernel against float64: values, gradients, what it saves, who sees through."""
 
 import itertools
+from functools import partial
 
 import bottleneck_cases
 import pytest
@@ -98,9 +99,8 @@ def test_values_and_gradients_are_those_of_float64(shape, outer, inner, same):
         right("value", bottleneck(*given, S, "gelu"), wanted[0], outer)
 
 
-def test_each_activation_has_its_derivative():
-    assert ops.DERIVATIVES.keys() == set(map(ops.formula, ACTIVATIONS))
-    assert ops.DERIVATIVES.keys() >= shipped.FUSED
+def test_each_fused_formula_is_that_of_an_activation():
+    assert set(map(ops.formula, ACTIVATIONS)) >= shipped.FUSED
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -115,7 +115,7 @@ def test_every_activation_has_the_gradients_of_autograd(activation):
     for value, wanted in zip(got, truth(values, activation), strict=True):
         near(value, wanted, 1e-10)
     du, h = (torch.randn(6, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    derivative = ops.DERIVATIVES[ops.formula(activation)]
+    derivative = partial(ops.derivative, activation)
     assert torch.autograd.gradcheck(derivative, (du, h), fast_mode=True)
     with torch.no_grad():
         # what is shorter where nobody differentiates again is the same

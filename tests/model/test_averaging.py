@@ -327,6 +327,18 @@ def test_cat_and_svd_of_full_rank_add_what_adapters_do(tiny, config, strategy):
         close(d[path], 0.5 * b[path] - a[path], 1e-11)
 
 
+@pytest.mark.parametrize("config", METHODS)
+def test_a_change_at_another_rank_than_alpha_is_the_sum_of_changes(tiny, config):
+    """The rank divides the scaling, which the norm of adapters' DoRA leaves out."""
+    model = with_adapters(tiny, config)
+    # as many ranks as both have, and twice their alpha
+    model.average_adapter("c", ["a", "b"], combine_strategy="lora_delta_w_svd", svd_rank=16)
+    model.set_active_adapters(None)
+    a, b, c = (changes_of(model, name) for name in "abc")
+    for path in c:
+        close(c[path], (a[path] + b[path]) / 2, 1e-11)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "gpt_neox"])
 @pytest.mark.parametrize("strategy", ["cat", "svd"])
 def test_parts_of_layers_and_experts_are_added_too(tiny, family, strategy):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from architectures.tiny_models import tiny_model
+from families import tiny_config
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
+from transformers import BertForSequenceClassification
 
-from adapterzoo import AutoAdapterModel, LoRAConfig, Stack, init
-from adapterzoo.errors import StateError
+from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, Stack, init
+from adapterzoo.errors import ConfigError, StateError, UnknownNameError
 from adapterzoo.inject.adapted import adapters_of
 from adapterzoo.model import merging
+from adapterzoo.model.heads import copies
 
 QKV = ("q", "k", "v")
 CASES = {
@@ -309,3 +314,96 @@ def test_a_bias_beside_a_merged_parameter_stays():
     model.add_adapter("a", LoRAConfig(attn_matrices=("o",)))
     model.merge_adapter("a")
     assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
+
+
+# --- threads and interruptions ---
+
+
+def in_a_thread(function):
+    """Run a generator in a thread of its own, from `yield` to `yield`."""
+    with ThreadPoolExecutor(1) as thread:
+        running = function()
+        while True:
+            yield thread.submit(next, running).result()
+
+
+@pytest.mark.parametrize(("before", "inside", "after"), [
+    ([], "a", lambda model: model.merge_adapter("a")),
+    ([], "b", lambda model: model.merge_adapter("a")),
+    ([], None, lambda model: model.merge_adapter("a")),
+    (["a"], "a", lambda model: model.reset_adapter()),
+])  # fmt: skip
+def test_a_block_of_another_thread_does_not_run_on_other_weights(tiny, before, inside, after):
+    model = tiny()
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, "lora")
+        stir(model, name, seed)
+    for name in before:
+        model.merge_adapter(name)
+
+    def block():
+        with AdapterSetup(inside) if inside else model.disable_adapter():
+            yield output(model)
+            with pytest.raises(StateError, match=r"'a' was (un)?merged\. Leave the block"):
+                output(model)
+        yield output(model)
+
+    thread = in_a_thread(block)
+    next(thread)
+    after(model)
+    assert same_bits(next(thread), output(model))
+
+
+@pytest.mark.parametrize("stops", range(1, 4))
+def test_a_merge_that_is_interrupted_changes_nothing(stops, monkeypatch):
+    """Also by a copy of a head that overflows, or at the end."""
+    model = init(BertForSequenceClassification(tiny_config("bert"))).eval()
+    model.add_adapter("a", "lora")
+    model.train_adapter("a")
+    stir(model, "a")
+    model.set_active_adapters("a")
+    before, expected = copy.deepcopy(model.state_dict()), output(model)
+    calls = itertools.count(1)
+    parts = {1: (merging, "replan"), 2: (copies, "merge"), 3: (copies, "write_finite")}
+    room, name = parts[stops]
+    original = getattr(room, name)
+
+    def interrupted(*args):
+        if next(calls) == (2 if name == "write_finite" else 1):
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(room, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.merge_adapter("a")
+    monkeypatch.undo()
+    assert all(same_bits(before[key], tensor) for key, tensor in model.state_dict().items())
+    assert same_bits(output(model), expected)
+    model.merge_adapter("a")
+    model.reset_adapter()
+    assert same_bits(output(model), expected)
+
+
+def test_a_head_that_overflows_is_refused():
+    model = init(BertForSequenceClassification(tiny_config("bert"))).eval()
+    model.add_adapter("a", "lora")
+    model.train_adapter("a")
+    own = next(layer for layer in copies.layers_with(model, "a").values())
+    with torch.no_grad():
+        own.weight.fill_(1e30)
+    model.classifier.weight.data = model.classifier.weight.data.half()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(StateError, match=r"weight at 'classifier' overflows in torch.float16"):
+        model.merge_adapter("a")
+    assert all(same_bits(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_a_second_name_is_no_switch(tiny):
+    model = tiny()
+    for name in "ab":
+        model.add_adapter(name, "lora")
+    with refused(model, ConfigError, "safe_merge='b'", "Write safe_merge=True"):
+        model.merge_adapter("a", "b")
+    # the order of a set depends on the process
+    with refused(model, UnknownNameError, "{'a'}", "there is no adapter"):
+        model.merge_adapter({"a"})

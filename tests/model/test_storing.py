@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
 from transformers import AutoModelForSequenceClassification
 
-from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, init
+from adapterzoo import AdapterConfig, AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, init
+from adapterzoo.config import config_strings
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
@@ -746,3 +747,34 @@ def test_what_is_in_no_file_is_made_when_it_is_loaded(tiny, tmp_path, monkeypatc
     assert adapter_bits(other, "b") == adapter_bits(model, "a")
     for _, module in other.adapter_modules("b"):
         assert same_bits(module.table, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("config", [
+    "miss[r=4]" if name == "miss" else name for name in config_strings if name != "union"
+])  # fmt: skip
+def test_loading_and_asking_draw_no_random_numbers(tiny, tmp_path, config):
+    model, other = tiny(), tiny()
+    config = AdapterConfig.load(config)
+    if "init_weights" in config and config.architecture == "lora":
+        config = config.replace(init_weights="orthogonal")
+    model.add_adapter("a", config)
+    model.save_adapter(tmp_path, "a")
+    before = torch.get_rng_state()
+    other.load_adapter(tmp_path, load_as="b")
+    assert other.supports_adapter(config)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_of_a_pickle_are_in_memory_as_new_ones(tiny, tmp_path):
+    """Other strides, which pickles keep, change the last bits of a product."""
+    model, other = tiny(), tiny()
+    model.add_adapter("a", "lora")
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a", format="adapterhub")
+    file = tmp_path / "pytorch_adapter.bin"
+    tensors = {key: t.mT.contiguous().mT for key, t in torch.load(file).items()}
+    torch.save(tensors, file)
+    other.load_adapter(tmp_path, load_as="b", set_active=True)
+    model.set_active_adapters("a")
+    assert all(p.is_contiguous() for _, m in other.adapter_modules("b") for p in m.parameters())
+    assert same_bits(output(model), output(other))

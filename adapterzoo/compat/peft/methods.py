@@ -486,7 +486,7 @@ class PeftMethods:
         if self._active.default.plan.setup is not None:
             return
         if state.disabled is None or {*state.disabled[0].flatten()} - state.records.keys():
-            raise StateError(f"none was disabled. Write set_adapter of {listing(state.records)}.")
+            raise StateError("disable_adapters() was not called. Write set_adapter('a') instead.")
         set_active(self, *state.disabled)
         state.disabled = None
 

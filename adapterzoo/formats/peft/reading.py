@@ -207,11 +207,8 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
             f"keys: {{'q_proj': …}}."
         )
     compiled = [(re.compile(expression), patterns[key]) for expression, key in whole.items()]
-    found: dict[str, _T] = {}
-    for path in paths:
-        if fitting := [value for expression, value in compiled if expression.match(path)]:
-            found[path] = fitting[0]
-    return found
+    fitting = {p: [value for expression, value in compiled if expression.match(p)] for p in paths}
+    return {path: values[0] for path, values in fitting.items() if values}
 
 
 def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
@@ -234,11 +231,9 @@ def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
     rest: dict[_T, list[str]] = {}
     for path, value in values.items():
         name = path.rpartition(".")[2]
-        if value == default:
-            continue
-        if len(names[name]) == 1:
+        if value != default and len(names[name]) == 1:
             keys[re.escape(name)] = value
-        else:
+        elif value != default:
             rest.setdefault(value, []).append(path)
     return keys | {exactly(paths): value for value, paths in rest.items()}
 

@@ -116,8 +116,11 @@ class Magnitudes(LowRankUpdate):
     def _gain(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
         if not self.adapterhub:
             return row_gain(base.weight, a, b, self.m, self.scaling)
-        # the norm of adapters leaves out s and is differentiated
-        return divided(self.m, row_norm(base.weight, a, b, 1.0))
+        return divided(self.m, self.norm(base, a, b))
+
+    def norm(self, base: BaseLayer, a: Tensor, b: Tensor) -> Tensor:
+        """Return the norms of the changed rows `[*experts, d_out]`; those of adapters lack s."""
+        return row_norm(base.weight, a, b, 1.0 if self.adapterhub else self.scaling)
 
     def sources_of_gain(self, base: BaseLayer) -> list[Tensor]:
         """Return the tensors that g is computed from."""
@@ -223,8 +226,7 @@ class DoRA(Magnitudes, LowRank):
         gains = [adapter.gain(base) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
         self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
-        norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
-        strategy.fill(self.m, c * norm, "m")
+        strategy.fill(self.m, c * self.norm(base, self.lora_A, self.lora_B), "m")
 
 
 DoRAConfig.adapter_class = DoRA

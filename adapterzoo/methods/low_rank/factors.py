@@ -30,6 +30,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Self, TypeAlias, cast
 
 import torch
@@ -279,16 +280,21 @@ def drawing(
             f"init_weights='orthogonal' with the odd rank {rank}: A and B get one half of the "
             f"ranks each. Write r={rank + 1}."
         )
-    basis = torch.linalg.qr(torch.randn(rank, rank, generator=source, device="cpu"))[0]  # [r, r]
-    halves = basis[0::2], basis[1::2]  # [r / 2, r] each
+
+    @cache
+    def basis() -> Tensor:
+        # drawn with A: modules on the meta device draw nothing
+        q, _ = torch.linalg.qr(torch.randn(rank, rank, generator=source, device="cpu"))
+        return cast("Tensor", q)  # [r, r]
 
     def fill_a(t: Tensor) -> Tensor:
+        half = basis()[0::2]  # [r / 2, r]
         drawn = torch.randn(*t.shape[:-2], t.shape[-1], rank // 2, generator=source, device="cpu")
-        return t.copy_((drawn @ halves[0]).mT / 10)  # [*experts, r, d_in]
+        return t.copy_((drawn @ half).mT / 10)  # [*experts, r, d_in]
 
     def fill_b(t: Tensor) -> Tensor:
         drawn = torch.randn(*t.shape[:-1], rank // 2, generator=source, device="cpu")
-        return t.copy_(drawn @ halves[1] / 10)  # [*experts, d_out, r]
+        return t.copy_(drawn @ basis()[1::2] / 10)  # [*experts, d_out, r]
 
     return fill_a, fill_b
 

@@ -140,7 +140,6 @@ class Components(InputStatistics):
         """
         self.count, self.tau = count, tau
         self.components: Tensor | None = None
-        self.values = self.shares = torch.zeros(count)
         self.converged = torch.zeros(count, dtype=torch.bool)
         self._mean = torch.zeros(())
         self._seen, self._variance = 0, 0.0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ from adapterzoo.contracts import Contained, upcast
 from adapterzoo.errors import SiteError, StateError, listing
 from adapterzoo.inject.adapted import Adapted, AdapterDict, adapters_of, container_of, discard
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters, plain_modules
-from adapterzoo.inject.layers import packing_of
+from adapterzoo.inject.layers import packing_of, write_finite
 from adapterzoo.methods._copies import ROWS, Table
 from adapterzoo.model.hf.task_classes import head_tensors
 from adapterzoo.model.state import (
@@ -315,28 +316,37 @@ def check_merging(model: AdaptedModel, names: Sequence[str]) -> None:
 
 
 @torch.no_grad()
-def merge(model: AdaptedModel) -> None:
+def merge(model: AdaptedModel, undo: ExitStack) -> None:
     """Write the head of the last merged adapter that has one into the original.
 
     Args:
         model: with merged adapters.
+        undo: gets what restores the head.
+
+    Raises:
+        StateError: a value is not finite in the dtype of the original.
     """
     state = model._adapter_state
     for path, mine in layers_with(model, *state.merged).items():
         original = _state(_layer(model, path))
-        state.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})
+        before = {key: t.detach().clone() for key, t in original.items()}
+        undo.callback(_restore, original, before)
+        state.head.setdefault(path, before)
         for key, tensor in mine.state_dict().items():
-            original[key].copy_(tensor)
+            write_finite(original[key], tensor, f"the merged {key} at {path!r}")
 
 
 @torch.no_grad()
 def reset(model: AdaptedModel) -> None:
     """Restore the original head bit for bit."""
     for path, tensors in model._adapter_state.head.items():
-        own = _state(_layer(model, path))
-        for key, tensor in tensors.items():
-            own[key].copy_(tensor)
+        _restore(_state(_layer(model, path)), tensors)
     model._adapter_state.head.clear()
+
+
+def _restore(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in tensors.items():
+        own[key].copy_(tensor)
 
 
 def _state(layer: nn.Module) -> dict[str, Tensor]:

@@ -57,15 +57,17 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     """
     if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
         return None
-    if options.get("config") is not None or options.get("state_dict") is not None:
+    if any(options.get(name) is not None for name in ("config", "state_dict", "gguf_file")):
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
     folder = _without_model(path, asked)
     format = None if folder is None else formats.of(folder, "adapter")
     if folder is None or format is None:
-        within = [] if folder is None else sorted(folder.glob("*/"))
-        if inner := [sub.name for sub in within if formats.of(sub, "adapter")]:
-            raise CheckpointError(f"{str(path)!r} holds adapters: write one of {listing(inner)}.")
+        if folder is not None and (inner := formats.below(folder, "adapter")):
+            raise CheckpointError(
+                f"{str(path)!r} holds {listing([each.name for each in inner])}. Write "
+                f"from_pretrained({str(inner[0])!r})."
+            )
         return None
     base = formats.formats[format].base(folder)
     if base.name is None:
