@@ -62,11 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _more(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of each test with more than 16 quick cases, those beyond 16 but for every third of these."""
+    """Cases that only the sweep runs: of a `long` test three of four, of others those beyond 12.
+
+    Of these, too, the quick part keeps a fourth.
+    """
     for of_one in _by_test(item for item in items if not item.get_closest_marker("sweep")):
-        for at, item in enumerate(_drawn(of_one)[16:]):
-            if at % 3:
-                yield item
+        always = 0 if of_one[0].get_closest_marker("long") else 12
+        yield from _drawn(of_one)[always + max(len(of_one) - always, 0) // 4 :]
 
 
 def _part(items: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -341,6 +341,7 @@ def cycle(model):
     return model.base_model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [None, BertForSequenceClassification])
 @pytest.mark.parametrize(
     "kept", [lambda m: m.base_model, lambda m: copy.deepcopy(m.base_model), cycle,

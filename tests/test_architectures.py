@@ -40,6 +40,7 @@ def each_of(names):
     return pytest.mark.parametrize("model_type", all_but(QUICK, names))
 
 
+@pytest.mark.long
 @same_version
 @each_of(RAN)
 def test_methods_do_on_the_model_what_the_page_says(model_type):

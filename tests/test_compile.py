@@ -72,6 +72,7 @@ def same(found, expected, rtol=0.0, atol=0.0):
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", SWEPT)
 def test_training_and_inference_compile_once_whatever_the_weights(variant, tmp_path):
     # float64, as the compiler may sum a gradient in another order
@@ -186,6 +187,7 @@ def test_a_static_model_follows_setups_and_merging():
     assert backend.graphs == 2
 
 
+@pytest.mark.long
 def test_other_batch_sizes_compile_as_often_as_without_adapters():
     counts = []
     for configs in ({}, one_of_each()):

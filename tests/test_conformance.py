@@ -27,10 +27,14 @@ def distinct():
 CONFIGS = distinct()
 
 
-# compiling takes seconds: one of each way to act
-COMPILED = {"lora", "dora", "double_seq_bn", "compacter", "boft", "loreft", "prefix_tuning"}
+# checks that take seconds: one of each way to act
+LONG = {
+    "compiles", "device_follows", "dtype_follows", "gradcheck", "identity_at_birth",
+    "initial_values", "merge_equals_forward",
+}  # fmt: skip
+ACTING = {"lora", "dora", "double_seq_bn", "compacter", "boft", "loreft", "prefix_tuning"}
 EACH = [(text, check) for text in CONFIGS for check in checks]
-QUICK = [pair for pair in EACH if pair[1] != "compiles" or pair[0] in COMPILED]
+QUICK = [pair for pair in EACH if pair[1] not in LONG or pair[0] in ACTING]
 
 
 @pytest.mark.parametrize(("text", "check"), all_but(QUICK, EACH))

@@ -20,6 +20,7 @@ def committed():
 
 
 # what goes through a slot is in test_hotswap.py
+@pytest.mark.long
 @pytest.mark.parametrize("variant", SWEPT)
 def test_adapters_of_one_config_share_a_frame(variant):
     names = list("abc")

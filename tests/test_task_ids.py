@@ -59,6 +59,7 @@ def same(found, expected):
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.long
 @EACH
 def test_a_call_with_tasks_compiles(configs):
     torch._dynamo.reset()

@@ -315,6 +315,7 @@ def truth(model, head: str, data: list[dict[str, Tensor]], smoothing: float = 0.
     return F.cross_entropy(flat, labels.reshape(-1), label_smoothing=smoothing)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cls", "family", "head", "labels"), [*((None, *case) for case in HEADS), *STATIC]
 )

@@ -55,6 +55,7 @@ def losses(of: Trainer) -> list[float]:
     return [line["loss"] for line in of.state.log_history if "loss" in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_stopped_training_goes_on_bit_for_bit(name, tmp_path):
     family = "llama" if name == "tokens" else "bert"

@@ -360,6 +360,7 @@ def test_a_head_that_the_peer_scales_is_neither_read_nor_written(tiny, tmp_path)
 WILD = (None, -1, 1e308, "../..", [[]], {"a": "b"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "name"), [("double_seq_bn", "adapter"), ("lora", "adapter"), ("lora", "head")]
 )

@@ -198,6 +198,7 @@ def test_a_path_object_is_never_a_repository():
         package.resolve("/ann/a", source="hf")
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_or_closed_says_so(hub, tmp_path):
     hub.repo("ann/a", FILES | {"adapter.safetensors": bytes(99_999)})
     (tmp_path / "home").mkdir()

@@ -35,6 +35,7 @@ def tokens_in(text):
     return [token for token in (OWNER, OTHER, ODD, STRANGE) if token in text]
 
 
+@pytest.mark.long
 def test_no_token_is_shown_or_kept(hub, loud, tmp_path):
     hub.repo("ann/a", FILES, private=True)
     folder = tmp_path / "mine"

@@ -68,6 +68,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @TRAINERS
 @pytest.mark.parametrize("says", CHANGES)
 def test_what_the_optimizer_does_not_follow_is_refused(tmp_path, trainer, says):

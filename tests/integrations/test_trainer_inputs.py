@@ -111,6 +111,7 @@ def untouched(
     return {n for n, p in model.named_parameters() if n in before and torch.equal(p, before[n])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("collator", COLLATORS)
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("named_heads", [True, False])
@@ -121,6 +122,7 @@ def test_columns_of_rows_reach_the_model(tmp_path, collator, kind, named_heads):
     assert not untouched(model, AdapterTrainer, tmp_path, made, column, values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("named_heads", [True, False])
 def test_plain_trainer_gives_them_to_a_collator_that_keeps_them(tmp_path, kind, named_heads):

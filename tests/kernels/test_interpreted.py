@@ -35,6 +35,7 @@ CASES |= {
 QUICK = {"low_rank", "compose", "grouped", "opcheck bottlenecks"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", all_but(QUICK, CASES))
 def test_all_shapes_dtypes_and_layouts_are_right(name):
     done = subprocess.run(

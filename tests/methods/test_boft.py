@@ -447,6 +447,7 @@ def test_a_refusal_leaves_the_model_alone(family, fields, says, tiny):
         model.add_adapter("a", BOFTConfig(**fields))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", [{"boft_n_butterfly_factor": 3}, {"boft_block_num": 4}])
 def test_other_configs_conform_too(fields):
     # 48, the width of the hidden layer, and 32 are both multiples of 4 · 2²

@@ -448,6 +448,7 @@ class SaysTooLittle(DoRAConfig):
     gradients_are_exact = False
 
 
+@pytest.mark.long
 def test_what_the_config_says_of_gradients_is_checked():
     (failure, *_) = report(SaysTooMuch(), only=["gradcheck"], kinds=["linear"])
     assert "differ from central differences" in failure.message

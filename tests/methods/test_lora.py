@@ -141,6 +141,7 @@ def test_first_values_are_those_of_a_linear_layer():
     assert float(a.std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [

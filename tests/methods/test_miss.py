@@ -318,6 +318,7 @@ def test_a_refusal_leaves_the_model_alone(family, fields, says, tiny):
         model.add_adapter("a", MissConfig(**fields))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["a rest", "mini", "bat"])
 def test_other_configs_conform_too(form):
     fields = {**FORMS[form], "mini_r": 8} if form == "mini" else FORMS[form]

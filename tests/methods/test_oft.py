@@ -380,6 +380,7 @@ def test_a_refusal_leaves_the_model_alone(family, fields, says, tiny):
         model.add_adapter("a", OFTConfig(**fields))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["exact", "constrained", "shared"])
 def test_other_configs_conform_too(form):
     config = OFTConfig(

@@ -445,6 +445,7 @@ def test_rows_start_from_a_text(tmp_path):
     assert torch.equal(rows_of(model), table[[5, 6, 7, 5, 6]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("joins", JOINS)
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_training_step_compiles_once_whatever_the_weights(family, joins):

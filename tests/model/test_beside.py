@@ -377,6 +377,7 @@ def test_a_tied_output_layer_cannot_be_merged():
     assert all(same_bits(t, before[k]) for k, t in model.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [

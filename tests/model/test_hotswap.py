@@ -102,6 +102,7 @@ def test_smaller_sizes_go_through_one_slot_without_compiling_again(kind, tmp_pat
     assert not torch.allclose(files[0][1], files[-1][1], atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", SWEPT)
 def test_every_method_swaps_without_compiling_again(variant, tmp_path):
     config = VARIANTS[variant]
@@ -150,6 +151,7 @@ def test_waiting_adapters_go_through_a_slot_without_compiling_again():
     assert backend.graphs == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "configs",
     [
