@@ -282,8 +282,8 @@ class ActiveState(threading.local):
         """The plan of the running call or of the innermost block; None if the default is active.
 
         Raises:
-            StateError: the block's plan is broken, or compiled code cannot determine which block
-                the running task is in.
+            StateError: an adapter of the block was deleted, or weights merged in another thread;
+                or compiled code cannot determine which block the running task is in.
         """
         if self.override is not None:
             return self.override
@@ -399,8 +399,7 @@ class ActiveState(threading.local):
                 setup = block.held.plan.setup
                 names = () if setup is None else setup.flatten()
                 if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
-                    kind = "fusion" if is_fusion else "adapter"
-                    block.held.broken = f"the {kind} {name!r} was deleted"
+                    block.held.broken = f"{name!r} was deleted"
 
     def change_weights(self, why: str) -> None:
         """Mark blocks other than the open ones of this thread: the base weights have changed."""

@@ -12,7 +12,6 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -162,8 +161,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], at: torch.device | No
     if any(own[key].is_meta for key in values):
         copies = at is not None and at.type != "meta"
         # pickles may hold other strides, which change the last bits of a product
-        copied = partial(Tensor.to, copy=True, memory_format=torch.contiguous_format)
-        moved = {k: copied(t, at) if copies else t for k, t in values.items()}
+        moved = {k: t.contiguous().to(at, copy=True) if copies else t for k, t in values.items()}
         # one object for all names of a tensor, so that they share the new one too
         new = {id(own[key]): _like(own[key], value) for key, value in moved.items()}
         for part in module.modules():

@@ -9,6 +9,7 @@ itself, the product that computes one of its gradients adds the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from .ops import below, computed, register
 
 # a plain dict, which torch.compile can trace
 FUNCTIONS: dict[str, Activation] = dict(ACTIVATIONS)
+_ATEN = torch.ops.aten
 
 
 def bottleneck_reference(
@@ -80,7 +82,7 @@ def bottleneck(
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
-    if ops.is_reference():
+    if ops.is_reference() or formula(activation) not in DERIVATIVES:
         x = x.to(down.dtype)
         return bottleneck_reference(to, x, down, down_bias, up, up_bias, scaling, activation)
     read = None if x is to else x
@@ -92,26 +94,38 @@ def bottleneck(
     return out
 
 
+def _sigmoid_weighted(du: Tensor, h: Tensor, slope: float) -> Tensor:
+    s = torch.sigmoid(slope * h)
+    return du * s * (1.0 + slope * h * (1.0 - s))
+
+
 # other names of a formula; some of their functions round differently
 SYNONYMS = {
     "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_python": "gelu", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "leakyrelu": "leaky_relu", "swish": "silu",
 }  # fmt: skip
+# dh from du and h, u = φ(h), by formula; all are differentiable again. Autograd differentiates the
+# definition with others, which keeps u too.
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": lambda du, h: _ATEN.gelu_backward(du, h),
+    "gelu_tanh": lambda du, h: _ATEN.gelu_backward(du, h, approximate="tanh"),
+    "leaky_relu": lambda du, h: _ATEN.leaky_relu_backward(du, h, 0.01, False),
+    "linear": lambda du, h: du,
+    "quick_gelu": lambda du, h: _sigmoid_weighted(du, h, 1.702),
+    "relu": lambda du, h: _ATEN.threshold_backward(du, h, 0),
+    "sigmoid": lambda du, h: _ATEN.sigmoid_backward(du, torch.sigmoid(h)),
+    # torch's own is not differentiable
+    "silu": lambda du, h: (
+        _sigmoid_weighted(du, h, 1.0) if torch.is_grad_enabled() else _ATEN.silu_backward(du, h)
+    ),
+    "tanh": lambda du, h: _ATEN.tanh_backward(du, torch.tanh(h)),
+}
 
 
 def formula(activation: str) -> str:
     """Return the name of an activation's formula."""
     return SYNONYMS.get(activation, activation)
-
-
-def derivative(activation: str, du: Tensor, h: Tensor) -> Tensor:
-    """Return the gradient of h `[*, width]` from that of u = φ(h); differentiable again."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        own = h if again and h.requires_grad else h.detach().requires_grad_()
-        u = FUNCTIONS[activation](own)
-    return torch.autograd.grad(u, own, du, create_graph=again)[0]
 
 
 def bottleneck_torch(
@@ -172,7 +186,7 @@ def bottleneck_torch_backward(
         of_up_bias = of_up_bias if scaling == 1.0 else of_up_bias * scaling
     if needs_x or needs_down or needs_down_bias:
         du = _scaled(scaling, inner, flat, up.T.contiguous().T)  # [rows, width]
-        inner = derivative(activation, du, inner)
+        inner = DERIVATIVES[formula(activation)](du, inner)
         if dh is not None:
             inner = inner + rows_of(dh)
     if needs_x and adds and dy.dtype is h.dtype:

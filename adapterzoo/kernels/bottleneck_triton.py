@@ -7,8 +7,8 @@ those of a low-rank update, by its kernels. There are no atomics: the same opera
 bits.
 
 Products are in the dtype of the matrices, sums and φ are float32; h and φ(h) are rounded to that
-dtype, as in the definition. Widths that a program cannot keep, and activations that are not in
-`FUSED`, take the torch path; cuBLAS is fast for products of that size.
+dtype, as in the definition. Widths that a program cannot keep take the torch path; cuBLAS is fast
+for products of that size.
 """
 
 # functions under triton.jit have no types to declare
@@ -23,19 +23,15 @@ from torch import Tensor
 
 from . import compose_triton, low_rank, low_rank_triton
 from .bottleneck import (
+    DERIVATIVES,
     FUNCTIONS,
     bottleneck_torch,
     bottleneck_torch_backward,
-    derivative,
     formula,
 )
 from .ops import launch
 from .tiles_triton import FEW, Tile, cut, parted, precision, product
 
-# the formulas of `phi`
-FUSED = frozenset(
-    ("gelu", "gelu_tanh", "leaky_relu", "linear", "quick_gelu", "relu", "sigmoid", "silu", "tanh")
-)
 # the widest h that a program keeps
 _WIDEST, _WIDEST_OF_FLOAT32 = 256, 64
 # all programs of a block of rows compute h
@@ -151,7 +147,7 @@ def bottleneck(
     """
     width, d_model = down.shape
     widest = _WIDEST_OF_FLOAT32 if down.dtype is torch.float32 else _WIDEST
-    if formula(activation) not in FUSED or width > widest:
+    if width > widest:
         return bottleneck_torch(to, x, down, down_bias, up, up_bias, scaling, activation, keeps)
     flat = to.reshape(-1, d_model)  # [rows, d_model]
     read = flat if x is None else x.reshape(-1, d_model)  # [rows, d_model]
@@ -187,7 +183,7 @@ def bottleneck_backward(
     """
     needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     width = down.shape[0]
-    if formula(activation) not in FUSED or width > compose_triton._WIDEST_RANK:
+    if width > compose_triton._WIDEST_RANK:
         return bottleneck_torch_backward(dy, x, h, down, up, scaling, activation, adds, *needs)
     needs_h = needs_x or needs_down or needs_down_bias
     u = FUNCTIONS[activation](h) if needs_up else h  # [*batch, width]
@@ -199,7 +195,7 @@ def bottleneck_backward(
     )
     dx, of_down, of_down_bias = x.new_empty(0), h.new_empty(0), h.new_empty(0)
     if needs_h:
-        dh = derivative(activation, du, h)  # [*batch, width]
+        dh = DERIVATIVES[formula(activation)](du, h)  # [*batch, width]
     if needs_down_bias:
         of_down_bias = dh.reshape(-1, width).sum(0)  # [width]
     if needs_x and adds:

@@ -163,8 +163,7 @@ def to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...
         asked = tuple(dict.fromkeys(listed))
     if not asked and not state.merged:
         raise StateError(
-            f"no adapter is {'active' if names is None else 'named'}. Write its name, one of "
-            f"{listing(state.records)}, or unload() for the model without adapters."
+            "no adapter is active or named. Write merge_and_unload(['a']) or unload()."
         )
     return tuple(name for name in asked if name not in state.merged)
 

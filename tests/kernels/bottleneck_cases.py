@@ -30,7 +30,7 @@ DTYPES = {
     "bfloat16, float32 matrices": (torch.bfloat16, torch.float32),
 }
 # a name for each formula
-NAMES = [name for name in ACTIVATIONS if bottleneck.formula(name) in bottleneck_triton.FUSED]
+NAMES = [name for name in ACTIVATIONS if bottleneck.formula(name) in bottleneck.DERIVATIVES]
 ONE_OF_EACH = {bottleneck.formula(name): name for name in NAMES}.values()
 
 

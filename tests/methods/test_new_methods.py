@@ -10,6 +10,7 @@ from snapshots import refused, same_bits, snapshot
 
 from adapterzoo import BatchSplit, IA3Config, Stack
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
+from adapterzoo.testing import check_method
 
 METHODS = {
     "ia3": "ia3[alpha=1.5]",
@@ -148,3 +149,9 @@ def test_what_a_format_cannot_say_is_refused_by_name(name, config, word, tmp_pat
         assert part in str(raised.value)
     assert not (tmp_path / "x").exists()
     assert snapshot(model) == before
+
+
+def test_a_vector_for_the_input_of_a_layer_conforms():
+    """Also where the input shares memory between rows, which its product with a vector does not."""
+    config = IA3Config(target_modules=["q_proj"], feedforward_modules=["q_proj"])
+    check_method(config, only=["identity_at_birth", "merge_equals_forward", "stacks"])

@@ -502,4 +502,4 @@ def test_a_block_of_another_thread_does_not_get_deleted_fusion_layers():
     deleted.set()
     thread.join()
     assert len(errors) == 1
-    assert "the fusion 'a,b' was deleted" in errors[0]
+    assert "'a,b' was deleted" in errors[0]

@@ -490,13 +490,8 @@ class PeftMethods:
         set_active(self, *state.disabled)
         state.disabled = None
 
-    def disable_adapter_layers(self) -> None:
-        """Do the same as `disable_adapters`, under PEFT's name."""
-        PeftMethods.disable_adapters(self)
-
-    def enable_adapter_layers(self) -> None:
-        """Do the same as `enable_adapters`, under PEFT's name."""
-        PeftMethods.enable_adapters(self)
+    # PEFT's names
+    disable_adapter_layers, enable_adapter_layers = disable_adapters, enable_adapters
 
     def unmerge_adapter(self) -> None:
         """Do the same as `reset_adapter`, under PEFT's name."""

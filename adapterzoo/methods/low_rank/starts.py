@@ -140,6 +140,7 @@ class Components(InputStatistics):
         """
         self.count, self.tau = count, tau
         self.components: Tensor | None = None
+        self.values: Tensor
         self.converged = torch.zeros(count, dtype=torch.bool)
         self._mean = torch.zeros(())
         self._seen, self._variance = 0, 0.0

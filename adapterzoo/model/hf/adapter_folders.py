@@ -55,9 +55,8 @@ def find(path: object, options: Mapping[str, Any]) -> AdapterFolder | None:
     Raises:
         CheckpointError: the adapter does not name its base model, or sub-folders hold adapters.
     """
-    if not isinstance(path, (str, os.PathLike)) or options.get("subfolder"):
-        return None
-    if any(options.get(name) is not None for name in ("config", "state_dict", "gguf_file")):
+    elsewhere = ("subfolder", "config", "state_dict", "gguf_file")
+    if not isinstance(path, (str, os.PathLike)) or any(options.get(n) for n in elsewhere):
         return None
     asked = {name: options[name] for name in hub.OPTIONS if name in options}
     folder = _without_model(path, asked)
