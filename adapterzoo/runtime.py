@@ -106,7 +106,7 @@ class Default:
 
 
 @dataclass(slots=True)
-class Held:
+class BlockState:
     """The plan of an `AdapterSetup` block.
 
     Attributes:
@@ -133,7 +133,7 @@ class SetupBlock:
             plan: the plan to activate.
             owner: coroutine of the task that enters it; None outside of tasks.
         """
-        self.held = Held(plan)
+        self.state = BlockState(plan)
         self.outer = default.block.get()
         self.owner = owner
         self.thread = threading.get_ident()
@@ -260,8 +260,8 @@ class ActiveState(threading.local):
         self.override: Plan | None = None
         # for compiled code: the block that code outside of tasks has entered, the one that a task
         # has entered or resumed last, and the coroutine of that task
-        self.noted: Held | None = None
-        self.noted_of_task: Held | None = None
+        self.noted: BlockState | None = None
+        self.noted_of_task: BlockState | None = None
         self.owner: Any = None
         # of the running calls of this thread
         self.call = CallContext(default)
@@ -274,11 +274,11 @@ class ActiveState(threading.local):
         default = self.default
         if self.override is None and not default.has_blocks:
             return default.plan
-        held = self.held
-        return default.plan if held is None else held
+        local = self.local_plan
+        return default.plan if local is None else local
 
     @property
-    def held(self) -> Plan | None:
+    def local_plan(self) -> Plan | None:
         """The plan of the running call or of the innermost block; None if the default is active.
 
         Raises:
@@ -287,24 +287,24 @@ class ActiveState(threading.local):
         """
         if self.override is not None:
             return self.override
-        held = self._held()
-        if held is None:
+        if (state := self._block_state()) is None:
             return None
-        if held.broken is not None:
-            raise StateError(f"AdapterSetup({held.plan.setup!r}): {held.broken}. Leave the block.")
-        return held.plan
+        plan, why = state.plan, state.broken
+        if why is not None:
+            raise StateError(f"AdapterSetup({plan.setup!r}): {why}. Leave the block.")
+        return plan
 
     @property
     def heads(self) -> ActiveHeads:
         """The active heads, even if the block's plan is broken."""
-        held = self._held() if self.override is None else None
-        return self.plan.heads if held is None else held.plan.heads
+        state = self._block_state() if self.override is None else None
+        return self.plan.heads if state is None else state.plan.heads
 
-    def _held(self) -> Held | None:
+    def _block_state(self) -> BlockState | None:
         """Return the state of the innermost block."""
         if not torch.compiler.is_dynamo_compiling():
             block = self.default.block.get()
-            return None if block is None else block.held
+            return None if block is None else block.state
         # compiled code cannot read the context variable
         if not self.default.by_tasks:
             return self.noted
@@ -341,7 +341,7 @@ class ActiveState(threading.local):
             A function that returns a context to run in; None in compiled code if only the default
             plan is active.
         """
-        plan, stacks = self.held, list(self.call.stacks)
+        plan, stacks = self.local_plan, list(self.call.stacks)
         # compiled code recomputes within its own graph, for which the default plan stays
         if plan is None and not stacks and torch.compiler.is_compiling():
             return None
@@ -365,9 +365,9 @@ class ActiveState(threading.local):
         default.block.set(block)
         before = self.noted, self.owner
         if task is None:
-            self.noted, self.owner = block.held, None
+            self.noted, self.owner = block.state, None
         else:
-            self.noted_of_task, self.owner = block.held, owner
+            self.noted_of_task, self.owner = block.state, owner
         try:
             yield
         finally:
@@ -376,36 +376,36 @@ class ActiveState(threading.local):
             if task is None:
                 self.noted, self.owner = before
             else:
-                self.noted_of_task = None if block.outer is None else block.outer.held
+                self.noted_of_task = None if block.outer is None else block.outer.state
                 self.owner = owner
             self.call.captures.clear()
 
     @property
     def overrides(self) -> list[Plan]:
         """The override of the running call, and the plans of all open blocks of this thread."""
-        plans = [block.held.plan for block in self._open_blocks()]
+        plans = [block.state.plan for block in self._open_blocks()]
         return plans if self.override is None else [*plans, self.override]
 
     def change_overrides(self, change: Callable[[Plan], Plan]) -> None:
         """Replace each of the calling thread's overrides."""
         for block in self._open_blocks():
-            block.held.plan = change(block.held.plan)
+            block.state.plan = change(block.state.plan)
         self.override = self.override and change(self.override)
 
     def forget(self, name: str, is_fusion: bool = False) -> None:
         """Mark blocks that use a deleted adapter or fusion: they must not run without it."""
         with _blocks_lock:
             for block in self.default.blocks:
-                setup = block.held.plan.setup
+                setup = block.state.plan.setup
                 names = () if setup is None else setup.flatten()
                 if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
-                    block.held.broken = f"{name!r} was deleted"
+                    block.state.broken = f"{name!r} was deleted"
 
     def change_weights(self, why: str) -> None:
         """Mark blocks other than the open ones of this thread: the base weights have changed."""
         with _blocks_lock:
             for block in {*self.default.blocks} - {*self._open_blocks()}:
-                block.held.broken = why
+                block.state.broken = why
 
     def _open_blocks(self) -> list[SetupBlock]:
         thread = threading.get_ident()

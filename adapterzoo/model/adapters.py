@@ -406,7 +406,7 @@ def _in_float32(model: AdaptedModel, config: AdapterConfig) -> AdapterConfig:
     return members[0] if len(members) == 1 else ConfigUnion(*members)
 
 
-def widen(model: AdaptedModel, name: str) -> None:
+def to_float32(model: AdaptedModel, name: str) -> None:
     """Convert the parameters of a loaded adapter as `autocast_adapter_dtype` does in `add`."""
     before = model._adapter_state.find(name).config
     config = _in_float32(model, before)

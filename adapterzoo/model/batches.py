@@ -158,7 +158,7 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
             f"adapter_names={adapter_names!r} is not a list with a name or None for each row. "
             "Write adapter_names=['a', None, 'b']."
         )
-    if active.held is not None:
+    if active.local_plan is not None:
         raise StateError(
             f"adapter_names=…: an AdapterSetup holds {active.plan.setup!r}. Leave the block first."
         )

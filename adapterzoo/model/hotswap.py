@@ -74,7 +74,7 @@ def load(
             # refuses a larger rank before anything changes
             AdapterConfig.from_dict(config).of_rank(rank)
         name = checkpointing.load_adapter(model, folder, asked, hub_name)
-        widen(model, name, rank)
+        to_rank(model, name, rank)
         return name, True
     ignored = ["overwrite_ok"] if asked.overwrite_ok is False else []
     ignored += [name for name in ("leave_out", "id2label") if getattr(asked, name) is not None]
@@ -287,14 +287,14 @@ def enable_slots(model: AdaptedModel, rank: int, check_compiled: str) -> None:
             raise StateError(text)
         warnings.warn(text, UserWarning, stacklevel=3)
     for name in records:
-        _check_widening(model, name, rank)
+        _with_rank(model, name, rank)
     for name in tuple(records):
-        widen(model, name, rank)
+        to_rank(model, name, rank)
     model._adapter_state.slot_rank = rank
 
 
-def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
-    """Return the config of an adapter after `widen`.
+def _with_rank(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
+    """Return the config of an adapter after `to_rank`.
 
     Raises:
         ConfigError: its rank is larger.
@@ -308,14 +308,14 @@ def _check_widening(model: AdaptedModel, name: str, rank: int) -> AdapterConfig:
     return config
 
 
-def widen(model: AdaptedModel, name: str, rank: int) -> None:
+def to_rank(model: AdaptedModel, name: str, rank: int) -> None:
     """Give an adapter the rank of a slot; what it computes stays.
 
     Raises:
         ConfigError: its rank is larger.
         StateError: the model is sharded, or the adapter is in use.
     """
-    config, record = _check_widening(model, name, rank), model._adapter_state.find(name)
+    config, record = _with_rank(model, name, rank), model._adapter_state.find(name)
     if config == record.config:
         return
     with torch.random.fork_rng(devices=()):

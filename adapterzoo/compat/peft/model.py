@@ -156,7 +156,7 @@ class PeftModel:
         # a hotswap leaves the places, and the dtype of the slot
         is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
         if autocast_adapter_dtype and is_new:
-            adapters.widen(own, adapter_name)
+            adapters.to_float32(own, adapter_name)
 
     @names_call
     def set_adapter(self, adapter_name: str | Sequence[str], inference_mode: bool = False) -> None:

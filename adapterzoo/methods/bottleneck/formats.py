@@ -134,6 +134,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
+        # one after the attention and one after the feed-forward layer are one adapter there
         joins=lambda one, other: all(one[n] != other[n] for n in ("mh_adapter", "output_adapter")),
         convention=_convention,
         fusion=lambda config: {"adds_input": bool(config.to_dict()["is_parallel"])},

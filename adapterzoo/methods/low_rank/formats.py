@@ -633,6 +633,7 @@ _MAGNITUDES = Container(
     "layer",
     names={"m.weight": "m"},
     read=_read_magnitudes,
+    # undoes it
     write=lambda tensors, config: {**tensors, "m": tensors["m"].unsqueeze(1)},  # [d_out, 1]
 )
 _PROJECTIONS = Container("shared_parameters", "model")

@@ -305,7 +305,7 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
             tokens to it or reads the prompt of each sequence.
     """
     active = model._active
-    held = active.held
+    held = active.local_plan
     if held is not None and held.rows is not None and held.rows.entered:
         refuse_names(adapter_names=True)
     if held is not None:
