@@ -184,7 +184,7 @@ def converting(model, folder):
         model.save_pretrained(folder, path_initial_model_for_weight_conversion=folder)
 
 
-@row("`hotswap=True` for another method")
+@row("`hotswap=True` for a method other than LoRA")
 def replacing(model, folder):
     source = ours("llama")
     for name, config in (("boft", "boft[boft_block_size=4]"), ("small", "lora[r=2]")):

@@ -98,7 +98,7 @@ def rotations(width, of):
 def bottlenecks(width, of):
     to, x, dy, h = of(IN), of(IN), of(IN), of(width)
     down, up = torch.randn(width, IN), torch.randn(IN, width)
-    for phi in ("relu", "mish"):
+    for phi in ("relu", "silu"):
         for read in (None, x):
             given = (read, down, torch.randn(width), up, torch.randn(IN))
             yield "bottleneck", (to, *given, S, phi, True)

@@ -378,7 +378,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype):
         ({"attn_matrices": []}, ["nothing is left to adapt", "target_modules='all-linear'"]),
         ({"attn_matrices": None}, ["Write attn_matrices=['q', 'v']"]),
         ({"attn_matrices": 3}, ["Write attn_matrices=['q', 'v']"]),
-        ({"target_modules": []}, ["by target_modules", "Write target_modules"]),
+        ({"target_modules": []}, ["no target_modules", "Write target_modules"]),
         ({"target_modules": 3}, ["target_modules=3", "Write target_modules"]),
         ({"target_modules": "(query"}, ["'(query'", "not a regular expression"]),
         ({"target_modules": ["query", 1]}, ["target_modules=['query', 1]", "Write target_modules"]),
