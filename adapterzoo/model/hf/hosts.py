@@ -100,7 +100,7 @@ def refuse_untrained(model: Any, setup: object, parameters: Iterable[nn.Paramete
         StateError: it does not hold all parameters.
     """
     if is_untrained(model, parameters):
-        raise StateError(f"a running Trainer does not train {setup!r}. Write this after train().")
+        raise StateError(f"a running Trainer leaves out {setup!r}. Write it after trainer.train().")
 
 
 def is_untrained(model: Any, parameters: Iterable[nn.Parameter]) -> bool:
