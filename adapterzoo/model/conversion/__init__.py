@@ -466,7 +466,7 @@ def changes_by_peft(
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"PEFT cannot merge the {method} adapter in {str(folder)!r} into this model "
-            f"({type(error).__name__}: {reason}). Load the model that it was trained on."
+            f"({type(error).__name__}: {reason}). Use it with PEFT in its own base model."
         ) from error
     after = dict(merged.named_parameters(remove_duplicate=False))
     changes = {
