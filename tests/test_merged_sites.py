@@ -28,10 +28,11 @@ from adapterzoo.testing._case import seeded
 PAGE = tables.PAGE.read_text(encoding="utf-8")
 COMMITTED = tables.read(PAGE)
 # linear, embedding, norm; Conv1D and fused parts; read weights and conv1d; routers and experts;
-# tied tables; conv2d; conv3d; torch's attention; an embedding with a norm; positions that count
+# tied tables; conv2d; conv3d; torch's attention; an embedding with a norm; positions that count;
+# modules with a parameter of their own whose output is no tensor
 COVER = (
     "bert", "gpt2", "mamba", "mixtral", "t5", "vit", "videomae", "siglip", "inkling_text", "opt",
-    "layoutlmv3", "swin",
+    "layoutlmv3", "swin", "xclip",
 )  # fmt: skip
 same_version = pytest.mark.skipif(
     PAGE.splitlines()[0].rpartition(" ")[2] != transformers.__version__,

@@ -96,8 +96,9 @@ class LayerCall(BaseLayer):
             if isinstance(out, (tuple, list)):
                 self._rest = out[1:]
                 out = out[0]
-            # the experts of Llama 4 give [rows · tokens, d] for [rows, tokens, d]
-            if x.dim() == 3 and out.dim() == 2 and len(out) == x.shape[0] * x.shape[1]:
+            # the experts of Llama 4 give [rows · tokens, d] for [rows, tokens, d]; a module with a
+            # parameter of its own may return what is no tensor
+            if x.dim() == 3 and getattr(out, "ndim", 0) == 2 and len(out) == x.shape[:2].numel():
                 self._flat = out.shape
                 out = out.view(*x.shape[:-1], -1)
             self._x, self._y = x, out
