@@ -131,7 +131,7 @@ def trains_and_is_saved(build, rank, folder):
         lambda: model.save_adapter(folder / "peft", "a", format="peft", with_head=False),
         lambda: model.get_adapter_state_dict("a"),
     ):
-        refused(StateError, call, "sharded over 2 processes, and ZeRO keeps")
+        refused(StateError, call, "sharded over 2 processes, and ZeRO handles")
     check([*model.adapters_config] == names, "not refused before a change")
     check(not (folder / "peft").exists(), "refused after a file was written")
     engine.eval()
