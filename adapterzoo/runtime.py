@@ -17,7 +17,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ from .composition.compile import SiteStep
 from .composition.prompts import Joined, Prompts
 from .composition.rows import ActiveHeads, RowMap
 from .contracts import Prefix, SharedKey
-from .errors import StateError
+from .errors import StateError, listing
 
 HEAD = "head//"
 """In plans, the start of the path of a layer of a head; no path of the base model has it."""
@@ -401,11 +401,16 @@ class ActiveState(threading.local):
                 if name in ([f.name for f in fusions_of(setup)] if is_fusion else names):
                     block.state.broken = f"{name!r} was deleted"
 
-    def change_weights(self, why: str) -> None:
-        """Mark blocks other than the open ones of this thread: the base weights have changed."""
+    def change_weights(self, names: Sequence[str], how: str) -> None:
+        """Mark blocks other than the open ones of this thread: the base weights have changed.
+
+        Args:
+            names: of the adapters in them; none: nothing has changed.
+            how: "merged" or "unmerged".
+        """
         with _blocks_lock:
-            for block in {*self.default.blocks} - {*self._open_blocks()}:
-                block.state.broken = why
+            for block in {*self.default.blocks} - {*self._open_blocks()} if names else ():
+                block.state.broken = f"{listing(names)} was {how}"
 
     def _open_blocks(self) -> list[SetupBlock]:
         thread = threading.get_ident()

@@ -95,7 +95,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
         copies.merge(model, undo)
         replan(model)
         undo.pop_all()
-    model._active.change_weights(f"{listing(added)} was merged")
+    model._active.change_weights(added, "merged")
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def reset(model: AdaptedModel) -> None:
     copies.reset(model)
     merged, state.merged = state.merged, ()
     replan(model)
-    model._active.change_weights(f"{listing(merged)} was unmerged")
+    model._active.change_weights(merged, "unmerged")
 
 
 # --- a plain model again ---

@@ -354,6 +354,22 @@ def test_a_block_of_another_thread_does_not_run_on_other_weights(tiny, before, i
     assert same_bits(next(thread), output(model))
 
 
+def test_a_block_of_another_thread_outlives_a_reset_of_nothing(tiny):
+    model = tiny()
+    model.add_adapter("a", "lora")
+    stir(model, "a")
+
+    def block():
+        with AdapterSetup("a"):
+            yield output(model)
+            yield output(model)
+
+    thread = in_a_thread(block)
+    expected = next(thread)
+    model.reset_adapter()
+    assert same_bits(next(thread), expected)
+
+
 @pytest.mark.parametrize("stops", range(1, 4))
 def test_a_merge_that_is_interrupted_changes_nothing(stops, monkeypatch):
     """Also by a copy of a head that overflows, or at the end."""
