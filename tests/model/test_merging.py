@@ -362,7 +362,8 @@ def test_a_block_of_another_thread_outlives_a_reset_of_nothing(tiny):
     def block():
         with AdapterSetup("a"):
             yield output(model)
-            yield output(model)
+            again = output(model)
+        yield again
 
     thread = in_a_thread(block)
     expected = next(thread)
