@@ -49,7 +49,9 @@ def pytest_runtest_logreport(report: Any) -> None:
     of_test = getattr(report, "context", None) is None
     if report.outcome == "skipped" and test["outcome"] == "passed" and of_test:
         test["outcome"] = "skipped"
-        test["why"] = str(report.longrepr[-1] if report.longrepr else "")
+        why = report.longrepr
+        # of an expected failure it is the failure
+        test["why"] = str(why[-1] if isinstance(why, tuple) else why or "")[:1200]
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:

@@ -1,0 +1,12 @@
+"""PEFT's own tests, run on adapterzoo and on PEFT itself.
+
+    python -m tests.peer.of_peft models --home FOLDER
+    python -m tests.peer.of_peft run --peft FOLDER --home FOLDER --on adapterzoo
+    python -m tests.peer.of_peft run --peft FOLDER --home FOLDER --on peft
+
+The folder of `--peft` holds PEFT's `tests`, as in its source distribution, with the `conftest.py`
+of a checkout; nothing of it is kept here. `models` fills a cache of the Hub with tiny random
+models, tokenizers and adapters under the names that the tests load. `names` puts the names of
+`adapterzoo.peft` in the place of PEFT's, and leaves what only PEFT has; `plugin` records each test.
+The tests need diffusers, parameterized and requests beside what ours need.
+"""
