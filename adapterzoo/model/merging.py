@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -87,7 +87,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
             if first[path] == path:
                 layer = layer_at(backbone, path)
                 values = _copies(layer, own)
-                undo.callback(_restore, layer, values)
+                undo.callback(copies.restore, layer._parameters, values)
                 # values kept by an earlier merge are the originals
                 state.originals[path] = values | state.originals.get(path, {})
                 write(model, path, names)
@@ -111,7 +111,7 @@ def reset(model: AdaptedModel) -> None:
     for path in state.originals:
         _refuse_unwritable(model, path)
     for path, originals in state.originals.items():
-        _restore(layer_at(model._backbone, path), originals)
+        copies.restore(layer_at(model._backbone, path)._parameters, originals)
     state.originals.clear()
     copies.reset(model)
     merged, state.merged = state.merged, ()
@@ -317,8 +317,3 @@ def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:
                 matrix(layer)
     stored = {name: layer._parameters.get(name) for name in names}
     return {name: t.detach().clone() for name, t in stored.items() if t is not None}
-
-
-def _restore(layer: nn.Module, originals: Mapping[str, Tensor]) -> None:
-    for name, tensor in originals.items():
-        cast("Tensor", layer._parameters[name]).copy_(tensor)

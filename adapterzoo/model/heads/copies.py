@@ -330,7 +330,7 @@ def merge(model: AdaptedModel, undo: ExitStack) -> None:
     for path, mine in layers_with(model, *state.merged).items():
         original = _state(_layer(model, path))
         before = {key: t.detach().clone() for key, t in original.items()}
-        undo.callback(_restore, original, before)
+        undo.callback(restore, original, before)
         state.head.setdefault(path, before)
         for key, tensor in mine.state_dict().items():
             write_finite(original[key], tensor, f"the merged {key} at {path!r}")
@@ -340,13 +340,14 @@ def merge(model: AdaptedModel, undo: ExitStack) -> None:
 def reset(model: AdaptedModel) -> None:
     """Restore the original head bit for bit."""
     for path, tensors in model._adapter_state.head.items():
-        _restore(_state(_layer(model, path)), tensors)
+        restore(_state(_layer(model, path)), tensors)
     model._adapter_state.head.clear()
 
 
-def _restore(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for key, tensor in tensors.items():
-        own[key].copy_(tensor)
+def restore(own: Mapping[str, Tensor | None], values: Mapping[str, Tensor]) -> None:
+    """Write values back to the tensors of the same keys, bit for bit."""
+    for key, value in values.items():
+        cast("Tensor", own[key]).copy_(value)
 
 
 def _state(layer: nn.Module) -> dict[str, Tensor]:
