@@ -895,8 +895,14 @@ class AdapterConfig(Config):
         """Return a fresh adapter for the site, its parameters on the device and of the dtype.
 
         Raises:
-            ConfigError: a value does not fit the site's widths.
+            ConfigError: a value does not fit the site's widths, or the method cannot adapt it.
         """
+        convolves = getattr(self.adapter_class, "adapts_convolutions", False)
+        if site.kind == "convolution" and not convolves:
+            raise ConfigError(
+                f"{type(self).__name__} at {site.path!r}: it cannot adapt a convolution. Write "
+                f"exclude_modules=[{site.path!r}], or LoRAConfig(…)."
+            )
         made: Adapter = self.adapter_class(self, site, device, dtype)
         return made
 

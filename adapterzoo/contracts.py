@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.call import StackCall
+from adapterzoo.errors import StateError
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
@@ -180,6 +181,45 @@ class BaseLayer(ABC):
         Returns:
             `[*batch, d_out]`.
         """
+
+    def convolve(self, x: Tensor, w: Tensor, groups: int | None = None) -> Tensor:
+        """Return another convolution of the input, without a bias.
+
+        Args:
+            x: the input of the convolution, `[*rows, channels, *space]`.
+            w: `[d, d_in]`, the inputs of one position as in `weight`.
+            groups: parts of the channels that do not mix; None: as in the layer.
+
+        Returns:
+            `[*rows, d, *places]`.
+
+        Raises:
+            StateError: the layer is not a convolution.
+        """
+        raise StateError("the layer is not a convolution")
+
+    def mix(self, t: Tensor, w: Tensor) -> Tensor:
+        """Return a product with the channels at each place of a convolution's output.
+
+        Args:
+            t: `[*rows, channels, *places]`, the channels of one group after the other.
+            w: `[d_out, channels / groups]`.
+
+        Returns:
+            `[*rows, d_out, *places]`.
+
+        Raises:
+            StateError: the layer is not a convolution.
+        """
+        raise StateError("the layer is not a convolution")
+
+    def by_channel(self, values: Tensor) -> Tensor:
+        """Return values of the channels of a convolution's output, `[d]` → `[d, 1, …]`.
+
+        Raises:
+            StateError: the layer is not a convolution.
+        """
+        raise StateError("the layer is not a convolution")
 
     @abstractmethod
     def original(self, x: Tensor) -> Tensor:
@@ -470,10 +510,33 @@ class WeightAdapter(Adapter):
         is_additive: whether `weight` adds something that does not depend on the layer, so that
             it does not matter which of several such adapters are merged and which are active.
         keeps_weight: whether only the bias changes, so that the layer needs no weight matrix.
+        adapts_convolutions: whether it can adapt a convolution too.
     """
 
     is_additive: bool = False
     keeps_weight: ClassVar[bool] = False
+    adapts_convolutions: ClassVar[bool] = False
+
+    def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the adapted output of a convolution, base(x) + (W' − W) ∗ x + b' − b.
+
+        Args:
+            x: `[*rows, channels, *space]`.
+            base: the convolution.
+
+        Returns:
+            `[*rows, d_out, *places]`.
+        """
+        w = base.weight.to(compute_dtype(base.weight.dtype))  # [d_out, d_in]
+        y, change = base(x), self.trained_weight(w, base) - w
+        y = y + base.convolve(x, change.to(x.dtype)).to(y.dtype)
+        b = w.new_zeros(len(w)) if base.bias is None else base.bias.to(w.dtype)  # [d_out]
+        changed = self.bias(b, base)
+        return y if changed is b else y + base.by_channel(changed - b).to(y.dtype)
+
+    def trained_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return `weight`, without the parts that training drops in this call."""
+        return self.weight(w, base)
 
     @abstractmethod
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -221,6 +221,39 @@ class PeftLayer:
     tensors: Tensors = field(default_factory=dict)
 
 
+class ConvolutionShape(NamedTuple):
+    """The shape of a parameter at a convolution, which PEFT stores as a convolution's weight.
+
+    Attributes:
+        read: PEFT's tensor and the layer to the tensor that PEFT has at a linear layer.
+        write: undoes it, with the site.
+    """
+
+    read: Callable[[Tensor, PeftLayer], Tensor]
+    write: Callable[[Tensor, Site], Tensor]
+
+
+def _ones(site: Site) -> tuple[int, ...]:
+    return tuple(1 for _ in site.kernel)
+
+
+KERNEL = ConvolutionShape(
+    lambda t, _layer: t.flatten(1),
+    lambda t, site: t.unflatten(1, (-1, *site.kernel)),  # [rows, channels, *kernel]
+)
+"""`[rows, channels · kernel]`, in PEFT's files `[rows, channels, *kernel]`."""
+POINT = ConvolutionShape(
+    lambda t, _layer: t.flatten(1),
+    lambda t, site: t.reshape(*t.shape, *_ones(site)),  # [rows, columns, 1, …]
+)
+"""`[rows, columns]`, in PEFT's files `[rows, columns, 1, …]`."""
+CHANNEL = ConvolutionShape(
+    lambda t, _layer: t.flatten(),
+    lambda t, site: t.reshape(1, -1, *_ones(site)),  # [1, channels, 1, …]
+)
+"""`[channels]`, in PEFT's files `[1, channels, 1, …]`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeftPart:
     """One of our adapters at a layer, or at a part of a fused layer.
@@ -263,6 +296,7 @@ class PeftSpelling:
         tensors: our parameters → the ends of PEFT's keys, without the adapter's name. The first
             end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same for embeddings, if the ends differ.
+        convolution_shapes: our parameters of a convolution → the shape in PEFT's files.
         shared: our adapter-wide parameters to PEFT's whole keys.
         fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read, beside those of `arguments` with a check.
@@ -302,6 +336,7 @@ class PeftSpelling:
     arguments: PeftArguments | None = None
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    convolution_shapes: Mapping[str, ConvolutionShape] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, PeftArgument] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .blocks import layers_of, projection_role, read_block, roles_of, row_of
@@ -92,6 +94,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
         tokens=tokens_of(tree, blocks),
         others=tuple(marked(site, uses) for site in others),
         parameters=parameters_of(tree, blocks, listed.union(*map(_covered, outside))),
+        convolutions=tuple(_convolutions(tree, blocks, uses)),
         biases=tuple(marked(site, uses) for site in biases),
         odd_biases=odd_biases,
         shared_tables=shared,
@@ -209,6 +212,23 @@ def parameters_of(tree: Tree, blocks: Sequence[Block], listed: Collection[str]) 
             )  # fmt: skip
             found.append(site)
     return tuple(found)
+
+
+def _convolutions(
+    tree: Tree, blocks: Sequence[Block], uses: Mapping[str, object]
+) -> Iterator[Site]:
+    """Yield the convolutions whose weight nothing else reads, in model order."""
+    for path, module in tree.modules.items():
+        weight = module._parameters.get("weight")
+        if weight is None or is_lazy(weight) or path in uses or not weight.is_floating_point():
+            continue
+        if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            continue
+        d_out, *rest = weight.shape
+        yield Site(
+            path, "other", *_place(path, blocks), "convolution", math.prod(rest), d_out,
+            kernel=tuple(rest[1:]), groups=cast("Any", module).groups,
+        )  # fmt: skip
 
 
 def biases_of(tree: Tree, blocks: Sequence[Block]) -> tuple[tuple[Site, ...], tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,7 +55,7 @@ Role = Literal[
 ]
 Kind = Literal[
     "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry", "positions",
-    "layer",
+    "layer", "convolution",
 ]  # fmt: skip
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
@@ -101,7 +102,8 @@ class Site:
         kind: what is adapted: a layer with a 2-D weight, an embedding, a fused parameter that
             holds all experts, or (stream sites) a module's output, a norm, a block; "entry": the
             input of the first block, with as many tokens as the model's input; "positions": a
-            module that takes position numbers; "layer": another layer with parameters.
+            module that takes position numbers; "layer": another layer with parameters;
+            "convolution": a layer whose weight `[d_out, d_in]` has the inputs of one position.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
@@ -126,6 +128,8 @@ class Site:
         head_widths: attention sites only: features of a key and of a value in one head.
         read: names of the layer's parameters that the model reads outside of calls of the layer.
         is_called: whether the model calls the layer, and it is a function of its first input.
+        kernel: convolutions only: the sizes of the kernel; `d_in` is a multiple of their product.
+        groups: convolutions only: parts of the channels that do not mix.
     """
 
     path: str
@@ -153,6 +157,8 @@ class Site:
     head_widths: tuple[int, int] = (0, 0)
     read: tuple[str, ...] = ()
     is_called: bool = True
+    kernel: tuple[int, ...] = ()
+    groups: int = 1
 
     @property
     def name(self) -> str:
@@ -168,6 +174,11 @@ class Site:
     def is_only_read(self) -> bool:
         """Whether the model computes with the weight, and an adapter gets no input."""
         return self.parameter is not None or not self.is_called
+
+    @property
+    def channels(self) -> int:
+        """The features of an input; those of a convolution are its channels, in all groups."""
+        return self.d_in * self.groups // math.prod(self.kernel)
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -294,6 +305,7 @@ class Anatomy:
         tokens: where tokens are embedded; None if that is unknown.
         others: modules with parameters of their own and without a weight matrix, such as norms.
         parameters: the matrices among these parameters, such as the weight of a router.
+        convolutions: the convolutions that the model only calls; names select them, no role does.
         biases: layers whose output is a sum with their bias.
         odd_biases: paths of other modules with a bias.
         shared_tables: paths of embeddings that share one weight.
@@ -314,6 +326,7 @@ class Anatomy:
     tokens: TokenInput | None = None
     others: tuple[Site, ...] = ()
     parameters: tuple[Site, ...] = ()
+    convolutions: tuple[Site, ...] = ()
     biases: tuple[Site, ...] = ()
     odd_biases: tuple[str, ...] = ()
     shared_tables: tuple[tuple[str, ...], ...] = ()

@@ -64,6 +64,9 @@ class LayerView(BaseLayer):
     original = _inner_property("original")
     shared = _inner_property("shared")
     part = _inner_property("part")
+    convolve = _inner_property("convolve")
+    mix = _inner_property("mix")
+    by_channel = _inner_property("by_channel")
 
 
 class Nested(LayerView):

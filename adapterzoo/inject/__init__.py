@@ -51,7 +51,7 @@ from .adapted import (
 )
 from .attention import AdaptedAttention
 from .building import layer_at
-from .layers import ExpertAdapters, FusedAdapters, LayerCall, matrix, mergeable, stores_transposed
+from .layers import ExpertAdapters, FusedAdapters, LayerCall, as_matrix, matrix, mergeable
 from .tokens import AdaptedEmbeddings, AdaptedPositions
 
 
@@ -317,7 +317,7 @@ def _parts_with_base(
 
     def shown(parameter: str) -> Tensor | None:
         kept = originals.get(parameter)
-        return kept.mT if kept is not None and stores_transposed(layer, parameter) else kept
+        return None if kept is None else as_matrix(layer, parameter, kept)
 
     first = adapters[0]
     if not isinstance(first, ExpertAdapters):

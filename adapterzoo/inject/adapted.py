@@ -460,7 +460,7 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, site: SiteStep) -> Ten
         # others act in the layer's calls only
         shows = isinstance(adapter, WeightAdapter) and parameter in layer._shown.names
         acts = shows or isinstance(adapter, ExpertAdapters)
-        return changed(adapter, parameter, value, base, transposed) if acts else value
+        return changed(adapter, parameter, value, base, layer) if acts else value
 
     # the sum of all changes is rounded once
     value = fold(step, value.to(compute_dtype(value.dtype)), change).to(plain.dtype)

@@ -18,6 +18,7 @@ from adapterzoo.contracts import Adapter, CopyAdapter, SharedKey, SharedModules
 from adapterzoo.errors import ConfigError
 
 from .adapted import SHARED, AdapterDict, container_of, plain_class
+from .convolution import at_convolution
 from .layers import ExpertAdapters, FusedAdapters, is_quantized, mergeable
 
 
@@ -67,6 +68,9 @@ def build(
     wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
     dtype = next(wide, model_dtype)
     built = [p.config.build(p.site, device, dtype) for p in placements]
+    for placement, adapter in zip(placements, built, strict=True):
+        if placement.site.kind == "convolution":
+            adapter.__class__ = at_convolution(cast("Any", type(adapter)))
     for placement, adapter in zip(placements, built, strict=True):
         if isinstance(adapter, CopyAdapter):
             adapter.layer = blank_copy(layer, path, device)

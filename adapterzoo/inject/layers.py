@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv1d, conv2d, conv3d, pad
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo.anatomy import OutputSlice
@@ -121,6 +123,31 @@ class LayerCall(BaseLayer):
             # a packed weight is read once per call, for all parts of the layer and all adapters
             self.shown = matrix(self._module)
         return self.shown
+
+    def convolve(self, x: Tensor, w: Tensor, groups: int | None = None) -> Tensor:
+        """Return another convolution of the input, without a bias."""
+        layer: Any = self._module
+        run = {1: conv1d, 2: conv2d, 3: conv3d}[len(layer.kernel_size)]
+        padding = layer.padding
+        if layer.padding_mode != "zeros":
+            x = pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+            padding = 0
+        own = w.view(len(w), -1, *layer.kernel_size)  # [d, channels, *kernel]
+        groups = layer.groups if groups is None else groups
+        y: Tensor = run(x, own, None, layer.stride, padding, layer.dilation, groups)
+        return y
+
+    def mix(self, t: Tensor, w: Tensor) -> Tensor:
+        """Return a product with the channels at each place of a convolution's output."""
+        layer: Any = self._module
+        places = t.shape[t.dim() - len(layer.kernel_size) :]
+        grouped = t.flatten(-len(places)).unflatten(-2, (layer.groups, -1))
+        mixed = w.unflatten(0, (layer.groups, -1)) @ grouped
+        return mixed.flatten(-3, -2).unflatten(-1, places)
+
+    def by_channel(self, values: Tensor) -> Tensor:
+        """Return values of the channels of a convolution's output, `[d]` → `[d, 1, …]`."""
+        return values.view(-1, *(1 for _ in cast("Any", self._module).kernel_size))
 
     @property
     def bias(self) -> Tensor | None:
@@ -277,7 +304,14 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
             f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix, as the "
             f"adapter needs. Write exclude_modules=[…] with the layer's name."
         )
-    return weight.mT if stores_transposed(layer, parameter) else weight
+    return as_matrix(layer, parameter, weight)
+
+
+def as_matrix(layer: nn.Module, parameter: str, value: Tensor) -> Tensor:
+    """Return a parameter that a layer stores as `[*experts, d_out, d_in]`; a bias as it is."""
+    if parameter == "weight" and isinstance(layer, _ConvNd):
+        return value.flatten(1)
+    return value.mT if stores_transposed(layer, parameter) else value
 
 
 def take_slice(t: Tensor, features: OutputSlice, dim: int) -> Tensor:
@@ -468,7 +502,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
 
 
 def changed(
-    adapter: nn.Module | None, parameter: str, value: Tensor, base: BaseLayer, transposed: bool
+    adapter: nn.Module | None, parameter: str, value: Tensor, base: BaseLayer, layer: nn.Module
 ) -> Tensor:
     """Return a parameter of a layer with an adapter's change, as the layer stores it.
 
@@ -477,7 +511,7 @@ def changed(
         parameter: its name.
         value: so far, float32 or float64, as the layer stores it; zeros for a missing bias.
         base: the layer; `base.parameters` are its untouched ones.
-        transposed: whether the layer stores the parameter as `[*experts, d_in, d_out]`.
+        layer: itself.
 
     Raises:
         StateError: the adapter is not a change of a weight.
@@ -490,8 +524,8 @@ def changed(
         adapter = adapter._modules[parameter]
     elif parameter == "bias":
         return mergeable(adapter).bias(value, base)
-    w = mergeable(adapter).weight(value.mT if transposed else value, base)
-    return w.mT if transposed else w
+    w = mergeable(adapter).weight(as_matrix(layer, parameter, value), base)
+    return w.mT if stores_transposed(layer, parameter) else w.reshape(value.shape)
 
 
 def _common_container(adapters: Sequence[Adapter]) -> str:

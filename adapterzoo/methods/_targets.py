@@ -181,7 +181,8 @@ class TargetedConfig(AdapterConfig):
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
         """
-        known = {_number(site) for site in (*anatomy, *anatomy.parameters)} - {None}
+        every = [*anatomy, *anatomy.parameters, *anatomy.convolutions]
+        known = {_number(site) for site in every} - {None}
         asked = self.layers_to_transform or ()
         if missing := [number for number in asked if number not in known]:
             near = [n for n in asked if n in known] or sorted(known, key=str)[-1:]
@@ -213,12 +214,12 @@ class TargetedConfig(AdapterConfig):
             )
         # a key may match a layer of a block that is left out
         by_layer = self.leave_out or self.layers_to_transform is not None
-        paths = [s.name for s in ([*anatomy, *anatomy.parameters] if by_layer else kept)]
+        paths = [site.name for site in (every if by_layer else kept)]
         for name, (check, _) in checks(type(self)).items():
             if isinstance(check, Patterns):
                 check_keys(self._name, name, getattr(self, name), paths)
         excluded = self.exclude_modules or ()
-        if idle := unmatched(excluded, [*anatomy, *anatomy.parameters]):
+        if idle := unmatched(excluded, every):
             # PEFT saves such configs, with a warning
             warnings.warn(
                 f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}. "
@@ -272,7 +273,8 @@ def layers_named(config: str, wanted: str | tuple[str, ...], anatomy: Anatomy) -
     """
     if wanted == ALL_LINEAR:
         return [site for site in anatomy.linears() if site.layer >= 0 and site.is_called]
-    sites = [site for site in anatomy if site.parameter is None and site.is_used]
+    layers = [site for site in anatomy if site.parameter is None and site.is_used]
+    sites = [*layers, *anatomy.convolutions]
     matching = [site for site in sites if matches(site.path, wanted)]
     missing = unmatched(wanted, sites)
     if missing or not matching:

@@ -12,6 +12,7 @@ Cost per site: d_out parameters, or d_in if the input is scaled; one product per
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -34,8 +35,10 @@ from adapterzoo.errors import CheckpointError, ConfigError, argument
 from adapterzoo.patterns import Targets, matches
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
+    CHANNEL,
     AdapterHubSpelling,
     Container,
+    ConvolutionShape,
     PeftLayer,
     PeftPart,
     PeftSpelling,
@@ -123,6 +126,7 @@ class IA3(WeightAdapter):
     """
 
     container = "loras"
+    adapts_convolutions = True
 
     def __init__(
         self, config: IA3Config, site: Site, device: torch.device, dtype: torch.dtype
@@ -146,7 +150,7 @@ class IA3(WeightAdapter):
                 f"cannot be scaled. Leave it out there."
             )
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
-        width = site.d_in if self.scales_input else site.d_out
+        width = site.channels if self.scales_input else site.d_out
         fresh = {
             "ia3": constant(1.0),
             "bert": normal(0.02, generator(config.init_weights_seed, f"{site.path}{site.role}")),
@@ -154,7 +158,7 @@ class IA3(WeightAdapter):
         }[config.init_weights]
         dtype = dtype_named(config.dtype, dtype)
         self.ia3_l = drawn((*site.lead, width), fresh, device, dtype)
-        self.alpha = config.alpha
+        self.alpha, self.groups = config.alpha, site.groups
 
     def scale(self, dtype: torch.dtype) -> Tensor:
         """Return ℓ · alpha in a dtype, `[*experts, width]`."""
@@ -168,10 +172,25 @@ class IA3(WeightAdapter):
         y = base(x)
         return y * self.scale(y.dtype)
 
+    def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the scaled convolution, `[*rows, d_out, *places]`."""
+        if self.scales_input:
+            return base(x * base.by_channel(self.scale(x.dtype)))
+        y = base(x)
+        return y * base.by_channel(self.scale(y.dtype))
+
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight diag(ℓ · alpha) w, or w diag(ℓ · alpha), `[d_out, d_in]`."""
         scale = self.scale(w.dtype)
-        return w * scale.unsqueeze(-2 if self.scales_input else -1)
+        if not self.scales_input:
+            return w * scale.unsqueeze(-1)
+        if self.groups > 1:
+            # each group of outputs reads channels of its own
+            rows = scale.view(self.groups, -1).repeat_interleave(len(w) // self.groups, 0)
+            scaled: Tensor = w.unflatten(-1, (rows.shape[1], -1)) * rows.unsqueeze(-1)
+            return scaled.flatten(-2)
+        # a convolution has several inputs of one channel
+        return w * scale.repeat_interleave(w.shape[-1] // scale.shape[-1], -1).unsqueeze(-2)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b ⊙ ℓ · alpha `[d_out]`; the input's scale leaves it."""
@@ -197,7 +216,7 @@ _ARGUMENTS = PeftArguments(
         **{n: a for n, a in TARGETS.items() if not n.startswith("layers")},
         **EXCLUDED,
         **STORED,
-        "feedforward_modules": ours(None, "feedforward_modules"),
+        "feedforward_modules": ours(None, "feedforward_modules", Targets()),
         "init_ia3_weights": PeftArgument(
             True,
             "init_weights",
@@ -230,6 +249,16 @@ def _from_peft(layer: PeftLayer) -> Tensors:
     return {"ia3_l": layer.tensors["ia3_l"].squeeze(0 if _scales_input(layer.tensors) else 1)}
 
 
+def _of_convolution(vector: Tensor, layer: PeftLayer) -> Tensor:
+    """Return PEFT's vector of a convolution as that of a linear layer, `[d_out, 1]` or `[1, d]`."""
+    site, named = layer.site, layer.fields.get("feedforward_modules") or ()
+    inputs = vector.numel() == site.channels
+    if site.channels == site.d_out:
+        whole = isinstance(named, str) and re.fullmatch(named, layer.name) is not None
+        inputs = whole or any(layer.name.endswith(name) for name in named)
+    return vector.reshape((1, -1) if inputs else (-1, 1))
+
+
 def _unsayable(placement: Placement) -> str | None:
     site = placement.site
     if site.parameter is not None:
@@ -254,7 +283,7 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
             f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
             f"one vector. Write {argument('format', 'native')}."
         )
-    vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else whole_width(site))
+    vector = parts[0].tensors["ia3_l"].new_ones(site.channels if inputs[0] else whole_width(site))
     for part in parts:
         mine = slice(None) if inputs[0] else rows_of(part.placement.site)
         vector[mine] *= part.tensors["ia3_l"] * cast("IA3Config", part.placement.config).alpha
@@ -282,6 +311,7 @@ spelled(
         peft_type="IA3",
         arguments=_ARGUMENTS,
         tensors={"ia3_l": ("ia3_l",)},
+        convolution_shapes={"ia3_l": ConvolutionShape(_of_convolution, CHANNEL.write)},
         subsets={"feedforward_modules": _scales_input},
         read=_from_peft,
         unsayable=_unsayable,

@@ -62,6 +62,7 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     FusionRecord,
+    config_of,
     modules_of,
     own_parameters_of,
     stacks_of,
@@ -230,7 +231,7 @@ def _prompts(
             f"{listing(adapters)} add tokens at {listing(joins)}. Activate them one by one."
         )
     tokens = cast("TokenInput", model.anatomy.tokens)
-    return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), token_places())
+    return Prompts(added, next(iter(joins)), tokens, plain_token(config_of(model)), token_places())
 
 
 def set_active(

@@ -42,6 +42,7 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     base_prefix,
+    dtype_of,
     modules_of,
     own_parameters_of,
     stacks_of,
@@ -275,7 +276,7 @@ def make(
     refuse_own_size(model, "it", by_path)
     layers = {path: layer_at(model._backbone, path) for path in by_path}
     listed = [placement for placements in by_path.values() for placement in placements]
-    at, dtype = device or device_of(next(iter(layers.values()))), model.dtype
+    at, dtype = device or device_of(next(iter(layers.values()))), dtype_of(model)
     shared, sharing = build_shared(config, listed, at, dtype)
     modules: dict[str, Any] = {
         path: build(layers[path], path, placements, dtype, device, sharing)

@@ -24,7 +24,7 @@ from adapterzoo.runtime import Plan
 
 from .activation import make_plan
 from .heads.named import for_rows
-from .state import AdaptedModel
+from .state import AdaptedModel, config_of, is_plain
 
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
 TaskIds: TypeAlias = "Tensor | Sequence[int | str | None]"
@@ -81,6 +81,9 @@ def plan_of_call(
     rows = cast("RowMap", plan.rows)
     named = None if adapter_names is None else f"adapter_names=… names {len(adapter_names)} rows"
     found = _rows_of_inputs(inputs)
+    if is_plain(model):
+        # others may be of any shape, such as the time steps of a diffusion model
+        found = dict([*found.items()][:1])
     if len(set(found.values())) > 1:
         raise CompositionError(
             f"{named or f'{plan.setup!r} is active'}: the inputs have different numbers of rows "
@@ -103,7 +106,7 @@ def plan_of_call(
     together = adapter_names is not None or generates or by_task
     # the lengths of sequences that cannot be mistaken for a number of rows
     lengths = None
-    if model.config.model_type not in _TOKENS_FIRST:
+    if config_of(model).model_type not in _TOKENS_FIRST:
         ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
         shapes = (t.shape for t in ids if isinstance(t, Tensor) and t.dim() > 1)
         lengths = frozenset(shape[-1] for shape in shapes) - {count, count * copies}

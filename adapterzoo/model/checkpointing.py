@@ -42,6 +42,7 @@ from .state import (
     AdaptedModel,
     AdapterRecord,
     LoadOptions,
+    config_of,
     heads_of,
     modules_of,
     named_tensors,
@@ -468,7 +469,7 @@ def base_weights(
     replaced = model._adapter_state.embeddings != DEFAULT_EMBEDDINGS
     found: dict[str, Tensor] = {}
     offloaded: dict[str, tuple[nn.Module, str]] = {}
-    quantized = getattr(model.config, "quantization_config", None) is not None
+    quantized = getattr(config_of(model), "quantization_config", None) is not None
     for path, module in plain_modules(model._backbone):
         if is_quantized(module):
             quantized = True

@@ -34,6 +34,7 @@ from .state import (
     AdaptedModel,
     FusionRecord,
     LoadOptions,
+    config_of,
     fusion_modules,
     modules_of,
     named_tensors,
@@ -124,7 +125,7 @@ def make(
         SiteError: the adapters have different sites.
     """
     paths = fusible_paths(model, names, config.entry)
-    text = text_config(model.config)
+    text = text_config(config_of(model))
     inherited = getattr(text, "attention_probs_dropout_prob", 0.0)
     dropout = inherited if config.dropout_prob is None else config.dropout_prob
     made, last = {}, dict(modules_of(model, names[-1]))

@@ -17,11 +17,11 @@ from adapterzoo.inject.adapted import adapters_of, base_of
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.layers import (
     ExpertAdapters,
+    as_matrix,
     changed,
     is_quantized,
     matrix,
     mergeable,
-    stores_transposed,
     write_finite,
 )
 
@@ -281,12 +281,11 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         # written with the weight
         own.pop("bias", None)
     for parameter, stored in own.items():
-        transposed = stores_transposed(layer, parameter)
-        original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
+        original = as_matrix(layer, parameter, stored)  # [*experts, d_out, d_in]
         base = base_of(layer, original, bias, kept=kept)
         w = stored.to(compute_dtype(stored.dtype))
         for adapter in adapters:
-            w = changed(adapter, parameter, w, base, transposed)
+            w = changed(adapter, parameter, w, base, layer)
         target = cast("Tensor", layer._parameters[parameter])
         write_finite(target, w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and (original.dim() == 2 or bias is not None):

@@ -22,6 +22,8 @@ from adapterzoo.anatomy import input_embeddings_of, unwrapped
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 from adapterzoo.inject.layers import unpacked_size
 
+from .state import output_embeddings_of
+
 
 def reshard(model: Any) -> None:
     """Give every module its sharded parameters again, in this process only.
@@ -122,7 +124,7 @@ def gathering(model: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
     if not (_may_be_sharded() and any(map(_is_partitioned, model.parameters()))):
         yield
         return
-    tables = (input_embeddings_of(model), model.get_output_embeddings())
+    tables = (input_embeddings_of(model), output_embeddings_of(model))
     backbone = model._backbone
     outside = [] if backbone is model else [*model.children()]
     outside = [child for child in outside if unwrapped(child) is not backbone]

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapterzoo.anatomy import Anatomy, find, input_embeddings_of, unwrapped, without_wrappers
 from adapterzoo.composition import Composition, fusion_key
@@ -22,7 +22,7 @@ from adapterzoo.config import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, in_python, listing, unknown_name
 from adapterzoo.inject.adapted import adapters_of, below_wrappers, container_of, shared_of
-from adapterzoo.inject.building import layer_at
+from adapterzoo.inject.building import layer_at, own_parameters
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Plan
@@ -282,6 +282,44 @@ def heads_of(model: AdaptedModel) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", model.heads._modules) if model._has_named_heads else {}
 
 
+class PlainConfig(PreTrainedConfig):
+    """The config of a module that is not of transformers: it has no fields of its own."""
+
+    model_type = "custom"
+
+
+def is_plain(model: object) -> bool:
+    """Return whether a model is any module of torch, and not one of transformers."""
+    return not hasattr(type(model), "base_model_prefix")
+
+
+def config_of(model: Any) -> Any:
+    """Return the config of a model of transformers; for other modules, one with the name only.
+
+    Args:
+        model: with adapters or without.
+    """
+    if not is_plain(model):
+        return model.config
+    # diffusers' config, which is not of transformers, knows where the model comes from
+    known = vars(model).get("_internal_dict") or {}
+    config = PlainConfig()
+    config.name_or_path = known.get("_name_or_path") or ""
+    return config
+
+
+def dtype_of(model: Any) -> torch.dtype:
+    """Return the dtype of the base model: that of its first floating-point parameter."""
+    dtypes = (p.dtype for p in own_parameters(model) if p.is_floating_point())
+    return next(dtypes, torch.get_default_dtype())
+
+
+def output_embeddings_of(model: Any) -> nn.Module | None:
+    """Return the layer that computes logits from hidden states; None if there is none."""
+    found: nn.Module | None = None if is_plain(model) else model.get_output_embeddings()
+    return found
+
+
 def backbone_of(model: AdaptedModel) -> nn.Module:
     """Return the base model, which holds the adapters; a model without a head is its own."""
     state = model._adapter_state
@@ -294,7 +332,7 @@ def base_prefix(model: Any) -> str:
     """Return what precedes the paths of the base model in the model, such as "bert.".
 
     Args:
-        model: a `PreTrainedModel`, with adapters or without.
+        model: with adapters or without.
     """
     has_adapters = "_adapter_state" in vars(model)
     alone = model._backbone is model if has_adapters else is_base(model)
@@ -308,9 +346,9 @@ def is_base(model: nn.Module) -> bool:
     base model belong to a head, and a head does not embed the inputs.
 
     Args:
-        model: a `PreTrainedModel`.
+        model: any; one that is not of transformers is its own.
     """
-    base = cast("Any", model).base_model
+    base = model if is_plain(model) else cast("Any", model).base_model
     if base is model:
         return True
     embeddings = input_embeddings_of(model)

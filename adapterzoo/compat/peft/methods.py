@@ -45,6 +45,7 @@ from adapterzoo.model.state import (
     AdapterRecord,
     LoadOptions,
     base_prefix,
+    config_of,
     modules_of,
     named_tensors,
     own_parameters_of,
@@ -100,7 +101,7 @@ def from_peft(model: AdaptedModel, config: Any) -> tuple[AdapterConfig, bool]:
         )
     if "modules_to_save" in values:
         values["modules_to_save"] = _saved(model, values["modules_to_save"], task)
-    if values.get("tokenizer_name_or_path") == model.config.name_or_path:
+    if values.get("tokenizer_name_or_path") == config_of(model).name_or_path:
         values.pop("tokenizer_name_or_path", None)
     own = {*arguments.fields}
     values = {n: v for n, v in values.items() if n in own or n not in arguments.fixed}
@@ -203,7 +204,7 @@ def with_experts(
     Raises:
         ConfigError: only some layers of a parameter are named.
     """
-    former, prefix = split_experts(model.config.model_type), base_prefix(model)
+    former, prefix = split_experts(config_of(model).model_type), base_prefix(model)
     names, found = _named(model, targets, former, prefix)
     if not names:
         return dict(fields)

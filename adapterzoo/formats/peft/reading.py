@@ -473,6 +473,9 @@ def _sorted(
         elif parameter in here[depth].tensors:
             raise CheckpointError(f"the file has two tensors {parameter!r} for {named!r}. {AGAIN}.")
         else:
+            shape = spelling.convolution_shapes.get(parameter)
+            if shape is not None and here[depth].site.kernel:
+                tensor = shape.read(tensor, here[depth])
             here[depth].tensors[parameter] = tensor
     for name, patterns in peft_config.patterns.items():
         numbers = values_at(name, patterns, [layer.name for layer in layers.values()])
@@ -486,12 +489,15 @@ def _sites(spelling: PeftSpelling, info: ModelInfo) -> list[Site]:
     """Return the layers that a method can adapt."""
     if spelling.of_norms:
         return list(info.anatomy.others)
-    return [site for site in info.anatomy if site.parameter is None]
+    layers = [site for site in info.anatomy if site.parameter is None]
+    return [*layers, *info.anatomy.convolutions]
 
 
 def _weight(site: Site, info: ModelInfo) -> Tensor | None:
     """Return the weight of a layer `[d_out, d_in]`; None if it is quantized or has no values."""
     found = base_tensor(site.path, "weight", info)
+    if found is not None and site.kernel:
+        found = found.flatten(1)
     if found is None or found.is_meta or found.dim() != 2 or not found.is_floating_point():
         return None
     return found.detach().mT if site.transposed else found.detach()

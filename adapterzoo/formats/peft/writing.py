@@ -118,6 +118,9 @@ def encoded(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Fields, dict[str, 
             table |= spelling.embedding_tensors
         owner = owners[name] + f".{WRAPPED}" * depths.get(name, 0)
         for parameter, tensor in layer.tensors.items():
+            shape = spelling.convolution_shapes.get(parameter)
+            if shape is not None and sites[name].kernel:
+                tensor = shape.write(tensor, sites[name])
             tensors[f"{spelling.prefix}{owner}.{table[parameter][0]}"] = tensor
     found, also = _write_extras(more, spelling, paths, modules, task, info)
     saved = sorted({*head_modules, *found.pop("modules_to_save", ())})

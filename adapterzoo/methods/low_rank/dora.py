@@ -31,6 +31,7 @@ from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.caches import cached
 from adapterzoo.config import Choice, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, divided, row_gain, row_norm, weight_norm
 from adapterzoo.kernels.grouped import (
@@ -99,6 +100,11 @@ class Magnitudes(LowRankUpdate):
             ConfigError: the site cannot have such an adapter.
         """
         super().__init__(config, site, device, dtype)
+        if site.groups > 1:
+            raise ConfigError(
+                f"{type(config).__name__} at {site.path!r}: the update of a convolution with "
+                f"groups is not a change of its weight, and has no norm. Write LoRAConfig(…)."
+            )
         self.adapterhub = config.convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn((*site.lead, site.d_out), constant(1.0), device, compute_dtype(dtype))
@@ -143,6 +149,16 @@ class Magnitudes(LowRankUpdate):
         if plain is y:
             return compose(y, gain, bias, t, b, self.scaling)
         whole = compose(plain.to(gain.dtype), gain, bias, t, b, self.scaling)
+        return (y + (whole - plain)).to(y.dtype)
+
+    def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the output of the convolution, `[*rows, d_out, *places]`."""
+        y, plain = base(x), base.original(x)
+        a, b = self.update_factors(base)
+        gain = base.by_channel(self.gain(base, (a, b)))  # [d_out, 1, …]
+        whole = plain.to(gain.dtype) + self.scaling * self.across(x, a, b, base)
+        bias = None if self.adapterhub or base.bias is None else base.by_channel(base.bias)
+        whole = gain * whole if bias is None else gain * (whole - bias) + bias
         return (y + (whole - plain)).to(y.dtype)
 
     @classmethod
@@ -201,6 +217,8 @@ class Magnitudes(LowRankUpdate):
 
 class DoRA(Magnitudes, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
+
+    adapts_convolutions = True
 
     def update_factors(self, base: BaseLayer) -> Factors:
         """Return A and B."""

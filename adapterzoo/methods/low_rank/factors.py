@@ -35,7 +35,7 @@ from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import dropout, embedding, pad
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
@@ -50,7 +50,7 @@ from adapterzoo.config import (
     field,
 )
 from adapterzoo.contracts import BaseLayer, FactoredAdapter, WeightAdapter, upcast
-from adapterzoo.errors import CompositionError, ConfigError
+from adapterzoo.errors import CompositionError, ConfigError, StateError
 from adapterzoo.kernels.low_rank import shrink
 from adapterzoo.kernels.ops import exactly
 from adapterzoo.methods._init import (
@@ -255,6 +255,22 @@ class LowRankUpdate(WeightAdapter):
             return embedding(x, a.T, base.padding_idx) * base.scale
         return shrink(x, a, self.dropout, self.training)
 
+    def across(self, x: Tensor, a: Tensor, b: Tensor, base: BaseLayer) -> Tensor:
+        """Return B A dropout(x) of a convolution: A has its kernel, and B one of size 1.
+
+        Args:
+            x: `[*rows, channels, *space]`.
+            a: `[rank, channels · kernel]`; it reads the channels of all groups.
+            b: `[d_out, rank / groups]`.
+            base: the convolution.
+
+        Returns:
+            `[*rows, d_out, *places]`.
+        """
+        t = dropout(x.to(a.dtype), self.dropout, self.training)
+        t = base.convolve(t, a, groups=1)  # [*rows, rank, *places]
+        return base.mix(t, b)
+
 
 def drawing(
     name: str, rank: int, source: torch.Generator | None
@@ -304,6 +320,8 @@ class LowRank(LowRankUpdate, FactoredAdapter):
     Attributes:
         lora_A: `[rank, d_in]`, with experts in front where the site has them.
         lora_B: `[d_out, rank]`, likewise.
+        groups: of a convolution, as in PEFT: A reads the channels of all of them, B divides the
+            rank, and the update is not a change of the weight.
     """
 
     container = "loras"
@@ -334,12 +352,19 @@ class LowRank(LowRankUpdate, FactoredAdapter):
         self.scaling = config.scaling_at(site.name)
         self.dropout = config.dropout
         self.at_embedding = site.kind == "embedding"
+        self.groups = site.groups
         rank = config.rank_at(site.name)
+        if rank % site.groups:
+            raise ConfigError(
+                f"{type(config).__name__}(r={rank}) at {site.path!r}: a convolution of "
+                f"{site.groups} groups takes a multiple of these. Write r={site.groups}."
+            )
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fill_a, fill_b = drawing(config.init_weights, rank, source)
         dtype = config.dtype_at(dtype)
-        self.lora_A = drawn((*site.lead, rank, site.d_in), fill_a, device, dtype)
-        self.lora_B = drawn((*several, *site.lead, site.d_out, rank), fill_b, device, dtype)
+        columns, rows = site.d_in * site.groups, rank // site.groups
+        self.lora_A = drawn((*site.lead, rank, columns), fill_a, device, dtype)
+        self.lora_B = drawn((*several, *site.lead, site.d_out, rows), fill_b, device, dtype)
 
     def whole_factors(self, like: Tensor) -> Factors:
         """Return A and B of the whole update, on the device and in the dtype of `like`."""
@@ -347,7 +372,7 @@ class LowRank(LowRankUpdate, FactoredAdapter):
 
     def low_rank_factors(self, w: Tensor, base: BaseLayer) -> Factors | None:
         """Return A and s · B of the whole update, if that is the change of the weight."""
-        if not self.is_additive:
+        if not self.is_additive or self.groups > 1:
             return None
         a, b = self.whole_factors(w)
         return a, self.scaling * b
@@ -366,7 +391,16 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             return b @ a
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`."""
+        """Return the merged weight w + s · B A, `[*experts, d_out, d_in]`.
+
+        Raises:
+            StateError: the convolution has groups.
+        """
+        if self.groups > 1:
+            raise StateError(
+                f"A reads the channels of all {self.groups} groups of the convolution, and its "
+                f"weight cannot. Keep the adapter active."
+            )
         a, b = self.whole_factors(w)
         with exactly(a.device):
             if w.dim() < 3:
@@ -403,6 +437,8 @@ class LowRank(LowRankUpdate, FactoredAdapter):
             strategy: the strategy and its options.
             gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
         """
+        if self.groups > 1 and strategy.target in ("change", "ranks"):
+            raise strategy.refusal("a low-rank update of a convolution with groups has none")
         pairs = [adapter.whole_factors(adapter.lora_A) for adapter in adapters]
         down = [upcast(a, self.lora_A) for a, _ in pairs]  # [*experts, rank, d_in] each
         up = [upcast(b, self.lora_B) for _, b in pairs]  # [*experts, d_out, rank] each

@@ -35,6 +35,9 @@ from adapterzoo.methods._peft import (
 from adapterzoo.methods._targets import COPIES, RANK
 from adapterzoo.peft_arguments import PeftArgument, PeftArguments
 from adapterzoo.spelling import (
+    CHANNEL,
+    KERNEL,
+    POINT,
     AdapterHubFile,
     AdapterHubSpelling,
     Container,
@@ -539,6 +542,7 @@ def _peft_lora(config: type[AdapterConfig]) -> PeftSpelling:
         ),
         tensors={**_TENSORS, "lora_B_bias": ("lora_B.bias",), **_UNREAD},
         embedding_tensors={"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)},
+        convolution_shapes={"lora_A": KERNEL, "lora_B": POINT, "m": CHANNEL},
         patterns={"rank_pattern": "r", "alpha_pattern": "lora_alpha"},
         beside=COPIES,
         of_parameters=True,

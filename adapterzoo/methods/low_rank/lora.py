@@ -295,6 +295,7 @@ class LoRA(LowRank):
     """
 
     is_additive = True
+    adapts_convolutions = True
 
     def __init__(
         self, config: LoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -310,11 +311,17 @@ class LoRA(LowRank):
                 f"LoRAConfig at {site.path!r}: only its weight can be adapted. Write "
                 f"use_gating=False, lora_bias=False."
             )
+        limited = config.use_gating or config.alora_invocation_tokens
+        if site.kernel and (limited or config.init_weights in PLANS):
+            raise ConfigError(
+                f"LoRAConfig at {site.path!r}: a convolution reads channels, not tokens. Write "
+                f"use_gating=False, alora_invocation_tokens=None, init_weights='lora'."
+            )
         self._drawing = config.init_weights, config.init_weights_seed, f"{site.path}{site.role}"
         self._options = config.options
         self.start: Start | None = None
         rank, s, width = config.rank_at(site.name), self.scaling, min(site.d_in, site.d_out)
-        fits = not self.at_embedding and rank <= width and s > 0
+        fits = not self.at_embedding and rank <= width and s > 0 and site.groups == 1
         if starts_from_weight(config.init_weights) and not fits:
             hint = f"r={width}" if rank > width else "init_weights='lora'" if s > 0 else "alpha=8"
             raise ConfigError(
@@ -354,6 +361,15 @@ class LoRA(LowRank):
         if self.gate is not None:
             update = update * self.gate(x, base)
         return y + update.to(y.dtype)
+
+    def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the output of the convolution, `[*rows, d_out, *places]`."""
+        y, update = base(x), self.across(x, self.lora_A, self.lora_B, base)
+        if self.lora_B_bias is not None:
+            update = update + base.by_channel(self.lora_B_bias)
+        if self.start is not None:
+            update = update - self.across(x, self.start.lora_A, self.start.lora_B, base)
+        return y + (update * self.scaling).to(y.dtype)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:

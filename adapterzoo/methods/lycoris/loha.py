@@ -13,7 +13,7 @@ Differs from the paper: no nonlinearity, as in all implementations. Differs from
 built at low ranks; a layer that `module_dropout` drops gets gradients of zero; `rank_dropout` of
 all rows leaves zeros instead of NaN. Not in adapters.
 Cost per site: 2 r (d_in + d_out) parameters; two products of rank r² in the forward.
-Cannot do: embeddings and convolutions.
+Cannot do: embeddings.
 """
 
 from __future__ import annotations

@@ -15,27 +15,37 @@ drops gets gradients of zero; `rank_dropout` of all rows leaves zeros instead of
 adapters.
 Cost per site: p m + q n parameters, or r (p + m) and r (q + n) for decomposed ones; as many
 multiplications per token, those of w2 m times and those of w1 q times.
-Cannot do: embeddings, and convolutions, which in PEFT have a third factor `lokr_t2`.
+Cannot do: embeddings.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.config import FLAG, MAX_WIDTH, Choice, Either, Range, field, method_config
+from adapterzoo.config import (
+    FLAG,
+    MAX_WIDTH,
+    Choice,
+    Either,
+    Placement,
+    Range,
+    field,
+    method_config,
+)
 from adapterzoo.contracts import BaseLayer
+from adapterzoo.errors import CheckpointError
 from adapterzoo.methods._init import constant, drawn, dtype_named, generator, kaiming
 from adapterzoo.methods._peft import ours
-from adapterzoo.spelling import spelled
+from adapterzoo.spelling import KERNEL, PeftLayer, Tensors, spelled
 
-from .lycoris import Lycoris, LycorisConfig, peft_spelling
+from .lycoris import Lycoris, LycorisConfig, not_in_peft, peft_spelling
 
 
 @method_config("lokr")
@@ -92,13 +102,16 @@ class LoKr(Lycoris):
         super().__init__(config, site)
         self.rescales = config.rank_dropout_scale
         r, dtype = config.rank_at(site.name), dtype_named(config.dtype, dtype)
+        field = math.prod(site.kernel)
         (p, q), (m, n) = (
-            divided(width, config.decompose_factor) for width in (self.d_out, self.d_in)
+            divided(width, config.decompose_factor) for width in (self.d_out, self.d_in // field)
         )
         is_narrow = config.decompose_both and r < max(p, m) / 2, r < max(q, n) / 2
         shapes: dict[str, tuple[int, int]] = {}
+        # w2 has all inputs of one position of a convolution
+        sizes = (p, m), (q, n * field)
         for name, (rows, columns), narrow in zip(
-            ("lokr_w1", "lokr_w2"), ((p, m), (q, n)), is_narrow, strict=True
+            ("lokr_w1", "lokr_w2"), sizes, is_narrow, strict=True
         ):
             parts = {f"{name}_a": (rows, r), f"{name}_b": (r, columns)}
             shapes |= parts if narrow else {name: (rows, columns)}
@@ -213,6 +226,30 @@ def _times(parts: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 # each of w1 and w2 is one matrix or two
 _FORMS = [((f"lokr_{w}",), (f"lokr_{w}_a", f"lokr_{w}_b")) for w in ("w1", "w2")]
+_OTHER = "where PEFT's product of w1 and a whole w2 is not w1 ⊗ w2"
+
+
+def _read(layer: PeftLayer) -> Tensors:
+    """Return the tensors of a layer.
+
+    Raises:
+        CheckpointError: PEFT computes something else there.
+    """
+    if len(layer.site.kernel) == 1 and "lokr_w2" in layer.tensors:
+        raise CheckpointError(f"{layer.name!r} is a 1-D convolution, {_OTHER}. Merge it with PEFT.")
+    return layer.tensors
+
+
+def _unsayable(placement: Placement) -> str | None:
+    site, config = placement.site, cast("LoKrConfig", placement.config)
+    if len(site.kernel) == 1:
+        factor = config.decompose_factor
+        widths = site.d_out, site.d_in // site.kernel[0]
+        if config.rank_at(site.name) >= max(divided(w, factor)[1] for w in widths) / 2:
+            return f"a LoKrConfig at {site.path!r}, a 1-D convolution, {_OTHER}"
+    return not_in_peft(placement)
+
+
 spelled(
     peft_spelling(
         "LOKR",
@@ -223,5 +260,8 @@ spelled(
             "decompose_factor": ours(-1, "decompose_factor", Range(-1, MAX_WIDTH)),
             "rank_dropout_scale": ours(False, "rank_dropout_scale", FLAG),
         },
+        convolution_shapes={"lokr_w2": KERNEL},
+        read=_read,
+        unsayable=_unsayable,
     )
 )(LoKrConfig)

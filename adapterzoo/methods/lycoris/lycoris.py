@@ -20,6 +20,7 @@ from adapterzoo.config import (
     SEED,
     AdapterConfig,
     Choice,
+    Placement,
     Share,
     config_class,
     field,
@@ -105,6 +106,7 @@ class Lycoris(WeightAdapter):
     """
 
     is_additive = True
+    adapts_convolutions = True
     rescales = True
     scaled: ClassVar[tuple[str, ...]]
 
@@ -156,6 +158,11 @@ class Lycoris(WeightAdapter):
         with exactly(w.device):
             return w + self.scaling * self.delta(w.dtype)
 
+    def trained_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return w + s · ΔW without the rows that training drops in this call."""
+        change, kept = self.scaling * self.delta(w.dtype), self.kept_rows(w)
+        return w + (change if kept is None else change * kept.unsqueeze(-1))
+
 
 FIELDS = {
     "r": ours(8, "r", RANK),
@@ -197,14 +204,19 @@ def peft_spelling(
         arguments=PeftArguments(class_name=class_name, fields=arguments),
         tensors={name: (name,) for name in names},
         patterns={"rank_pattern": "r", "alpha_pattern": "alpha"},
-        unsayable=lambda placement: unsayable(
-            placement, f"a {type(placement.config).__name__}", "PEFT's method does not work"
-        ),
+        **{"unsayable": not_in_peft, **more},
         write_layers=lambda layers, said: [
             _written(layer, fields) for layer, fields in zip(layers, said, strict=True)
         ],
-        **more,
     )
+
+
+def not_in_peft(placement: Placement) -> str | None:
+    """Return why PEFT's format cannot express an adapter; None: it can."""
+    kind = type(placement.config).__name__
+    if len(placement.site.kernel) > 2:
+        return f"a {kind} at {placement.site.path!r}, a 3-D convolution, where PEFT has none"
+    return unsayable(placement, f"a {kind}", "PEFT's method does not work")
 
 
 def _written(layer: PeftOutput, said: Fields) -> Fields:

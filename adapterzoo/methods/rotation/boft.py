@@ -23,7 +23,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.config import MAX_WIDTH, SEED, Range, Share, field, method_config
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
+from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.ops import exactly
@@ -31,7 +31,14 @@ from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, genera
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
-from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
+from adapterzoo.spelling import (
+    ConvolutionShape,
+    Fields,
+    PeftLayer,
+    PeftOutput,
+    PeftSpelling,
+    spelled,
+)
 
 from .rotating import Rotating, block_sizes, dropped
 
@@ -143,10 +150,12 @@ class BOFT(Rotating):
         R = self.boft_R.to(dtype)
         return cayley_fold(R, dropped(R, dropout) if dropout else None)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def turned(self, w: Tensor, base: BaseLayer, dropout: float) -> Tensor:
         """Return the merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
-            merged = butterfly(w, cayley(self.boft_R.to(compute_dtype(w.dtype))), transposed=True)
+            Q = cayley(self.boft_R.to(compute_dtype(w.dtype)))
+            Q = without(Q, dropped(Q, dropout)) if dropout else Q
+            merged = butterfly(w, Q, transposed=True)
         return (merged * self.boft_s).to(w.dtype)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
@@ -204,6 +213,7 @@ spelled(
         beside=frozenset({"bias"}),
         arguments=_ARGUMENTS,
         tensors={"boft_R": ("boft_R",), "boft_s": ("boft_s",)},
+        convolution_shapes={"boft_s": ConvolutionShape(lambda t, _: t.mT, lambda t, _: t.mT)},
         read_fields=_read_fields,
         unsayable=lambda placement: unsayable(placement, "a BOFTConfig", "PEFT has no BOFT"),
         write_layers=_write_layers,

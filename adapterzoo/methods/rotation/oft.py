@@ -9,9 +9,9 @@ rotated.
 Differs from the paper: S is constrained, not Q − I, as in PEFT. Differs from PEFT: `module_dropout`
 acts (PEFT 0.21 ignores it); `coft` bounds S in each forward, with the gradient of PEFT, but the
 parameters stay as the optimizer set them; a size that does not divide d_in is refused, where PEFT
-takes another one.
+takes another one; a convolution computes with the rotated weight, as in PEFT after merging (before
+it, PEFT adds up rotated patches that overlap, and its files for kernels above 1 are refused).
 Cost per site: d_in · (b − 1) / 2 parameters; one batched product of max(b, 16) columns.
-Cannot do: convolutions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from adapterzoo.config import (
     FLAG,
     MAX_WIDTH,
     SEED,
+    Placement,
     Positive,
     Range,
     Share,
@@ -37,7 +38,7 @@ from adapterzoo.config import (
     without_idle,
 )
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.kernels.butterfly import butterfly, folded, in_layout_of, rotated, without
 from adapterzoo.kernels.cayley import cayley, cayley_fold, cayley_neumann
 from adapterzoo.kernels.ops import exactly, recomputed
@@ -45,7 +46,7 @@ from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, genera
 from adapterzoo.methods._peft import EXCLUDED, STORED, TARGETS, bias, ours, unsayable
 from adapterzoo.methods._targets import TargetedConfig, check_site, check_size
 from adapterzoo.peft_arguments import PeftArguments
-from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, spelled
+from adapterzoo.spelling import Fields, PeftLayer, PeftOutput, PeftSpelling, Tensors, spelled
 
 from .rotating import Rotating, block_sizes, dropped
 
@@ -249,12 +250,13 @@ class OFT(Rotating):
         b = self.block_size
         return Q.unsqueeze(-4).expand(*Q.shape[:-3], 1, self.block_number, b, b)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+    def turned(self, w: Tensor, base: BaseLayer, dropout: float) -> Tensor:
         """Return the merged weight w · Rotᵀ `[d_out, d_in]`, with experts in front.
 
         In an embedding, whose columns are the tokens, it is Rotᵀ · w.
         """
         Q = self.rotations(w.dtype)
+        Q = without(Q, dropped(Q, dropout)) if dropout else Q
         with exactly(w.device):
             if self.looks_up:
                 return butterfly(w.mT, Q).mT.to(w.dtype)  # [d_out, d_in]
@@ -282,6 +284,7 @@ _ARGUMENTS = PeftArguments(
         "init_weights": ours(True, "init_weights"),
     },
 )
+_PATCHES = "where PEFT adds up rotated patches that overlap, and does not when it merges"
 # the first release of PEFT with today's Neumann series
 _RELEASE = "0.18.0"
 
@@ -316,6 +319,25 @@ def _read_fields(layer: PeftLayer, fields: Fields) -> Fields:
     return {**fields, **({"r": number} if fields["r"] else {"oft_block_size": b})}
 
 
+def _read(layer: PeftLayer) -> Tensors:
+    """Return the tensors of a layer.
+
+    Raises:
+        CheckpointError: PEFT computes something else there.
+    """
+    if math.prod(layer.site.kernel) > 1:
+        raise CheckpointError(
+            f"{layer.name!r} is a convolution, {_PATCHES}. Train it here: OFTConfig(…)."
+        )
+    return layer.tensors
+
+
+def _unsayable(placement: Placement) -> str | None:
+    if math.prod(placement.site.kernel) > 1:
+        return f"OFT at {placement.site.path!r}, a convolution, {_PATCHES}"
+    return unsayable(placement, "an OFTConfig", "PEFT has no OFT")
+
+
 def _write_layers(layers: Sequence[PeftOutput], said: Sequence[Fields]) -> list[Fields]:
     """Return PEFT's config fields for each layer: blocks by number if only sizes differ."""
     widths = [rotated_features(layer.parts[0].placement.site) for layer in layers]
@@ -335,7 +357,8 @@ spelled(
         embedding_tensors={"oft_R": ("oft_embedding_R.weight",)},
         refuse=_refuse,
         read_fields=_read_fields,
-        unsayable=lambda placement: unsayable(placement, "an OFTConfig", "PEFT has no OFT"),
+        read=_read,
+        unsayable=_unsayable,
         write_layers=_write_layers,
     )
 )(OFTConfig)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adapterzoo.caches import cached
-from adapterzoo.contracts import WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, WeightAdapter, compute_dtype
+from adapterzoo.errors import CompositionError
 
 
 class Rotating(WeightAdapter):
@@ -19,6 +20,7 @@ class Rotating(WeightAdapter):
         dropout: share of the blocks that training replaces by the identity.
     """
 
+    adapts_convolutions = True
     dropout: float
 
     @abstractmethod
@@ -32,6 +34,32 @@ class Rotating(WeightAdapter):
         Returns:
             `[*experts, 1 or m, chunks, width, width]`, in float32 or float64.
         """
+
+    @abstractmethod
+    def turned(self, w: Tensor, base: BaseLayer, dropout: float) -> Tensor:
+        """Return the rotated weight, see `weight`; with `dropout` as in `folded`."""
+
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the merged weight, `[*experts, d_out, d_in]`."""
+        return self.turned(w, base, 0.0)
+
+    def trained_weight(self, w: Tensor, base: BaseLayer) -> Tensor:
+        """Return the weight with the blocks that training drops in this call as the identity."""
+        return self.turned(w, base, self.dropout if self.training else 0.0)
+
+    def convolved(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the rotated convolution.
+
+        Raises:
+            CompositionError: an earlier adapter acts, whose output cannot be rotated.
+        """
+        if not base.is_original:
+            kind = type(self).__name__
+            raise CompositionError(
+                f"{kind} at a convolution rotates its weight, without the adapters before it in a "
+                f"Stack. Write the {kind} adapter first."
+            )
+        return super().convolved(x, base)
 
     def rotation(self, x: Tensor) -> Tensor:
         """Return the rotations of features `x` by chunks, see `folded`."""

@@ -33,7 +33,14 @@ from adapterzoo.model.adapters import bring_in, make
 from adapterzoo.model.heads import copies
 from adapterzoo.model.hf.task_classes import text_config
 from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of, token_table
+from adapterzoo.model.state import (
+    AdaptedModel,
+    AdapterRecord,
+    config_of,
+    dtype_of,
+    modules_of,
+    token_table,
+)
 from adapterzoo.names import check_name
 
 from .certificate import Certificate, LayerReport
@@ -251,7 +258,7 @@ def _made(
     for key, beside in sites.items():
         # an adapter of the whole weight takes the change, not those of its parts beside it
         sites[key] = [site for site in beside if site.output_slice is None] or beside
-    dtype = compute_dtype(config.dtype_at(model.dtype))
+    dtype = compute_dtype(config.dtype_at(dtype_of(model)))
     ranks: dict[str, int] = {}
     for change in changes():
         for site in sites[change.path, change.parameter]:
@@ -389,7 +396,7 @@ def _drawn(
     model: Any, main: str, table: torch.nn.Embedding | None, source: torch.Generator
 ) -> dict[str, Tensor] | None:
     """Return random inputs, if the config has their sizes."""
-    config = model.config
+    config = config_of(model)
     noise = functools.partial(torch.randn, generator=source, device="cpu")
     if main == "input_ids" and table is not None:
         ids = _tokens(text_config(config), table.num_embeddings, source)  # [1, tokens]

@@ -49,6 +49,7 @@ from adapterzoo.model.state import (
     base_prefix,
     heads_of,
     modules_of,
+    output_embeddings_of,
     prefixes_of,
     token_table,
 )
@@ -109,7 +110,7 @@ def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def shared_ids(model: AdaptedModel) -> set[int]:
     """Return the ids of tensors that have no copies: base model and vocabulary output layer."""
-    output = model.get_output_embeddings()
+    output = output_embeddings_of(model)
     # not the state dict of the base model, which has all that its adapters have
     found = {id(p) for p in own_parameters(model._backbone)}
     return found | ({id(p) for p in output.parameters()} if output is not None else set())
@@ -139,7 +140,7 @@ def output_path(model: AdaptedModel) -> str | None:
     """Return the path of a language model's output layer, if it is a layer of a static head."""
     if model._has_named_heads or model._backbone is cast("nn.Module", model):
         return None
-    if (output := model.get_output_embeddings()) is None:
+    if (output := output_embeddings_of(model)) is None:
         return None
     return next((path for path, module in outside(model) if module is unwrapped(output)), None)
 

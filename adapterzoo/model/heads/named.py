@@ -24,7 +24,7 @@ from adapterzoo.heads import OWN_OUTPUT, STATIC, HeadConfig, PredictionHead, Sta
 from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.task_classes import MODEL_CONFIG, config_fields, head_tensors
 from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import AdaptedModel, heads_of
+from adapterzoo.model.state import AdaptedModel, config_of, heads_of, output_embeddings_of
 
 from . import copies
 
@@ -307,7 +307,7 @@ def record_of(
     """
     if model._has_named_heads:
         return None if name is None else of_named(model, name, alone, short)
-    tensors, layer = copies.tensors_of(model, name), model.get_output_embeddings()
+    tensors, layer = copies.tensors_of(model, name), output_embeddings_of(model)
     rest = {key: t for key, t in head_tensors(model).items() if key not in tensors}
     weight = None if layer is None else cast("Tensor", layer.weight)
     large = {key: tensor for key, tensor in rest.items() if tensor is weight}
@@ -315,7 +315,7 @@ def record_of(
         return None
     if not (tensors or rest or layer is not None):
         return None
-    config = model.config
+    config = config_of(model)
     document: dict[str, Any] = {
         STATIC: class_name(model),
         "label2id": getattr(config, "label2id", None),
@@ -340,7 +340,7 @@ def of_named(model: Any, name: str, alone: bool = False, short: bool = False) ->
     document: dict[str, Any] = {"config": config.to_dict()}
     if isinstance(config, StaticConfig):
         own = config.fields or {}
-        document[MODEL_CONFIG] = {**config_fields(model.config), "problem_type": None, **own}
+        document[MODEL_CONFIG] = {**config_fields(config_of(model)), "problem_type": None, **own}
     key, layer = head.output_key, head.output_embeddings
     if short and head.of_checkpoint and layer is not None and key is not None and key in tensors:
         weight = layer.weight

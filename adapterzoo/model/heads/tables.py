@@ -55,6 +55,7 @@ from adapterzoo.model.state import (
     AdaptedModel,
     AdapterRecord,
     modules_of,
+    output_embeddings_of,
     shareable_of,
     token_table,
 )
@@ -296,7 +297,7 @@ def _biases(model: AdaptedModel) -> list[tuple[str, Tensor, list[tuple[dict[str,
 
 def _follows(model: AdaptedModel, table: Tensor) -> bool:
     """Return whether the config has the number of the embedded tokens, not of an untied output."""
-    output = None if model._has_named_heads else model.get_output_embeddings()
+    output = None if model._has_named_heads else output_embeddings_of(model)
     return output is None or output.weight is table
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -33,7 +34,7 @@ from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
-from adapterzoo.model.state import base_prefix
+from adapterzoo.model.state import base_prefix, config_of
 
 from . import adapter_folders, config_entry, hosts
 from .config_entry import Interface, format_of, restore
@@ -112,7 +113,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
         "forward": with_rows(cls.forward),
         **_features(cls, on_base=False),
     }
-    generates = (GeneratesWithAdapters,) if "generate" in dir(cls) else ()
+    generates = (GeneratesWithAdapters,) if issubclass(cls, GenerationMixin) else ()
     made = type(cls.__name__, (*generates, AdapterModelMixin, cls), members)
     if generates:
         counting(made)
@@ -331,8 +332,12 @@ def init(
 ) -> M:
     """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
 
+    A module that is not of transformers takes the methods that act on layers, by the names of
+    layers: `LoRAConfig(target_modules=["fc1"])`.
+
     Args:
-        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
+        model: of transformers, or any module of torch; changed in place. It gets a copy of its
+            config.
         adapters_config: adapters to add with fresh parameters: `adapters_config` of another
             model, or names to configs.
         interface: names of its layers, where they are not found; or a folder that holds one.
@@ -342,21 +347,21 @@ def init(
 
     Raises:
         ConfigError: the interface does not fit the model.
-        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
-            adapters, or was loaded without the adapters that it was saved with.
+        StateError: it is not a module of torch, or a scripted one; it has layers of PEFT, is a part
+            of a model that has adapters, or was loaded without the adapters that it was saved with.
     """
     with naming(f"init({type(model).__name__})"):
         if isinstance(model, AdapterModelMixin):
             if adapters_config is not None or interface is not None:
                 raise StateError("the model has adapters already. Write add_adapter(…).")
             return model
-        if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
-            raise StateError(f"PEFT has wrapped {wrapped!r}. Call unload() of the PeftModel first.")
-        if "base_model_prefix" not in dir(model):
-            raise StateError("not a PreTrainedModel. Write init(AutoModel.from_pretrained(…)).")
+        if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+            raise StateError("not a module whose layers can change. Write init(nn.Module).")
         if hosts.guard_of(model) is not None:
             raise StateError("it is a part of a model that has adapters. Write init(…) of that.")
-        if format_of(vars(model.config).get("adapters")) is not None:
+        if (wrapped := peft_layer(model)) is not None:
+            raise StateError(f"PEFT has wrapped {wrapped!r}. Call unload() of the PeftModel first.")
+        if format_of(vars(config_of(model)).get("adapters")) is not None:
             raise StateError(
                 "plain transformers has not loaded its adapters. Write load_model(path, "
                 f"{type(model).__name__})."

@@ -25,7 +25,7 @@ from adapterzoo.model.heads import named
 from adapterzoo.model.heads.copies import output_tensors, saved_tensors
 from adapterzoo.model.heads.named import of_named, record_of
 from adapterzoo.model.sharding import class_name
-from adapterzoo.model.state import AdaptedModel, base_prefix, heads_of
+from adapterzoo.model.state import AdaptedModel, base_prefix, config_of, dtype_of, heads_of
 
 from .backbone import describe
 from .task_classes import (
@@ -42,7 +42,7 @@ from .task_classes import (
 
 def name_of(model: Any) -> str | None:
     """Return the name or path that a model was loaded from; None if it was not."""
-    return getattr(model.config, "_name_or_path", "") or None
+    return getattr(config_of(model), "_name_or_path", "") or None
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -79,12 +79,12 @@ class ModelInfo:
         self._model = model
         self.anatomy: Anatomy = model.anatomy
         self.prefix = base_prefix(model).removesuffix(".")
-        self.model_type: str = model.config.model_type
+        self.model_type: str = config_of(model).model_type
         self.model_class = class_name(model)
         self.model_name = name_of(model)
         self.named_heads: bool = model._has_named_heads
         self.with_head = with_head
-        self.dtype: torch.dtype = model.dtype
+        self.dtype: torch.dtype = dtype_of(model)
         layers = split_experts(self.model_type).values()
         self.split_experts = frozenset(name for names in layers for name in names)
         self.renamed = renamer(model)
@@ -93,7 +93,7 @@ class ModelInfo:
     def config(self) -> Mapping[str, Any]:
         """The fields of its config and of that of its text model."""
         fields: dict[str, Any] = {}
-        for config in (self._model.config, text_config(self._model.config)):
+        for config in (config_of(self._model), text_config(config_of(self._model))):
             # configs of other libraries' classes may have no `to_dict`
             fields |= config.to_dict() if hasattr(config, "to_dict") else vars(config)
         return fields
@@ -144,7 +144,7 @@ class ModelInfo:
         """
         model, cls = self._model, getattr(transformers, task_class, None)
         if not isinstance(model, cls or type(model)):
-            model = on_meta(cls, model.config)
+            model = on_meta(cls, config_of(model))
         paths: dict[nn.Module, str] = {}
         for path, module in plain_modules(model):
             paths.setdefault(module, path)
@@ -227,7 +227,7 @@ class ModelInfo:
         Raises:
             CheckpointError: no named head equals it.
         """
-        fields = other_fields(self._model.config, saved or {})
+        fields = other_fields(config_of(self._model), saved or {})
         try:
             pooler, whole = self._has_pooler(), self._whole(architecture, tensors)
             head = self.equal_head(architecture, whole, label2id, pooler, fields)
@@ -251,7 +251,7 @@ class ModelInfo:
         cls: Any = getattr(transformers, architecture, None)
         if cls is None or not is_task(architecture):
             return dict(tensors)
-        needed = head_tensors(on_meta(cls, self._model.config))
+        needed = head_tensors(on_meta(cls, config_of(self._model)))
         there = {id(t) for key, t in needed.items() if key in tensors}
         lacking = [key for key, t in needed.items() if id(t) not in there]
         if not lacking:
@@ -259,7 +259,7 @@ class ModelInfo:
         found = dict[str, Tensor]()
         for name in heads_of(self._model):
             record = of_named(self._model, name)
-            for kind in (architecture, *(self._model.config.architectures or ())):
+            for kind in (architecture, *(config_of(self._model).architectures or ())):
                 with contextlib.suppress(CheckpointError):
                     whole = self.to_static(kind, record.document, record.tensors)
                     found = {k: t.detach() for k, t in whole.items() if k in lacking} | found
@@ -334,8 +334,8 @@ class ModelInfo:
 
     def _shapes(self, cls: Any, config: HeadConfig) -> dict[str, tuple[int, ...]]:
         labels = config.id2label or {0: ""}
-        theirs = type(self._model.config).from_dict(
-            {**self._model.config.to_dict(), "id2label": labels, "label2id": config.label2id}
+        theirs = type(config_of(self._model)).from_dict(
+            {**config_of(self._model).to_dict(), "id2label": labels, "label2id": config.label2id}
         )
         if getattr(config, "tie_word_embeddings", None) is not None:
             text_config(theirs).tie_word_embeddings = config.get("tie_word_embeddings")
@@ -403,8 +403,8 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
     """
     return {
         "name": name,
-        "model_type": model.config.model_type,
+        "model_type": config_of(model).model_type,
         "model_class": class_name(model),
         "model_name": name_of(model),
-        "hidden_size": getattr(text_config(model.config), "hidden_size", None),
+        "hidden_size": getattr(text_config(config_of(model)), "hidden_size", None),
     }

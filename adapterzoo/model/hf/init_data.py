@@ -22,7 +22,7 @@ from adapterzoo.errors import ConfigError, listing
 from adapterzoo.inject.building import layer_at
 from adapterzoo.inject.layers import is_quantized, was_transposed
 from adapterzoo.model.activation import AdapterSetup
-from adapterzoo.model.state import AdaptedModel, base_prefix
+from adapterzoo.model.state import AdaptedModel, base_prefix, config_of
 
 from .info import renamer
 
@@ -103,7 +103,7 @@ def _pass(
     """Call the model with a batch, and add the inputs of the watched layers."""
     device = next(model.parameters()).device
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    kept = _kept(given, plan.skips_unlabeled, model.config.is_encoder_decoder)
+    kept = _kept(given, plan.skips_unlabeled, config_of(model).is_encoder_decoder)
     sites = {site.path: site for site in model.anatomy}
 
     def add(own: InputStatistics, read: Tensor | None, _layer: Any, args: tuple[Any, ...]) -> None:
@@ -200,9 +200,9 @@ def _tensors_in(
     """Return the keys of a source with functions that read their tensors, and its name."""
     if isinstance(source, Mapping):
         return ((key, tensor.detach) for key, tensor in source.items()), "init_data"
-    own = model.config._name_or_path
+    own = config_of(model)._name_or_path
     path = own if source is None else os.fspath(source)
-    revision = getattr(model.config, "_commit_hash", None) if path == own else None
+    revision = getattr(config_of(model), "_commit_hash", None) if path == own else None
     try:
         return [*tensors_of(path, {"revision": revision})], repr(path)
     except OSError:
@@ -275,7 +275,7 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
     # importing tokenizers takes a tenth of all imports, and most models need none
     from transformers import AutoTokenizer
 
-    name = model.config._name_or_path
+    name = config_of(model)._name_or_path
     ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
     if not ids:
         raise ConfigError(

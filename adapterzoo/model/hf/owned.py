@@ -64,7 +64,7 @@ def own(model: Any, mixin: type) -> None:
         mixin: its public members are taken over, without those that every model of transformers
             has.
     """
-    base = model.base_model
+    base = getattr(model, "base_model", model)
     if base is model or not isinstance(base, PreTrainedModel):
         return
     if _OWNER not in vars(base):
@@ -101,7 +101,7 @@ def disown(model: Any) -> None:
     Args:
         model: without adapters.
     """
-    base = model.base_model
+    base = getattr(model, "base_model", model)
     if vars(base).pop(_OWNER, None) is not None:
         set_class(base, type(base).__mro__[1])
 

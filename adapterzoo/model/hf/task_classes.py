@@ -32,7 +32,7 @@ from adapterzoo.heads import (
     label_numbers,
 )
 from adapterzoo.inject.building import plain_state
-from adapterzoo.model.state import base_prefix
+from adapterzoo.model.state import base_prefix, config_of
 
 # --- heads ---
 
@@ -355,7 +355,7 @@ def head_tensors(model: Any) -> dict[str, Tensor]:
     inside = {key for key in own if key.startswith(start)}
     if not start:
         # T5's language model holds the parts of the base model, not the base model itself
-        if type(model.config) not in MODEL_MAPPING:
+        if type(config_of(model)) not in MODEL_MAPPING:
             return {}
         inside = {*on_meta(AutoModel.from_config, model.config).state_dict()}
         # a quantized layer has more tensors than a plain one
