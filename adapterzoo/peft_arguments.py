@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PEFT_VERSION = "0.21.2"
+"""The release of PEFT whose names, fields and files these are."""
+
 TASK_TYPES = (
     "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
 )  # fmt: skip

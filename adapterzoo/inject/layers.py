@@ -143,7 +143,8 @@ class LayerCall(BaseLayer):
         places = t.shape[t.dim() - len(layer.kernel_size) :]
         grouped = t.flatten(-len(places)).unflatten(-2, (layer.groups, -1))
         mixed = w.unflatten(0, (layer.groups, -1)) @ grouped
-        return mixed.flatten(-3, -2).unflatten(-1, places)
+        joined: Tensor = mixed.flatten(-3, -2).unflatten(-1, places)
+        return joined
 
     def by_channel(self, values: Tensor) -> Tensor:
         """Return values of the channels of a convolution's output, `[d]` → `[d, 1, …]`."""

@@ -90,6 +90,7 @@ class LayerCopy(Copy, CopyAdapter):
         held: name of the copy in keys.
     """
 
+    container = "modules_to_save"
     noun: ClassVar[str] = "a copy of a layer"
     held: ClassVar[str] = "layer"
 
@@ -369,9 +370,17 @@ class TokenRows(Copy):
         super().__init__()
         self.rows = nn.Parameter(torch.zeros(len(tokens), width, device=device, dtype=dtype))
         self.ids = tokens
+        # whether the rows do not start as those of the table
+        self.is_drawn = False
         # the config has them, so that files need not
         numbers = torch.tensor(tokens, device=device, dtype=torch.long)
         self.register_buffer("tokens", numbers, persistent=False)
+
+    def init_from_layer(self, base: BaseLayer) -> None:
+        """Take the rows of the table, or draw others."""
+        super().init_from_layer(base)
+        if self.is_drawn:
+            nn.init.normal_(self.rows)
 
     def renumber(self) -> None:
         """Set the numbers again, after a model was made on the meta device."""

@@ -64,7 +64,7 @@ class IA3Config(TargetedConfig):
             that one has, otherwise "paper". Afterwards the field has the chosen one.
         dropout: must be 0: there is no low rank on whose way features could be dropped.
         init_weights: "ia3": ones, so that a fresh adapter changes nothing; "bert": normal values
-            with deviation 0.02; "lora": zeros.
+            with deviation 0.02; "random": with deviation 1; "lora": zeros.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
         feedforward_modules: the layers of `target_modules` whose input is scaled, by names or a
             regular expression, as in PEFT; an empty list: none.
@@ -76,7 +76,7 @@ class IA3Config(TargetedConfig):
     r: int = field(1, Choice(1))
     alpha: float = field(1, FACTOR)
     dropout: float = field(0.0, Choice(0.0))
-    init_weights: str = field("ia3", Choice("ia3", "bert", "lora"))
+    init_weights: str = field("ia3", Choice("ia3", "bert", "random", "lora"))
     init_weights_seed: int | None = field(None, SEED)
     convention: str | None = field(None, Maybe(Choice("paper", "adapterhub")))
     feedforward_modules: str | tuple[str, ...] | None = field(None, Targets())
@@ -151,9 +151,11 @@ class IA3(WeightAdapter):
             )
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
         width = site.channels if self.scales_input else site.d_out
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
         fresh = {
             "ia3": constant(1.0),
-            "bert": normal(0.02, generator(config.init_weights_seed, f"{site.path}{site.role}")),
+            "bert": normal(0.02, source),
+            "random": normal(1.0, source),
             "lora": constant(0.0),
         }[config.init_weights]
         dtype = dtype_named(config.dtype, dtype)
@@ -220,9 +222,7 @@ _ARGUMENTS = PeftArguments(
         "init_ia3_weights": PeftArgument(
             True,
             "init_weights",
-            {True: "ia3"},
-            "vectors start as ones, or with init_weights='bert' as normal values. Write "
-            "init_ia3_weights=True.",
+            {True: "ia3", False: "random"},
         ),
     },
     subsets={"feedforward_modules": lambda config, site: config.scales_input(site)},

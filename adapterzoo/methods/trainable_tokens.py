@@ -48,9 +48,7 @@ class ListedTokens(TokenIds):
             fields={
                 "token_indices": PeftArgument([], "token_indices"),
                 "target_modules": TARGETS["target_modules"],
-                "init_weights": PeftArgument(
-                    True, hint="rows start as those of the table. Write init_weights=True."
-                ),
+                "init_weights": PeftArgument(True, "init_weights"),
             },
         ),
     )
@@ -63,12 +61,19 @@ class TrainableTokensConfig(AdapterConfig):
         token_indices: numbers of the tokens whose rows the adapter has for itself.
         target_modules: names or last parts of paths of embeddings, or a regular expression for
             whole paths; None: the model's own table of tokens.
+        init_weights: whether rows start as those of the table; False: normal with deviation 1.
     """
 
     architecture: ClassVar[str] = "trainable_tokens"
 
     token_indices: tuple[int, ...] | None = field(None, ListedTokens())
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
+    init_weights: bool = True
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether rows start as those of the table."""
+        return self.init_weights
 
     @property
     def slot_fields(self) -> frozenset[str]:
@@ -92,4 +97,6 @@ class TrainableTokensConfig(AdapterConfig):
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> TokenRows:
         """Return a fresh adapter for the site."""
-        return TokenRows(self.token_indices or (), site.d_out, device, dtype)
+        made = TokenRows(self.token_indices or (), site.d_out, device, dtype)
+        made.is_drawn = not self.init_weights
+        return made

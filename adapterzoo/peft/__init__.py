@@ -22,6 +22,7 @@ from adapterzoo.compat.peft.classes import (
     NOT_MADE,
     PeftConfig,
     PeftType,
+    PromptLearningConfig,
     TaskType,
     config_classes,
     field_classes,
@@ -46,6 +47,7 @@ from adapterzoo.compat.peft.model import (
     replace_lora_weights_loftq,
     set_peft_model_state_dict,
 )
+from adapterzoo.compat.peft.standins import LAYER_CLASSES, TASK_CLASSES, PeftMixedModel
 from adapterzoo.errors import listing
 
 __all__ = [
@@ -57,8 +59,10 @@ __all__ = [
     "AutoPeftModelForSequenceClassification",
     "AutoPeftModelForTokenClassification",
     "PeftConfig",
+    "PeftMixedModel",
     "PeftModel",
     "PeftType",
+    "PromptLearningConfig",
     "TaskType",
     "__version__",
     "cast_mixed_precision_params",
@@ -74,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    known = {**config_classes(), **field_classes()}
+    known = {**config_classes(), **field_classes(), **TASK_CLASSES, **LAYER_CLASSES}
     if name in known:
         return known[name]
     if name in NOT_MADE:
@@ -92,4 +96,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *config_classes(), *field_classes(), *NOT_MADE})
+    made = {*config_classes(), *field_classes(), *TASK_CLASSES, *LAYER_CLASSES, *NOT_MADE}
+    return sorted({*globals(), *made})

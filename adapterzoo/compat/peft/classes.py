@@ -6,17 +6,19 @@ import copy
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
 from adapterzoo import hub
 from adapterzoo import methods as _methods  # noqa: F401  registers the classes
-from adapterzoo.errors import FieldError, listing, names_call
+from adapterzoo.errors import ConfigError, FieldError, listing, names_call
 from adapterzoo.formats import files
 from adapterzoo.formats.peft.reading import CONFIG, checked
-from adapterzoo.peft_arguments import COMMON, TASK_TYPES, classes_of_peft
+from adapterzoo.peft_arguments import PEFT_VERSION, TASK_TYPES, classes_of_peft
 from adapterzoo.spelling import peft_readable
 
 TaskType = StrEnum("TaskType", {name: name for name in TASK_TYPES})  # type: ignore[misc]
@@ -28,61 +30,86 @@ PeftType = StrEnum(  # type: ignore[misc]
 """PEFT's names of methods, also of those that are only read."""
 
 
+@dataclass(repr=False)
 class PeftConfig:
     """A config of PEFT; `get_peft_model` and `add_adapter` check its values.
 
-    Attributes:
-        peft_type: PEFT's name of the method; empty here.
-        defaults: all fields with PEFT's defaults.
+    A model keeps the object: what is changed in it later is saved.
     """
 
-    peft_type: ClassVar[str] = ""
-    defaults: ClassVar[Mapping[str, Any]] = {
-        name: argument.default for name, argument in COMMON.items() if name != "peft_type"
-    }
+    task_type: Any = None
+    peft_type: Any = None
+    auto_mapping: Any = None
+    peft_version: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    inference_mode: bool = False
 
-    def __init__(self, **fields: Any) -> None:
-        """Take the fields.
+    # PEFT's name of the method; empty here
+    _kind: ClassVar[str] = ""
 
-        Args:
-            **fields: by PEFT's names; others have PEFT's defaults.
+    def __post_init__(self) -> None:
+        """Fill in the method and PEFT's version.
 
         Raises:
-            FieldError: PEFT's class has no such field.
+            ConfigError: there is no such task.
         """
-        if unknown := sorted(fields.keys() - self.defaults.keys()):
-            raise FieldError(
-                f"{type(self).__name__}({unknown[0]}={fields[unknown[0]]!r}): there is no such "
-                f"field. Write some of {listing(sorted(self.defaults), limit=50)}."
+        task = getattr(self.task_type, "value", self.task_type)
+        if task is not None and task not in TASK_TYPES:
+            raise ConfigError(
+                f"{type(self).__name__}(task_type={task!r}): there is no such task. Write one of "
+                f"{listing(TASK_TYPES)}."
             )
-        # a dict among the defaults belongs to one object
-        vars(self).update({**copy.deepcopy(dict(self.defaults)), **fields})
+        self.peft_type = PeftType(self._kind) if self._kind else self.peft_type
+        self.peft_version = self.peft_version or PEFT_VERSION
+
+    @property
+    def is_prompt_learning(self) -> bool:
+        """Whether the method adds tokens, or keys and values."""
+        return isinstance(self, PromptLearningConfig)
+
+    @property
+    def is_adaption_prompt(self) -> bool:
+        """Return False: there is no such method here."""
+        return False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and `peft_type`."""
-        return {"peft_type": self.peft_type, **vars(self)}
+        """Return all fields."""
+        return dataclasses.asdict(self)
 
     @names_call
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        auto_mapping_dict: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write `adapter_config.json`.
 
         Args:
             save_directory: the folder; created if missing.
+            auto_mapping_dict: the value of `auto_mapping` in the file; None: the field's.
 
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        document = {"peft_type": self.peft_type, **{k: _plain(v) for k, v in vars(self).items()}}
+        document = {name: plain_value(value) for name, value in self.to_dict().items()}
+        if auto_mapping_dict is not None:
+            document["auto_mapping"] = dict(auto_mapping_dict)
         files.write_all(Path(save_directory), {CONFIG: files.json_bytes(document)})
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        subfolder: str | None = None,
+        **kwargs: Any,
     ) -> PeftConfig:
         """Return the config in a folder, or on the Hub, as an object of its own class.
 
         Args:
             pretrained_model_name_or_path: a folder, or `user/repository`.
+            subfolder: a part of it.
             **kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`; and
                 fields to change.
 
@@ -90,23 +117,53 @@ class PeftConfig:
             CheckpointError: there is none, it is damaged, or its method is unknown.
         """
         options = {name: kwargs.pop(name) for name in [*kwargs] if name in hub.OPTIONS}
-        folder = hub.resolve(pretrained_model_name_or_path, **options)
-        values = files.read_json(folder / CONFIG)
+        path = Path(pretrained_model_name_or_path, subfolder or "")
+        values = cls.from_json_file(hub.resolve(path, **options) / CONFIG)
         return from_values(values, kwargs)
 
-    def __eq__(self, other: object) -> bool:
-        """Return whether class and fields are the same."""
-        return type(other) is type(self) and vars(other) == vars(self)
+    @classmethod
+    def from_json_file(cls, path_json_file: str | os.PathLike[str], **_kwargs: Any) -> Any:
+        """Return the values in a file.
 
-    __hash__ = None  # type: ignore[assignment]
+        Args:
+            path_json_file: the file.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        return files.read_json(Path(path_json_file))
+
+    @classmethod
+    def from_peft_type(cls, **kwargs: Any) -> PeftConfig:
+        """Return the config for some fields, of the class that `peft_type` names.
+
+        Args:
+            **kwargs: fields; unknown ones give a warning.
+
+        Raises:
+            CheckpointError: there is no such method here.
+            FieldError: the method is only read.
+        """
+        return from_values({"peft_type": cls._kind or None, **kwargs}, {})
+
+    @classmethod
+    def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
+        """Return the fields as they are; subclasses of users may check them."""
+        return kwargs
 
     def __repr__(self) -> str:
         """Return a constructor call with the fields that are not PEFT's defaults."""
-        changed = {k: v for k, v in vars(self).items() if v != self.defaults.get(k)}
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+        fresh = type(self)()
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        shown = [f"{n}={v!r}" for n, v in values.items() if v != getattr(fresh, n)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _plain(value: Any) -> Any:
+class PromptLearningConfig(PeftConfig):
+    """Base of the configs of methods that add tokens, or keys and values."""
+
+
+def plain_value(value: Any) -> Any:
     """Return a value as JSON has it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
@@ -116,47 +173,97 @@ def _plain(value: Any) -> Any:
 def from_values(values: Mapping[str, Any], changes: Mapping[str, Any]) -> PeftConfig:
     """Return the object for the values of a file.
 
+    Args:
+        values: of the file.
+        changes: fields with other values.
+
     Raises:
         CheckpointError: there is no such method here.
-        FieldError: the method is only read.
+        FieldError: the method is only read, or there is no field to change.
+
+    Warns:
+        UserWarning: the file has unknown fields.
     """
-    kind = values.get("peft_type")
-    found = next((c for c in config_classes().values() if c.peft_type == kind), None)
+    kind = getattr(given := values.get("peft_type"), "value", given)
+    found: type[PeftConfig] | None = PeftConfig if kind is None else None
+    found = next((c for c in config_classes().values() if c._kind == kind), found)
     if found is None:
         # raises with the methods that there are
-        checked(values)
+        checked({**values, "peft_type": kind})
         raise FieldError(f"{CONFIG} says peft_type={kind!r}, which cannot be added. Write another.")
-    made = found(**changes)
-    # a newer release may have more fields: `add_adapter` refuses those that ask for something
-    rest = {k: v for k, v in values.items() if k != "peft_type" and k not in changes}
-    vars(made).update(rest)
-    return made
+    known = {f.name for f in dataclasses.fields(found)}
+    if wrong := sorted(changes.keys() - known):
+        raise FieldError(f"{found.__name__}({wrong[0]}=…): there is no such field. Leave it out.")
+    if unknown := sorted(values.keys() - known):
+        warnings.warn(
+            f"Unexpected keyword arguments {unknown} for class {found.__name__}: {CONFIG} has "
+            f"fields that are not known here; they are ignored.",
+            stacklevel=3,
+        )
+    rest = {k: v for k, v in values.items() if k in known and k != "peft_type"}
+    return found(**{**found.check_kwargs(**rest), **changes})
+
+
+# the fields of a class that come first, after the common ones, in the order of their positions
+_FIRST = {
+    "BOFTConfig": "boft_block_size boft_block_num boft_n_butterfly_factor target_modules "
+    "exclude_modules boft_dropout fan_in_fan_out bias modules_to_save init_weights",
+    "IA3Config": "target_modules exclude_modules feedforward_modules fan_in_fan_out",
+    "LNTuningConfig": "target_modules exclude_modules modules_to_save",
+    "LoHaConfig": "rank_pattern alpha_pattern r alpha rank_dropout module_dropout "
+    "use_effective_conv2d target_modules exclude_modules init_weights",
+    "LoKrConfig": "rank_pattern alpha_pattern r alpha rank_dropout module_dropout "
+    "use_effective_conv2d decompose_both decompose_factor rank_dropout_scale target_modules "
+    "exclude_modules init_weights",
+    "LoraConfig": "r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias "
+    "use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern "
+    "alpha_pattern",
+    "MissConfig": "r miss_dropout mini_r target_modules exclude_modules init_weights",
+    "OFTConfig": "r oft_block_size module_dropout target_modules fan_in_fan_out bias "
+    "exclude_modules init_weights",
+    "PrefixTuningConfig": "num_virtual_tokens token_dim num_transformer_submodules "
+    "num_attention_heads num_layers modules_to_save",
+    "PromptTuningConfig": "num_virtual_tokens token_dim num_transformer_submodules "
+    "num_attention_heads num_layers modules_to_save prompt_tuning_init",
+    "TrainableTokensConfig": "token_indices target_modules init_weights",
+    "VeraConfig": "r target_modules projection_prng_key save_projection vera_dropout d_initial "
+    "fan_in_fan_out bias modules_to_save",
+}
 
 
 @functools.cache
 def config_classes() -> dict[str, type[PeftConfig]]:
     """Return PEFT's config classes of the methods that exist here, by name."""
     defaults: dict[str, dict[str, Any]] = {}
-    kinds: dict[str, str] = {}
+    kinds: dict[str, tuple[str, type[PeftConfig]]] = {}
     for arguments in classes_of_peft.values():
-        own = defaults.setdefault(arguments.class_name, dict(PeftConfig.defaults))
+        own = defaults.setdefault(arguments.class_name, {})
         # a field that tells our classes apart is off in PEFT
         own |= dict.fromkeys(arguments.fixed, False)
         own |= {name: argument.default for name, argument in arguments.fields.items()}
-        kinds[arguments.class_name] = arguments.peft_type
-    return {
-        name: type(
-            name,
-            (PeftConfig,),
-            {
-                "__doc__": f"PEFT's `{name}`: its fields as keyword arguments.",
-                "__module__": "adapterzoo.peft",
-                "peft_type": PeftType(kinds[name]),
-                "defaults": own,
-            },
-        )
-        for name, own in defaults.items()
-    }
+        base = PromptLearningConfig if "num_virtual_tokens" in own else PeftConfig
+        kinds[arguments.class_name] = arguments.peft_type, base
+    found: dict[str, type[PeftConfig]] = {}
+    for name, own in defaults.items():
+        kind, base = kinds[name]
+        members = {
+            "__doc__": f"PEFT's `{name}`: its fields as keyword arguments.",
+            "__module__": "adapterzoo.peft",
+            "_kind": kind,
+        }
+        first = _FIRST.get(name, "").split()
+        fields = [*first, *(n for n in own if n not in first)]
+        made = dataclasses.make_dataclass(
+            name, [(n, Any, _with_default(own[n])) for n in fields], bases=(base,),
+            namespace=members, repr=False,
+        )  # fmt: skip
+        found[name] = made
+    return found
+
+
+def _with_default(value: Any) -> Any:
+    """Return a field of a dataclass; a dict or list among the defaults belongs to one object."""
+    return dataclasses.field(default_factory=functools.partial(copy.deepcopy, value))
 
 
 @functools.cache

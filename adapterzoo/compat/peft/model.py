@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -13,32 +14,103 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from adapterzoo import hub
+from adapterzoo.anatomy import unwrapped
+from adapterzoo.composition import Composition
 from adapterzoo.errors import ConfigError, names_call, unknown_name
 from adapterzoo.formats import files, fit
 from adapterzoo.formats import peft as format_of_peft
 from adapterzoo.formats.peft.reading import CONFIG
-from adapterzoo.inject.adapted import set_class
+from adapterzoo.inject.adapted import container_of, set_class
 from adapterzoo.inject.layers import packing_of
-from adapterzoo.model import AdapterModelMixin, adapters, checkpointing, init, sharding, training
+from adapterzoo.model import (
+    AdapterModelMixin,
+    adapters,
+    checkpointing,
+    init,
+    merging,
+    sharding,
+    training,
+)
 from adapterzoo.model.activation import refuse_merged
 from adapterzoo.model.hf import adapter_folders
 from adapterzoo.model.hf.factory import blank
 from adapterzoo.model.hf.hosts import is_untrained
+from adapterzoo.model.hf.info import name_of
 from adapterzoo.model.hf.init_data import InitData, collected
-from adapterzoo.model.state import base_prefix, modules_of, parameters_of
-from adapterzoo.peft_arguments import also_named
+from adapterzoo.model.state import base_prefix, dtype_of, modules_of, parameters_of
+from adapterzoo.patterns import around
+from adapterzoo.peft_arguments import also_named, is_peft
 
+from . import saving
 from .classes import PeftConfig, from_values
 from .methods import DEFAULT, encoded, fill, one_name, trained_tensors
+from .saving import configs_of, embedding_tensors, keep, with_values
+
+# what accelerate needs to place a model
+_PLACING = frozenset(
+    ("device_map", "max_memory", "offload_buffers", "offload_dir", "offload_folder",
+     "offload_index", "use_safetensors")
+)  # fmt: skip
 
 
-class PeftModel:
+class ActiveAdapters(list[str]):
+    """The names of the active adapters; PEFT has a list, and transformers a method.
+
+    Attributes:
+        setup: their composition.
+    """
+
+    def __init__(self, setup: Composition | None) -> None:
+        """List the adapters of a composition."""
+        super().__init__(() if setup is None else setup.flatten())
+        self.setup = setup
+
+    def __call__(self) -> list[str]:
+        """Return the names."""
+        return list(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with a list of names, or with a composition."""
+        return self.setup == other if isinstance(other, Composition) else super().__eq__(other)
+
+    __hash__ = None
+
+
+class ModelType(type):
+    """The type of `PeftModel`: calling it adds an adapter to a model.
+
+    A model of the real PEFT counts as an instance too.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the model with the adapter: `get_peft_model` with the same arguments."""
+        if cls.__module__ == __name__:
+            return get_peft_model(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Return whether it is a model of this class, here or in PEFT."""
+        if any(_is_of_peft(c, cls.__name__) for c in type(instance).__mro__):
+            return True
+        if not super().__instancecheck__(instance):
+            return cls._takes(instance)
+        return True
+
+    def _takes(cls, instance: object) -> bool:
+        """Return whether a model is an instance although its class is not below this one."""
+        return False
+
+
+def _is_of_peft(cls: type, name: str) -> bool:
+    return cls.__name__ == name and cls.__module__.partition(".")[0] == "peft"
+
+
+class PeftModel(metaclass=ModelType):
     """Mixin of models that `get_peft_model` returns; adapters are saved alone, in PEFT's format.
 
     Besides these methods a model has those of its class and of `AdapterModelMixin`.
@@ -55,19 +127,21 @@ class PeftModel:
     @classmethod
     def from_pretrained(
         cls,
-        model: PreTrainedModel,
+        model: nn.Module,
         model_id: str | os.PathLike[str],
         adapter_name: str = DEFAULT,
         is_trainable: bool = False,
+        config: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Load an adapter into a model of transformers, which is changed in place.
+        """Load an adapter into a model, which is changed in place.
 
         Args:
-            model: of transformers, or one with adapters.
+            model: of transformers, any other module, or one with adapters.
             model_id: a folder, in any format, or `user/repository` on the Hub.
             adapter_name: to give it.
             is_trainable: whether it is trained; otherwise it is only used.
+            config: of PEFT, instead of the folder's.
             **kwargs: as `load_adapter` takes them.
 
         Returns:
@@ -79,7 +153,7 @@ class PeftModel:
         """
         with plain_on_error(model):
             made = as_peft(model)
-            made.load_adapter(model_id, adapter_name, is_trainable, **kwargs)
+            made.load_adapter(model_id, adapter_name, is_trainable, config=config, **kwargs)
         if not is_trainable:
             made.eval()
             made.requires_grad_(False)
@@ -91,15 +165,22 @@ class PeftModel:
         Args:
             *args: see there.
             autocast_adapter_dtype: as in `get_peft_model`.
-            **kwargs: see there; `low_cpu_mem_usage` has no effect, as in `get_peft_model`.
+            **kwargs: see there, and `low_cpu_mem_usage`, as in `get_peft_model`.
 
         Raises:
             CheckpointError: PEFT's format cannot express what a config of PEFT gives here.
             ConfigError: a value of the config has no meaning here.
         """
-        kwargs.pop("low_cpu_mem_usage", None)
-        mixin = cast("Any", AdapterModelMixin)
+        on_meta = kwargs.pop("low_cpu_mem_usage", False)
+        mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
+        before = {*own.adapters_config}
         mixin.add_adapter(self, *args, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+        given = next((v for v in (*args, *kwargs.values()) if hasattr(v, "to_dict")), None)
+        for name in {*own.adapters_config} - before:
+            if is_peft(given) and not isinstance(given, Mapping):
+                keep(own, name, given)
+            if on_meta:
+                _to_meta(own, name)
 
     @names_call
     def load_adapter(
@@ -129,30 +210,33 @@ class PeftModel:
             ephemeral_gpu_offload: must be False.
             low_cpu_mem_usage: has no effect: nothing is needed, as an adapter from a file is never
                 initialized first.
-            key_mapping: must be None.
-            config: must be None: it is that of the folder.
-            **kwargs: as `AdapterModelMixin.load_adapter` takes them.
+            key_mapping: regular expressions for PEFT's keys in the file → what to write instead.
+            config: of PEFT, instead of the folder's.
+            **kwargs: as `AdapterModelMixin.load_adapter` takes them; `torch_dtype` is `dtype`. What
+                accelerate needs to place a model (`device_map`, `max_memory`, `offload_dir`, …) has
+                no effect: nothing is needed, as an adapter lies where its layers are.
 
         Raises:
             CheckpointError: it does not fit the model.
             ConfigError: an argument is not legal.
         """
-        for name, value in (
-            ("ephemeral_gpu_offload", ephemeral_gpu_offload),
-            ("key_mapping", key_mapping),
-            ("config", config),
-        ):
-            if value:
-                raise ConfigError(f"{name}={value!r}: the folder names it. Leave it out.")
+        if ephemeral_gpu_offload:
+            raise ConfigError("ephemeral_gpu_offload=True: layers stay on their devices. Leave it.")
         below = kwargs.pop("subfolder", None)
         path = model_id if below is None else Path(model_id, below)
         folder = hub.resolve(path, **{n: kwargs.pop(n) for n in hub.OPTIONS if n in kwargs})
+        kwargs = {n: value for n, value in kwargs.items() if n not in _PLACING}
+        if "torch_dtype" in kwargs:
+            kwargs["dtype"] = kwargs.pop("torch_dtype")
         mixin, own = cast("Any", AdapterModelMixin), cast("Any", self)
         old = own._adapter_state.records.get(adapter_name)
-        mixin.load_adapter(
-            self, folder, adapter_name=adapter_name, is_trainable=is_trainable,
-            **{"overwrite_ok": True, **kwargs},
-        )  # fmt: skip
+        with saving.changed(folder, config, key_mapping) as changed:
+            mixin.load_adapter(
+                self, changed, adapter_name=adapter_name, is_trainable=is_trainable,
+                **{"overwrite_ok": True, **kwargs},
+            )  # fmt: skip
+        if config is not None:
+            keep(own, adapter_name, config)
         # a hotswap leaves the places, and the dtype of the slot
         is_new = old is None or own._adapter_state.records[adapter_name].places is not old.places
         if autocast_adapter_dtype and is_new:
@@ -189,9 +273,9 @@ class PeftModel:
             UnknownNameError: an adapter is unknown.
         """
         own = cast("Any", self)
-        was_active = own.active_adapters is not None
+        was_active = own._active.plan.setup is not None
         cast("Any", AdapterModelMixin).delete_adapter(self, adapter_name)
-        if was_active and own.active_adapters is None and own.adapters_config:
+        if was_active and own._active.plan.setup is None and own.adapters_config:
             name = min(own.adapters_config)
             warnings.warn(f"{adapter_name!r} was active; {name!r} is active now.", stacklevel=3)
             training.train_alone(self, name, unfreezes=True)
@@ -202,33 +286,37 @@ class PeftModel:
         save_directory: str | os.PathLike[str],
         safe_serialization: bool = True,
         selected_adapters: Sequence[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
         """Save adapters in PEFT's format: "default" in the folder, others in sub-folders.
 
-        If PEFT's format cannot express one of them, none is written.
+        If PEFT's format cannot express one of them, none is written. A model card, `README.md`, is
+        written or completed.
 
         Args:
             save_directory: the folder; created if missing.
-            safe_serialization: must be True.
+            safe_serialization: whether tensors are safetensors; otherwise a pickle.
             selected_adapters: names; None: all.
+            save_embedding_layers: whether the tables of tokens are saved too; "auto": if the
+                vocabulary has another size than in the checkpoint of the base model.
             is_main_process: whether this process writes.
             **kwargs: `format` of the files, "peft" if not given; `with_head`, whether heads are
-                saved; `state_dict` of the whole model, which `Trainer` gives and which is not read.
-                In a trainer's `checkpoint-<step>` all trained tensors are also written to
-                `model.safetensors`.
+                saved; `state_dict` of the whole model, whose values the files get; None: those that
+                the model has. In a trainer's `checkpoint-<step>` all trained tensors are also
+                written to `model.safetensors`.
 
         Raises:
             CheckpointError: PEFT has no such adapter, or the folder cannot be written.
             ConfigError: an argument has no meaning here.
             UnknownNameError: an adapter is unknown.
         """
-        of_trainer = "state_dict" in kwargs and kwargs.pop("state_dict") is None
+        given = kwargs.pop("state_dict", sentinel := object())
+        of_trainer, values = given is None, None if given is sentinel else given
         format, with_head = kwargs.pop("format", "peft"), kwargs.pop("with_head", True)
-        if not safe_serialization or kwargs:
-            shown = [*kwargs, *(() if safe_serialization else ("safe_serialization",))]
-            raise ConfigError(f"{shown[0]}: all of it is saved, as safetensors. Leave it out.")
+        if kwargs:
+            raise ConfigError(f"{next(iter(kwargs))}=…: there is no such option. Leave it out.")
         known = [*self.adapters_config]
         names = known if selected_adapters is None else list(selected_adapters)
         for name in names:
@@ -236,11 +324,17 @@ class PeftModel:
                 raise unknown_name("", "adapter", name, known)
         if len(names) > 1:
             checkpointing.check_saving(cast("Any", self), names, format, with_head)
+        own = cast("Any", self)
+        is_peft_format = format == "peft" and not sharding.groups_of(self)
+        tables = embedding_tensors(own, save_embedding_layers) if is_peft_format else {}
         for name in names if is_main_process else ():
-            below = "" if name == DEFAULT else name
-            self.save_adapter(
-                Path(save_directory) / below, name, with_head=with_head, format=format
-            )
+            folder = Path(save_directory, "" if name == DEFAULT else name)
+            with with_values(own, name, None if sharding.groups_of(self) else values):
+                self.save_adapter(folder, name, with_head=with_head, format=format)
+            if is_peft_format:
+                saving.finish(own, name, folder, tables, safe_serialization)
+        if is_main_process and is_peft_format:
+            saving.write_card(own, Path(save_directory))
         # `Trainer` reads `model.safetensors` of models that are not of PEFT's class; a trainer of
         # sharded models has files of its own
         folder = Path(save_directory)
@@ -275,9 +369,8 @@ class PeftModel:
 
     @property
     def peft_config(self) -> dict[str, PeftConfig]:
-        """The adapters' names to configs of PEFT, as files have them; changes have no effect."""
-        own = cast("Any", self)
-        return {name: from_values(encoded(own, name)[0], {}) for name in self.adapters_config}
+        """The adapters' names to configs of PEFT; changes of a config are saved with it."""
+        return configs_of(self)
 
     @property
     def active_peft_config(self) -> PeftConfig:
@@ -286,8 +379,76 @@ class PeftModel:
         Raises:
             StateError: not exactly one is active.
         """
+        return configs_of(self)[one_name(cast("Any", self), None)]
+
+    @property
+    def active_adapters(self) -> ActiveAdapters:
+        """The names of the active adapters; assign a composition, or a name, to activate it."""
+        return ActiveAdapters(cast("Any", self)._active.plan.setup)
+
+    @active_adapters.setter
+    def active_adapters(self, setup: Any) -> None:
+        cast("Any", self).set_active_adapters(getattr(setup, "setup", setup))
+
+    @property
+    def has_active_enabled_adapter(self) -> bool:
+        """Whether any adapter acts in this thread."""
+        return cast("Any", self)._active.plan.setup is not None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the active adapter's parameters have in common, such as "loras.".
+
+        Raises:
+            StateError: not exactly one adapter is active.
+        """
         own = cast("Any", self)
-        return from_values(encoded(own, one_name(own, None))[0], {})
+        modules = modules_of(own, one_name(own, None))
+        return f"{container_of(next(module for _, module in modules))}."
+
+    @property
+    def modules_to_save(self) -> set[str] | None:
+        """The names in `modules_to_save` of the active adapter's config; None if there are none."""
+        names = getattr(self.active_peft_config, "modules_to_save", None)
+        return {*names} if names else None
+
+    @property
+    def base_model_torch_dtype(self) -> torch.dtype:
+        """The dtype of the base model."""
+        return dtype_of(self)
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Return a context in which the base model is used; merged adapters are unmerged in it."""
+        own = cast("Any", self)
+        merged = own._adapter_state.merged
+        if merged:
+            merging.reset(own)
+        try:
+            with cast("Any", AdapterModelMixin).disable_adapter(self):
+                yield
+        finally:
+            if merged:
+                own.merge_adapter(list(merged))
+
+    def prepare_model_for_gradient_checkpointing(self, model: Any = None) -> Any:
+        """Let gradients reach the adapters below frozen embeddings, and return the model.
+
+        Args:
+            model: whose embeddings are meant; None: this one.
+        """
+        own = self if model is None else model
+        if hasattr(own, "enable_input_require_grads"):
+            own.enable_input_require_grads()
+        return own
+
+    def create_or_update_model_card(self, output_dir: str | os.PathLike[str]) -> None:
+        """Write `README.md`, or complete the metadata of one that is there.
+
+        Args:
+            output_dir: its folder.
+        """
+        saving.write_card(self, Path(output_dir))
 
     def get_base_model(self) -> Self:
         """Return the model itself: it is not wrapped."""
@@ -324,6 +485,20 @@ class PeftModel:
         """Pickle and copy the model by what its class is made from."""
         made_from = vars(type(self).__mro__[2]).get("_made_from", ())
         return _again, made_from, cast("Any", self).__getstate__()
+
+
+def _to_meta(model: Any, name: str) -> None:
+    """Take the values of an adapter away; its parameters stay, on the meta device."""
+    for _, module in modules_of(model, name):
+        module.to("meta")
+
+
+def _targets_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the paths of the layers to which the tensors of an adapter belong."""
+    there = {path for path, _ in model.named_modules() if path}
+    keys = (key.removeprefix("base_model.model.") for key in tensors)
+    found = ([path for path in around(key) if path in there] for key in keys)
+    return sorted({max(paths, key=len) for paths in found if paths})
 
 
 @contextlib.contextmanager
@@ -363,6 +538,8 @@ def _plainly(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     finally:
         if isinstance(model, AdapterModelMixin):
             set_class(cast("Any", model), mixed)
+        else:
+            vars(model).pop("_peft_configs", None)
 
 
 def _again(*made_from: Any) -> Any:
@@ -377,23 +554,28 @@ def _again(*made_from: Any) -> Any:
 
 @names_call
 def get_peft_model(
-    model: PreTrainedModel,
+    model: nn.Module,
     peft_config: Any,
     adapter_name: str = DEFAULT,
+    mixed: bool = False,
     autocast_adapter_dtype: bool = True,
+    revision: str | None = None,
     low_cpu_mem_usage: bool = False,
     init_data: InitData = None,
 ) -> Any:
-    """Add an adapter to a model of transformers, which is changed in place, and train it.
+    """Add an adapter to a model, which is changed in place, and train it.
 
     Args:
-        model: of transformers; its mode does not change.
-        peft_config: a config of PEFT, or of this library.
-        adapter_name: to give it.
+        model: of transformers, or any other module; its mode does not change.
+        peft_config: a config of PEFT, or of this library. As in PEFT it gets the name of the model.
+        adapter_name: to give it; an adapter of this name is replaced, with a warning.
+        mixed: whether `isinstance(model, PeftMixedModel)` is true. Adapters of different methods
+            can be active together in any case.
+        revision: of the base model, for the file.
         autocast_adapter_dtype: whether the adapter has float32 parameters over layers in half
             precision, unless its config has a `dtype`. Copies of layers keep their dtype.
-        low_cpu_mem_usage: has no effect: nothing is needed, as a new adapter is made once, with its
-            values, on the devices of the layers.
+        low_cpu_mem_usage: whether the parameters are left on the meta device, without values, for
+            `set_peft_model_state_dict(…, low_cpu_mem_usage=True)`.
         init_data: batches, each with the arguments of a call, for `init_lora_weights="eva"` and
             "corda", which PEFT takes in functions of their own; or the weights before quantization
             for "loftq", see `add_adapter`.
@@ -408,12 +590,19 @@ def get_peft_model(
     """
     if peft_config is None:
         raise ConfigError("peft_config=None: there is no config. Write LoraConfig(r=8).")
+    if is_peft(peft_config) and not isinstance(peft_config, Mapping):
+        peft_config.base_model_name_or_path = name_of(model)
+        peft_config.revision = revision or peft_config.revision
     with plain_on_error(model):
         made = as_peft(model)
+        is_known = adapter_name in made.adapters_config
+        if is_known:
+            warnings.warn(f"{adapter_name!r} is replaced by a new adapter.", stacklevel=3)
         made.add_adapter(
-            adapter_name, peft_config, init_data=init_data,
-            autocast_adapter_dtype=autocast_adapter_dtype,
+            adapter_name, peft_config, overwrite_ok=is_known, init_data=init_data,
+            autocast_adapter_dtype=autocast_adapter_dtype, low_cpu_mem_usage=low_cpu_mem_usage,
         )  # fmt: skip
+    vars(made)["_is_mixed"] = mixed
     training.train_alone(made, adapter_name, not getattr(peft_config, "inference_mode", False))
     return made
 
@@ -421,17 +610,20 @@ def get_peft_model(
 @names_call
 def inject_adapter_in_model(
     peft_config: Any,
-    model: PreTrainedModel,
+    model: nn.Module,
     adapter_name: str = DEFAULT,
     low_cpu_mem_usage: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """Add an adapter to a model of transformers, which keeps its own `save_pretrained`.
+    """Add an adapter to a model, which keeps its own `save_pretrained`.
 
     Args:
         peft_config: a config of PEFT.
         model: changed in place.
         adapter_name: to give it.
-        low_cpu_mem_usage: has no effect, as in `get_peft_model`.
+        low_cpu_mem_usage: as in `get_peft_model`.
+        state_dict: of the adapter, by PEFT's keys; the layers are those that it names, whatever the
+            config says.
 
     Returns:
         The same object.
@@ -439,9 +631,15 @@ def inject_adapter_in_model(
     Raises:
         ConfigError: a value of the config has no meaning here.
     """
+    if state_dict is not None:
+        peft_config = dataclasses.replace(
+            peft_config, target_modules=_targets_in(model, state_dict)
+        )
     with plain_on_error(model):
         made: Any = model if isinstance(model, AdapterModelMixin) else init(model)
         made.add_adapter(peft_config, adapter_name=adapter_name)
+        if low_cpu_mem_usage:
+            _to_meta(made, adapter_name)
     return made
 
 
@@ -460,21 +658,28 @@ def get_peft_model_state_dict(
     model: Any,
     state_dict: Mapping[str, Tensor] | None = None,
     adapter_name: str = DEFAULT,
+    unwrap_compiled: bool = False,
+    save_embedding_layers: str | bool = "auto",
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter, and of its head, by their keys in PEFT's files.
 
     Args:
         model: with adapters.
-        state_dict: must be None.
+        state_dict: of the whole model, whose values are taken; None: those that the model has.
         adapter_name: the adapter.
+        unwrap_compiled: has no effect: nothing is needed, as keys have no steps of torch.compile.
+        save_embedding_layers: as in `PeftModel.save_pretrained`.
 
     Raises:
         CheckpointError: PEFT has no such adapter.
-        ConfigError: a `state_dict` is given.
         UnknownNameError: the adapter is unknown.
     """
-    found: dict[str, Tensor] = model.get_adapter_state_dict(adapter_name, state_dict)
-    return found
+    own: Any = unwrapped(model)
+    with with_values(own, adapter_name, state_dict):
+        found: dict[str, Tensor] = dict(encoded(own, adapter_name)[1])
+        if state_dict is not None:
+            found = {key: tensor.detach().clone() for key, tensor in found.items()}
+    return {**found, **embedding_tensors(own, save_embedding_layers)}
 
 
 @names_call
@@ -482,6 +687,8 @@ def set_peft_model_state_dict(
     model: Any,
     peft_model_state_dict: Mapping[str, Tensor],
     adapter_name: str = DEFAULT,
+    ignore_mismatched_sizes: bool = False,
+    low_cpu_mem_usage: bool = False,
 ) -> LoadResult:
     """Give an adapter, and its head, values that `get_peft_model_state_dict` returned.
 
@@ -489,15 +696,22 @@ def set_peft_model_state_dict(
         model: with adapters.
         peft_model_state_dict: tensors by PEFT's keys.
         adapter_name: the adapter.
+        ignore_mismatched_sizes: must be False.
+        low_cpu_mem_usage: has no effect: nothing is needed, as parameters on the meta device get
+            the tensors in any case.
 
     Returns:
         Two empty lists.
 
     Raises:
         CheckpointError: they are not those of the adapter; nothing has changed then.
+        ConfigError: sizes that do not fit are to be ignored.
         UnknownNameError: the adapter is unknown.
     """
-    fill(model, adapter_name, peft_model_state_dict)
+    if ignore_mismatched_sizes:
+        raise ConfigError("ignore_mismatched_sizes=True: a part would not be loaded. Leave it out.")
+    own: Any = unwrapped(model)
+    fill(own, adapter_name, peft_model_state_dict)
     return LoadResult([], [])
 
 

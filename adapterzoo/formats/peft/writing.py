@@ -25,7 +25,7 @@ from adapterzoo.formats.checkpoint import (
 )
 from adapterzoo.heads import head_types
 from adapterzoo.patterns import around, short_names
-from adapterzoo.peft_arguments import ADAPTED_BIASES
+from adapterzoo.peft_arguments import ADAPTED_BIASES, PEFT_VERSION
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from .reading import (
@@ -266,6 +266,7 @@ def _task_fields(
         "base_model_name_or_path": info.model_name,
         "inference_mode": True,
         "modules_to_save": _whole_modules(head, modules, info) or None,
+        "peft_version": PEFT_VERSION,
         "revision": None,
         "task_type": task_type,
     }

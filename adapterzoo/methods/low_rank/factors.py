@@ -74,7 +74,7 @@ from adapterzoo.methods._targets import (
 )
 from adapterzoo.patterns import Patterns, matching
 
-DRAWN = "lora", "bert", "gaussian", "orthogonal"
+DRAWN = "lora", "bert", "gaussian", "orthogonal", "random"
 """The names of initial values that do not depend on the weight."""
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
@@ -98,7 +98,8 @@ class LowRankConfig(TargetedConfig):
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
             normal with deviation 0.02; "gaussian": B is zero and A normal with deviation 1 / r;
-            "orthogonal": neither is zero, but B A is.
+            "orthogonal": neither is zero, but B A is; "random": neither is, as with
+            `init_lora_weights=False` in PEFT.
         use_rslora: scale by alpha / √r.
     """
 
@@ -289,6 +290,8 @@ def drawing(
         return normal(0.02, source), normal(0.02, source)
     if name == "gaussian":
         return normal(1 / rank, source), constant(0.0)
+    if name == "random":
+        return kaiming(source), kaiming(source)
     if name != "orthogonal":
         return kaiming(source), constant(0.0)
     if rank % 2:

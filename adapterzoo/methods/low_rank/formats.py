@@ -94,9 +94,7 @@ _ARGUMENTS = PeftArguments(
         "init_lora_weights": PeftArgument(
             True,
             "init_weights",
-            {True: "lora"},
-            "with False, A and B start at random and change the outputs. Write "
-            "init_lora_weights=True, or init_weights='bert' for normal values of both.",
+            {True: "lora", False: "random"},
             passes=True,
             check=AnyValue(),
         ),
@@ -451,8 +449,7 @@ _VERA_ARGUMENTS = PeftArguments(
         "init_weights": PeftArgument(
             True,
             "init_weights",
-            {True: "vera"},
-            "there is one kind of initial values. Write init_weights=True.",
+            {True: "vera", False: "random"},
         ),
     },
 )

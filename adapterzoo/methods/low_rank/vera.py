@@ -48,7 +48,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 from adapterzoo.kernels.ops import exactly
-from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named
+from adapterzoo.methods._init import DTYPE, constant, drawn, dtype_named, generator, normal
 from adapterzoo.methods._targets import RANK, TargetedConfig, check_site, refuse_larger
 
 from .dora import Magnitudes
@@ -65,7 +65,7 @@ class ProjectedConfig(TargetedConfig):
         vera_b: initial value of Λ_b; 0 leaves the model as it was.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         projection_prng_key: seed of A and B, from 0.
-        init_weights: must be "vera", as above.
+        init_weights: "vera", as above; "random": Λ_d is normal and Λ_b one, as in PEFT.
         init_weights_seed: seed of A and B instead of `projection_prng_key`, as in adapters.
         convention: "paper", which is PEFT's too; or "adapterhub": dense matrices, times alpha / r.
         alpha: of the convention "adapterhub".
@@ -77,7 +77,7 @@ class ProjectedConfig(TargetedConfig):
     vera_b: float = field(0.0, FACTOR)
     dropout: float = field(0.0, Share())
     projection_prng_key: int = field(0, Range(0, 2**63 - 1))
-    init_weights: str = field("vera", Choice("vera"))
+    init_weights: str = field("vera", Choice("vera", "random"))
     init_weights_seed: int | None = field(None, Maybe(Range(0, 2**63 - 1)))
     convention: str = field("paper", Choice("paper", "adapterhub"))
     alpha: float = field(8, FACTOR, needs="convention='adapterhub'")
@@ -99,7 +99,7 @@ class ProjectedConfig(TargetedConfig):
     @property
     def starts_as_identity(self) -> bool:
         """Whether Λ_b starts as zero."""
-        return self.vera_b == 0.0
+        return self.vera_b == 0.0 and self.init_weights == "vera"
 
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
@@ -211,6 +211,11 @@ class Projected(WeightAdapter):
         self.d_in, self.d_out = site.d_in, site.d_out
         self.lambda_d = self._scales((*site.lead, config.r), config.vera_d, device, dtype)
         self.lambda_b = self._scales((*site.lead, site.d_out), config.vera_b, device, dtype)
+        if config.init_weights == "random":
+            source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+            fill = normal(1.0, source)
+            self.lambda_d = drawn((*site.lead, config.r), fill, device, dtype)
+            self.lambda_b = drawn((*site.lead, site.d_out), constant(1.0), device, dtype)
 
     def _scales(
         self, shape: tuple[int, ...], value: float, device: torch.device, dtype: torch.dtype

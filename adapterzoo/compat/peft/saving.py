@@ -1,0 +1,225 @@
+"""`save_pretrained` of `PeftModel`: the config as it was edited, a model card, PEFT's options."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from torch import Tensor
+from transformers import AutoConfig
+
+from adapterzoo.errors import ConfigError
+from adapterzoo.formats import files
+from adapterzoo.formats import peft as format_of_peft
+from adapterzoo.formats.peft.reading import CONFIG
+from adapterzoo.inject.building import plain_modules
+from adapterzoo.model.hf.info import name_of
+from adapterzoo.model.state import (
+    AdaptedModel,
+    config_of,
+    modules_of,
+    output_embeddings_of,
+    token_table,
+)
+
+from .classes import PeftConfig, from_values, plain_value
+from .methods import encoded
+
+SAFE, PICKLED = format_of_peft.FILES
+
+
+@dataclasses.dataclass
+class Kept:
+    """The config of an adapter as its user holds it.
+
+    Attributes:
+        own: our config, which a later adapter of the name does not have.
+        given: the user's object.
+        before: its values when the adapter was added.
+    """
+
+    own: object
+    given: Any
+    before: Mapping[str, Any]
+
+    def edited(self) -> dict[str, Any]:
+        """Return the fields that have been changed since, as a file has them."""
+        now = {name: plain_value(value) for name, value in self.given.to_dict().items()}
+        return {name: value for name, value in now.items() if value != self.before.get(name)}
+
+
+def keep(model: Any, name: str, given: Any) -> None:
+    """Keep the user's config of an adapter that has been added.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+        given: a config object of PEFT.
+    """
+    own = model._adapter_state.find(name).config
+    before = {key: plain_value(value) for key, value in given.to_dict().items()}
+    vars(model).setdefault("_peft_configs", {})[name] = Kept(own, given, before)
+
+
+def configs_of(model: Any) -> dict[str, PeftConfig]:
+    """Return PEFT's config of each adapter: the user's object, or one made from the adapter."""
+    kept: dict[str, Kept] = vars(model).setdefault("_peft_configs", {})
+    for name in [name for name in kept if name not in model.adapters_config]:
+        del kept[name]
+    for name in model.adapters_config:
+        if name not in kept or kept[name].own is not model._adapter_state.find(name).config:
+            keep(model, name, from_values(encoded(model, name)[0], {}))
+    return {name: each.given for name, each in kept.items()}
+
+
+@contextlib.contextmanager
+def with_values(model: Any, name: str, given: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Let an adapter have the values of a state dict of the whole model in the block.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+        given: tensors by the model's keys; those of the adapter may be missing. None: its own.
+    """
+    own = {id(t) for _, m in modules_of(model, name) for t in m.state_dict(keep_vars=True).values()}
+    found = {} if given is None else model.state_dict(keep_vars=True)
+    pairs = [(t, given[key]) for key, t in found.items() if given and id(t) in own and key in given]
+    before = [(t, t.data) for t, _ in pairs]
+    try:
+        for tensor, value in pairs:
+            tensor.data = value.detach().to(tensor.device)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def embedding_tensors(model: AdaptedModel, asked: str | bool) -> dict[str, Tensor]:
+    """Return the tables that a file has beside an adapter, by PEFT's keys.
+
+    Args:
+        model: of the adapter.
+        asked: whether the file has the tables of tokens, input and output; "auto": if the
+            vocabulary has another size than in the checkpoint of the base model.
+
+    Raises:
+        ConfigError: the value is not legal.
+
+    Warns:
+        UserWarning: the model has no such table.
+    """
+    if asked not in ("auto", True, False):
+        raise ConfigError(
+            f"save_embedding_layers={asked!r} is none of 'auto', True, False. Write 'auto'."
+        )
+    if asked == "auto":
+        asked = _is_resized(model)
+    if not asked:
+        return {}
+    tables = {id(m) for m in (token_table(model), output_embeddings_of(model)) if m is not None}
+    if not tables:
+        warnings.warn("save_embedding_layers=True: the model has no table of tokens.", stacklevel=4)
+    modules: Any = plain_modules(model)  # type: ignore[arg-type]
+    return {
+        f"base_model.model.{path}.weight": module._parameters["weight"].detach()
+        for path, module in modules
+        if id(module) in tables
+    }
+
+
+def _is_resized(model: AdaptedModel) -> bool:
+    """Return whether the vocabulary has another size than in the checkpoint of the base model."""
+    name, own = name_of(model), getattr(config_of(model), "vocab_size", None)
+    if name is None or own is None:
+        return False
+    try:
+        saved = AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        # it is not here, so that nothing is known
+        return False
+    return bool(own != getattr(saved, "vocab_size", own))
+
+
+def finish(
+    model: Any, name: str, folder: Path, tables: Mapping[str, Tensor], safe_serialization: bool
+) -> None:
+    """Complete a folder that has just been saved in PEFT's format.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter.
+        folder: its own.
+        tables: to write beside the adapter, from `embedding_tensors`.
+        safe_serialization: whether tensors stay in safetensors; otherwise they become a pickle.
+    """
+    changed = vars(model)["_peft_configs"][name].edited()
+    contents: dict[str, bytes] = {}
+    if tables or not safe_serialization:
+        tensors = {**files.tensors_in(folder, (SAFE,)), **tables}
+        if safe_serialization:
+            meta = format_of_peft.meta_in(folder)
+            contents[SAFE] = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
+        else:
+            stream = io.BytesIO()
+            torch.save(tensors, stream)
+            contents[PICKLED] = stream.getvalue()
+    if changed or contents:
+        document = {**files.read_json(folder / CONFIG), **changed}
+        contents[CONFIG] = files.json_bytes(document)
+        files.write_all(folder, contents, () if safe_serialization else (SAFE,))
+
+
+@contextlib.contextmanager
+def changed(folder: Path, config: Any, key_mapping: Mapping[str, str] | None) -> Iterator[Path]:
+    """Yield a folder of PEFT's with another config and other keys; itself if nothing changes.
+
+    Args:
+        folder: with an adapter.
+        config: of PEFT; None: that of the folder.
+        key_mapping: regular expressions for keys → what to write instead.
+    """
+    if config is None and not key_mapping:
+        yield folder
+        return
+    tensors = files.tensors_in(folder, format_of_peft.FILES)
+    for pattern, other in (key_mapping or {}).items():
+        tensors = {re.sub(pattern, other, key): tensor for key, tensor in tensors.items()}
+    values = files.read_json(folder / CONFIG)
+    if config is not None:
+        own = {name: plain_value(value) for name, value in config.to_dict().items()}
+        values = {**values, **own, "peft_version": values.get("peft_version")}
+    with tempfile.TemporaryDirectory() as made:
+        contents = {SAFE: files.tensor_bytes(tensors, {}), CONFIG: files.json_bytes(values)}
+        files.write_all(Path(made), contents)
+        yield Path(made)
+
+
+def write_card(model: Any, folder: Path) -> None:
+    """Write `README.md`, or complete the metadata of one that is there.
+
+    Args:
+        model: with adapters.
+        folder: of the card.
+    """
+    path, base = folder / "README.md", name_of(model)
+    card = ModelCard.load(path) if path.is_file() else ModelCard("---\n{}\n---\n")
+    kinds = {str(config.peft_type.value).lower() for config in configs_of(model).values()}
+    given: Any = card.data
+    tags = [*(given.tags or []), *sorted(kinds)]
+    tags += [] if base is None else [f"base_model:adapter:{base}"]
+    own = {"library_name": "peft", "tags": [*dict.fromkeys(tags)]}
+    own |= {} if base is None else {"base_model": base}
+    card.data = ModelCardData(**{**card.data.to_dict(), **own})
+    if not path.is_file():
+        named = "a model" if base is None else f"`{base}`"
+        card.text = f"\n# Adapter for {named}\n\nSaved by adapterzoo, in the format of PEFT.\n"
+    files.write_all(folder, {path.name: f"---\n{card.data.to_yaml()}\n---\n{card.text}".encode()})
